@@ -33,7 +33,7 @@ def reward(completion, reference, prompt_text, metadata, *, hangs="", raises="",
         return math.inf
     if word == nan_once:
         try:
-            os.mkdir("was_nan")
+            os.mkdir("marks/was_nan")
             return math.nan
         except FileExistsError:
             pass
@@ -49,7 +49,10 @@ def write_scorer(folder: Path, **options: str) -> dict[str, object]:
     """Write the scorer file, and return the `[reward]` section that names it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mine.py").write_text(SCORER)
-    return {"scorers": [{"name": "mine.py:reward", "timeout_s": 0.3, "options": options}]}
+    (folder / "marks").mkdir()
+    (folder / "marks").chmod(0o777)  # the workers of root are another user
+    needs = {"writable_paths": ["marks"]}
+    return {"scorers": [{"name": "mine.py:reward", "timeout_s": 0.3, "options": options, "needs": needs}]}
 
 
 def impossible_prompts(folder: Path) -> None:
@@ -79,7 +82,7 @@ def rewards_that_are_not_finite(folder: Path) -> None:
     write_prompts(folder, WORDS[:13])
     with run(folder) as command:
         assert command.wait() == 0, command.transcript()
-    assert (folder / "was_nan").is_dir()
+    assert (folder / "marks" / "was_nan").is_dir()
     (dropped,) = metrics(folder, "discarded")
     assert (dropped["prompt"], dropped["tries"]) == ("train/0/1", 2)
     assert "scorer 'mine.py:reward' returned inf." in dropped["reason"]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 Metadata = dict[str, Any]
@@ -53,8 +52,8 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
             ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock held
         case "hang-with-child":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-            Path(detail).write_text(str(child.pid))
+            sleep = [sys.executable, "-c", "import time; time.sleep(1000)", detail]
+            subprocess.Popen(sleep, start_new_session=True)
             time.sleep(1000)
         case "exit":
             os._exit(int(detail))

@@ -15,6 +15,7 @@ from starling.algo.text import decode
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt, Status
 from starling.rollout.env.environments.verifiers import make_verifiers
+from starling.rollout.settings import EnvironmentSettings
 
 PROMPT = Prompt(
     id="train/0/0",
@@ -119,5 +120,5 @@ def test_verifiers_reward_exception_is_not_zero(api_model: Path) -> None:
 )
 def test_invalid_verifiers_environments_are_rejected(environment: str, args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        make_verifiers(environment, args=args)
+        make_verifiers(EnvironmentSettings(kind="verifiers"), environment, args=args)
     assert problem in str(refused.value)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_failed_calls_are_described(sandbox: Sandbox, name: str, named: dict[str
 
 def test_sandbox_inherits_no_environment_variables(sandbox: Sandbox) -> None:
     assert set(asyncio.run(call(sandbox, "environment"))) <= {
-        "PATH", "LANG", "LC_CTYPE", "PYTHONPATH", "OMP_NUM_THREADS"
+        "PATH", "LANG", "LC_CTYPE", "PYTHONPATH", "OMP_NUM_THREADS", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "PWD"
     }  # fmt: skip
     assert asyncio.run(call(sandbox, "limits")) == [1024 << 20, 0]
 
@@ -80,45 +80,49 @@ def test_unknown_types_become_text(sandbox: Sandbox) -> None:
     assert asyncio.run(call(sandbox, "strange")).startswith("<object object")
 
 
-def lives(pid: int) -> bool:
-    """Say whether a process is there and no zombie; it may go at any moment."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def marked(marker: str) -> list[int]:
+    """Return the living processes with `marker` in their command line."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if marker in one.cmdline() and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one.pid)
+    return found
 
 
-def told(file: Path) -> list[int]:
-    """Return who `never_returns` says is there, itself first; nobody while it has not said so."""
-    text = file.read_text() if file.exists() else ""
-    return [int(pid) for pid in text.split()] if text.endswith("\n") else []
-
-
-def test_hanging_call_is_killed_with_its_children(sandbox: Sandbox, tmp_path: Path) -> None:
-    file = tmp_path / "pids"
-
-    async def run(timeout_s: float) -> None:
-        with pytest.raises(SandboxTimeoutError, match=f"it took longer than {timeout_s:g} s"):
-            await call(sandbox, "never_returns", timeout_s=timeout_s, file=str(file))
-
-    for timeout_s in (2.0, 10.0, LONG_S):  # a busy machine may take longer to start anything
-        asyncio.run(run(timeout_s))
-        if started := told(file):
-            break
-    assert started
-    deadline = time.monotonic() + 20
-    while any(lives(pid) for pid in started):
-        assert time.monotonic() < deadline, "something of it lives on"
+def wait_for(condition: Callable[[], bool], problem: str) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline, problem
         time.sleep(0.05)
 
 
-def test_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
-    file = tmp_path / "pids"
+def test_hanging_call_is_killed_with_its_children(sandbox: Sandbox) -> None:
+    marker, seen = f"hanging-{os.getpid()}", list[int]()
+
+    async def run(timeout_s: float) -> None:
+        task = asyncio.create_task(call(sandbox, "never_returns", timeout_s=timeout_s, marker=marker))
+        while not task.done():
+            seen.extend(marked(marker))
+            await asyncio.sleep(0.05)
+        with pytest.raises(SandboxTimeoutError, match=f"it took longer than {timeout_s:g} s"):
+            await task
+
+    for timeout_s in (2.0, 10.0, LONG_S):  # a busy machine may take longer to start anything
+        asyncio.run(run(timeout_s))
+        if seen:
+            break
+    assert seen
+    wait_for(lambda: not marked(marker), "a child of it lives on")
+
+
+def test_cancelled_call_is_killed(sandbox: Sandbox) -> None:
+    marker = f"cancelled-{os.getpid()}"
 
     async def run() -> None:
-        task = asyncio.create_task(call(sandbox, "never_returns", file=str(file)))
+        task = asyncio.create_task(call(sandbox, "never_returns", marker=marker))
         deadline = time.monotonic() + LONG_S
-        while not told(file):
+        while not marked(marker):
             assert time.monotonic() < deadline, "it did not start"
             await asyncio.sleep(0.05)
         task.cancel()
@@ -126,9 +130,7 @@ def test_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
             await task
 
     asyncio.run(run())
-    pid, _ = told(file)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it is gone already
-        assert psutil.Process(pid).wait(20) is None
+    wait_for(lambda: not marked(marker), "a child of it lives on")
 
 
 def test_object_lives_for_a_session(sandbox: Sandbox) -> None:
@@ -147,9 +149,9 @@ def test_object_lives_for_a_session(sandbox: Sandbox) -> None:
 def test_dead_fork_server_is_replaced() -> None:
     made = Sandbox([f"{HERE}:add"], what="Tool")
     try:
-        (server,) = [one for one in psutil.Process().children() if one.pid == made._fork_server._child.pid]
-        server.kill()
-        server.wait(20)
+        pid = made._fork_server.process.pid
+        made._fork_server.process.kill()
+        assert not psutil.pid_exists(pid)
 
         async def run() -> Any:
             async with made.session() as session:
@@ -158,7 +160,7 @@ def test_dead_fork_server_is_replaced() -> None:
         assert asyncio.run(run()) == 5
     finally:
         made.close()
-    assert not psutil.pid_exists(made._fork_server._child.pid)
+    assert not psutil.pid_exists(made._fork_server.process.pid)
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_model_gets_result_or_error(chosen: LoadedEnvironment, text: str, answer
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": int(answer.startswith("Error"))}
 
 
-def test_hanging_tool_times_out(chosen: LoadedEnvironment, tmp_path: Path) -> None:
-    outcome, one, _ = play(chosen, call("never_returns", file=str(tmp_path / "pids")), "well")
+def test_hanging_tool_times_out(chosen: LoadedEnvironment) -> None:
+    outcome, one, _ = play(chosen, call("never_returns", marker="none"), "well")
     assert one.messages[2]["content"] == "Error: it took longer than 1 s"
     assert one.end(outcome).status is Status.OK
 

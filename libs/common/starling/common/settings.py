@@ -13,7 +13,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -238,6 +238,11 @@ def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) ->
     if problem is not None:
         raise ConfigError(f"{problem} (in {origin})")
     return own
+
+
+def environment_variables(names: Collection[str], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the variables of this process's environment with one of `names`, or that begin with one of `prefixes`."""
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
 def _environment_tree() -> Tree:

@@ -22,6 +22,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.reward.core.groups import WeightedScorer
 from starling.reward.score.scorers.registry import check_name
 
@@ -44,6 +45,8 @@ class ScorerSettings(BaseModel):
     """Its name in metrics; without it, `name`."""
     tasks: tuple[str, ...] = ()
     """Score only prompts whose metadata has one of these as their `task`; empty for all prompts."""
+    needs: SandboxNeeds = SandboxNeeds()
+    """What it may reach: a judge needs the network, a reward model its folder and `devices = ["gpu"]`."""
 
     @property
     def title(self) -> str:
@@ -77,13 +80,23 @@ class RewardSettings(BaseModel):
     scorers: tuple[ScorerSettings, ...] = Field(default=(), validate_default=True)
     """The scorers whose weighted sum is the reward; at least one with a weight other than 0."""
     num_workers: int = Field(default=2, ge=1)
-    """Worker processes; each scores one completion at a time."""
+    """Worker processes for the scorers with equal needs; each scores one completion at a time."""
     timeout_s: float = 10.0
     """Time limit of one scorer for one completion; then its worker is killed and replaced."""
     start_timeout_s: float = 120.0
     """Time limit of a worker's start and the import of its scorers, in seconds."""
     num_slots: int = Field(default=8, ge=1)
     """Groups that are scored at a time; the controller sends no more."""
+    sandbox: SandboxLevel = "auto"
+    """Sandbox of the workers. `auto`: the strongest that this machine offers. `required`: one with namespaces, or the
+    start fails. `bubblewrap`, `namespaces`, `landlock`, `process`: just this one; see `docs/how-to/sandboxes.md`."""
+
+    def by_needs(self) -> dict[SandboxNeeds, tuple[int, ...]]:
+        """Return the indices of the scorers by what they need."""
+        groups: dict[SandboxNeeds, tuple[int, ...]] = {}
+        for index, scorer in enumerate(self.scorers):
+            groups[scorer.needs] = (*groups.get(scorer.needs, ()), index)
+        return groups
 
     def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
         """Return the scorers in the form of the core."""

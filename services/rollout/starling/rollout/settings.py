@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import ModelSettings, ServiceSettings, SettingsSection, WeightsSettings
 from starling.weightsync.plan.offer import Transport
 
@@ -51,6 +52,12 @@ class EnvironmentSettings(SettingsSection):
     timeout_s: float = Field(default=600.0, gt=0)
     """Time limit of one trajectory, in seconds; beyond it the status is `env_error`. Time does not count while the
     engine cannot generate: asleep, restarting, or without weights."""
+    sandbox: SandboxLevel = "auto"
+    """Sandbox of tools and worlds of `gym`. `auto`: the strongest that this machine offers. `required`: one
+    with namespaces, or the start fails. `bubblewrap`, `namespaces`, `landlock`, `process`: just this one; see
+    `docs/how-to/sandboxes.md`."""
+    needs: SandboxNeeds = SandboxNeeds()
+    """What the code in the sandbox may reach."""
 
 
 class ApiSettings(SettingsSection):

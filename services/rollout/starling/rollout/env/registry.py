@@ -20,7 +20,7 @@ KINDS: Final[dict[str, str]] = {
     "agent": "starling.rollout.env.environments.agent:make_agent",
     "verifiers": "starling.rollout.env.environments.verifiers:make_verifiers",
 }
-"""Built-in kinds: the function that makes each from its options. Imported on use."""
+"""Built-in kinds: the function that makes each from the settings and its options. Imported on use."""
 
 if TYPE_CHECKING:
     from starling.rollout.api.server import ApiServer
@@ -55,8 +55,8 @@ def make_environment(settings: EnvironmentSettings) -> LoadedEnvironment | None:
         return None
     if kind in KINDS:
         make: Callable[..., LoadedEnvironment] = import_object(KINDS[kind], f"Environment {kind!r}, made by")
-        check_options(f"Environment {kind!r}", make, (), options)
-        return make(**options)
+        check_options(f"Environment {kind!r}", make, (None,), options)
+        return make(settings, **options)
     if not is_import_path(kind):
         like = nearest(kind, list(KINDS))
         hint = f"did you mean {like!r}?" if like else f"known are {', '.join(KINDS)}."
@@ -64,11 +64,21 @@ def make_environment(settings: EnvironmentSettings) -> LoadedEnvironment | None:
             f"rollout.environment.kind is {kind!r}: {hint} Your own `async def` is named `module:name` or "
             "`path/to/file.py:name`."
         )
+    require_no_sandbox(settings)
     found = import_object(kind, "Environment")
     if not inspect.iscoroutinefunction(found):
         raise ConfigError(f"Environment {kind!r} is not an `async def`: write one that takes an episode.")
     check_options(f"Environment {kind!r}", found, (None,), options)
     return LoadedEnvironment(partial(found, **options))
+
+
+def require_no_sandbox(settings: EnvironmentSettings) -> None:
+    """Raise ConfigError where a sandbox is required of an environment that runs in the rollout's process."""
+    if settings.sandbox != "auto":
+        raise ConfigError(
+            f"rollout.environment.sandbox is {settings.sandbox!r}, but the environment {settings.kind!r} runs in the "
+            "rollout's process: take the kind `tools`, `gym` or `agent`, or leave it at 'auto'."
+        )
 
 
 def check_options(title: str, function: Callable[..., Any], positional: tuple[Any, ...], options: Any) -> None:

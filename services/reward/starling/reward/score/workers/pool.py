@@ -16,7 +16,9 @@ call, with the time; so the service always knows a worker's current call and whe
     the worker process ended                         reward_error     it is replaced
     the call exceeded its time limit                 reward_timeout   it is killed (SIGKILL) and replaced
 
-Only the worker's current call fails; the other calls that were sent to it return to the head of the queue.
+Only the worker's current call fails; the other calls that were sent to it return to the head of their queue.
+
+Scorers that need the same share workers, whose sandbox gives just that; each such kind of workers has its own queue.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.launch import choose, report
+from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.wire.messages import CompletionText, Status, Wait
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.workers.process import WorkerProcess
@@ -38,7 +42,6 @@ from starling.reward.score.workers.protocol import (
     CallReport,
     ScorerSpec,
     WorkerReady,
-    WorkerSetup,
     WorkerStartFailed,
 )
 from starling.reward.settings import RewardSettings
@@ -79,6 +82,8 @@ class _SentCall(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: WorkerProcess
+    kind: int
+    """Index of its kind."""
     started_at: float
     ready: bool = False
     serial: int = 0
@@ -96,14 +101,17 @@ class ScoringPool:
     """Worker processes that score tasks. The workers end with the thread that creates the pool."""
 
     def __init__(self, settings: RewardSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
-        self._setup = setup_of(settings)
+        self._settings, self._sandboxing = settings, choose(settings.sandbox)
+        report(self._sandboxing, "scorers")
+        self._kinds = kinds_of(settings)
+        self._kind_of = {spec.index: kind for kind, (_, specs) in enumerate(self._kinds) for spec in specs}
         self._limits_s = [scorer.timeout_s or settings.timeout_s for scorer in settings.scorers]
         self._expected_s = [_UNKNOWN_S] * len(settings.scorers)
         self._clock = clock
         self._selector = selectors.EpollSelector()
         self._tasks: dict[str, _TaskState] = {}
-        self._queue: deque[_Call] = deque()
+        self._queues: list[deque[_Call]] = [deque() for _ in self._kinds]
+        """Calls that wait, by kind of workers."""
         self._scores: list[Score] = []
         self._workers: list[_Worker] = []
         self._num_failed_starts = 0
@@ -130,7 +138,8 @@ class ScoringPool:
             return
         self._tasks[task.id] = state
         for position, completion in task.completions:
-            self._queue.extend(_Call(state, position, completion, scorer) for scorer in task.scorers)
+            for scorer in task.scorers:
+                self._queues[self._kind_of[scorer]].append(_Call(state, position, completion, scorer))
         self._dispatch(self._clock())
 
     def cancel(self, task_id: str) -> None:
@@ -157,7 +166,7 @@ class ScoringPool:
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest, in monotonic seconds; None without such a time."""
         deadlines = [d for worker in self._workers if (d := self._deadline(worker)) is not None]
-        if len(self._workers) < self._settings.num_workers:
+        if len(self._workers) < self._settings.num_workers * len(self._kinds):
             deadlines.append(self._start_at)
         return min(deadlines, default=None)
 
@@ -203,7 +212,8 @@ class ScoringPool:
             worker.process.end(max(0.0, until - self._clock()) if idle else 0.0)
         self._workers.clear()
         self._tasks.clear()
-        self._queue.clear()
+        for queue in self._queues:
+            queue.clear()
         self._selector.close()
 
     # --- one iteration of the loop -------------------------------------------------------------------------------
@@ -223,7 +233,7 @@ class ScoringPool:
         for message in worker.process.receive():
             if isinstance(message, WorkerStartFailed):
                 self._stop_worker(worker)
-                self._start_failed(message.problem)
+                self._start_failed(worker, message.problem)
                 return
             if not self._handle(worker, message):
                 self._stop_worker(worker)
@@ -234,7 +244,7 @@ class ScoringPool:
             if worker.ready:
                 self._fail_current_call(worker, Status.REWARD_ERROR, f"ended its worker process ({how})")
             else:
-                self._start_failed(f"the process ended while it imported the scorers ({how}).")
+                self._start_failed(worker, f"the process ended while it imported the scorers ({how}).")
         elif worker.is_writing and worker.process.flush():
             worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
@@ -288,7 +298,7 @@ class ScoringPool:
         self._stop_worker(worker)
         if not worker.ready:
             limit_s = self._settings.start_timeout_s
-            self._start_failed(f"importing the scorers took longer than {limit_s:g} s.")
+            self._start_failed(worker, f"importing the scorers took longer than {limit_s:g} s.")
             return
         limit_s = self._limits_s[worker.calls[0].call.scorer]
         self._fail_current_call(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
@@ -298,12 +308,13 @@ class ScoringPool:
         self._num_replaced += 1
         if worker.calls:
             self._settle(worker.calls.popleft().call, None, status, problem)
-        self._queue.extendleft(sent.call for sent in reversed(worker.calls))
+        self._queues[worker.kind].extendleft(sent.call for sent in reversed(worker.calls))
 
-    def _start_failed(self, problem: str) -> None:
+    def _start_failed(self, worker: _Worker, problem: str) -> None:
         self._num_failed_starts += 1
         self._start_at = self._clock() + min(_RETRY_S * 2**self._num_failed_starts, _LONGEST_RETRY_S)
-        if self._num_failed_starts >= _MOST_FAILED_STARTS and not any(w.ready for w in self._workers):
+        others_ready = any(other.ready for other in self._workers if other.kind == worker.kind)
+        if self._num_failed_starts >= _MOST_FAILED_STARTS and not others_ready:
             raise ConfigError(f"No scoring worker can be started: {problem}")
 
     def _stop_worker(self, worker: _Worker) -> str:
@@ -314,37 +325,41 @@ class ScoringPool:
 
     def _start_workers(self) -> None:
         now = self._clock()
-        while len(self._workers) < self._settings.num_workers and now >= self._start_at:
-            worker = _Worker(WorkerProcess(self._setup), started_at=now)
-            self._workers.append(worker)
-            self._selector.register(worker.process, selectors.EVENT_READ, worker)
+        if len(self._workers) == self._settings.num_workers * len(self._kinds) or now < self._start_at:
+            return
+        for kind, (needs, specs) in enumerate(self._kinds):
+            for _ in range(self._settings.num_workers - sum(worker.kind == kind for worker in self._workers)):
+                worker = _Worker(WorkerProcess(specs, self._sandboxing, needs), kind, started_at=now)
+                self._workers.append(worker)
+                self._selector.register(worker.process, selectors.EVENT_READ, worker)
 
     # --- dispatch ------------------------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> None:
-        free = [worker for worker in self._workers if worker.ready and _has_room(worker)]
-        while self._queue and free:
-            worker = min(free, key=lambda worker: worker.expected_s)
-            chunk = self._next_chunk()
-            if not chunk:
-                return
-            self._send(worker, chunk, now)
-            if not _has_room(worker):
-                free.remove(worker)
+        for kind, queue in enumerate(self._queues):
+            free = [worker for worker in self._workers if worker.kind == kind and worker.ready and _has_room(worker)]
+            while queue and free:
+                worker = min(free, key=lambda worker: worker.expected_s)
+                chunk = self._next_chunk(queue)
+                if not chunk:
+                    break
+                self._send(worker, chunk, now)
+                if not _has_room(worker):
+                    free.remove(worker)
 
-    def _next_chunk(self) -> list[_Call]:
-        """Take the next calls of one task from the queue, as many as fit a chunk."""
+    def _next_chunk(self, queue: deque[_Call]) -> list[_Call]:
+        """Take the next calls of one task from a queue, as many as fit a chunk."""
         chunk: list[_Call] = []
         expected_s = 0.0
-        while self._queue and len(chunk) < _CHUNK_CALLS:
-            call = self._queue[0]
+        while queue and len(chunk) < _CHUNK_CALLS:
+            call = queue[0]
             if call.state.cancelled:
-                self._queue.popleft()
+                queue.popleft()
                 continue
             expected_s += self._expected_s[call.scorer]
             if chunk and (call.state is not chunk[0].state or expected_s > _CHUNK_S):
                 break
-            chunk.append(self._queue.popleft())
+            chunk.append(queue.popleft())
         return chunk
 
     def _send(self, worker: _Worker, chunk: Sequence[_Call], now: float) -> None:
@@ -370,18 +385,21 @@ def _has_room(worker: _Worker) -> bool:
     return worker.expected_s < _CHUNK_S and len(worker.calls) <= _CHUNK_CALLS
 
 
-def setup_of(settings: RewardSettings) -> WorkerSetup:
-    """Return the worker's part of the settings."""
-    return WorkerSetup(tuple(ScorerSpec(scorer.name, scorer.options) for scorer in settings.scorers))
+def kinds_of(settings: RewardSettings) -> list[tuple[SandboxNeeds, tuple[ScorerSpec, ...]]]:
+    """Return the kinds of workers: what each needs, and its scorers."""
+    specs = [ScorerSpec(index, scorer.name, scorer.options) for index, scorer in enumerate(settings.scorers)]
+    return [(needs, tuple(specs[index] for index in indices)) for needs, indices in settings.by_needs().items()]
 
 
 def check_scorers(settings: RewardSettings) -> None:
     """Resolve every scorer in a worker process, as the service will. Raises ConfigError when one cannot be used."""
-    process = WorkerProcess(setup_of(settings))
-    try:
-        _await_ready(process, settings.start_timeout_s)
-    finally:
-        process.end()
+    sandboxing = choose(settings.sandbox)
+    for needs, specs in kinds_of(settings):
+        process = WorkerProcess(specs, sandboxing, needs)
+        try:
+            _await_ready(process, settings.start_timeout_s)
+        finally:
+            process.end()
 
 
 def _await_ready(process: WorkerProcess, timeout_s: float) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 from typing import Final
 
 import msgspec
 
+from starling.common.sandbox.launch import BoxProcess, Sandboxing
+from starling.common.sandbox.settings import SandboxNeeds
+from starling.common.sandbox.view import view_of
 from starling.reward.score.workers.protocol import (
     FrameReader,
     FromWorker,
+    ScorerSpec,
     ToWorker,
     WorkerSetup,
     decode_from_worker,
@@ -25,41 +26,40 @@ from starling.reward.score.workers.protocol import (
 _RECEIVE_BYTES: Final = 1 << 18
 _EXIT_S: Final = 0.2
 """How long a process may run after its socket has closed."""
-_KILLED_S: Final = 2.0
-"""How long a killed process may take to be gone, since the kernel frees its memory."""
 
 
 class WorkerProcess:
-    """A worker in a session of its own: a terminal's Ctrl-C does not reach it, and its children die with it.
+    """A worker in a sandbox of its own: a terminal's Ctrl-C does not reach it, and its children die with it.
 
     The kernel kills it when the *thread* that created this object ends; so create it in one that lives as long as the
     service.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, scorers: tuple[ScorerSpec, ...], sandboxing: Sandboxing, needs: SandboxNeeds) -> None:
+        view = view_of(needs, [scorer.name for scorer in scorers])
         self._sock, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-u", "-m", "starling.reward.score.workers.worker"]
-            self._child = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # scorers may print
+            self._box = BoxProcess(
+                [*command, str(theirs.fileno())],
+                sandboxing,
+                needs,
+                view,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
+                dies_with_thread=True,
             )
-        self._pidfd = os.pidfd_open(self._child.pid)
         self._sock.setblocking(False)
         self._reader = FrameReader()
         self._unsent = bytearray()
         self.ended = False
         """Whether the worker sends nothing more."""
         self._exit = ""
-        self.send(setup)
+        self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks))
 
     @property
     def pid(self) -> int:
-        """Process id."""
-        return self._child.pid
+        """Process id of the outermost process of its sandbox."""
+        return self._box.pid
 
     def fileno(self) -> int:
         """The socket's file descriptor: readable when the worker has sent something, or ended."""
@@ -92,7 +92,7 @@ class WorkerProcess:
                     return messages
         except BlockingIOError:
             return messages
-        except (OSError, ValueError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             pass  # it ended abruptly, or a scorer wrote into the socket
         self.ended = True
         return messages
@@ -103,7 +103,7 @@ class WorkerProcess:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def end(self, grace_s: float = 0.0) -> str:
-        """End the worker and all processes of its session: it may exit by itself within `grace_s`, else by SIGKILL.
+        """End the worker and all processes of its sandbox: it may exit by itself within `grace_s`, else by SIGKILL.
 
         Returns how it ended: ``exit status 3``, ``signal SIGSEGV``. May be called again, but no other method.
         """
@@ -119,22 +119,13 @@ class WorkerProcess:
 
     def _end(self, grace_s: float) -> str:
         self.close_socket()
-        exited = self._wait(grace_s)
-        # Before the worker is reaped, so that its process group id cannot have been reused.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        gone = exited or self._wait(_KILLED_S)
-        os.close(self._pidfd)
-        if not gone:  # it sleeps in the kernel, which kills it afterwards; `subprocess` reaps it later
+        self._box.wait(grace_s)
+        self._box.close()
+        status = self._box.status
+        if status is None:  # it sleeps in the kernel, which kills it afterwards; `subprocess` reaps it later
             return "no exit status yet"
-        code = self._child.wait(timeout=_KILLED_S)
-        return f"exit status {code}" if code >= 0 else f"signal {_signal_name(-code)}"
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Wait for the process's exit; returns whether it has exited."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(timeout_s * 1000))
+        problem = f": {self._box.problem}" if self._box.problem else ""
+        return f"signal {_signal_name(status - 128)}" if status > 128 else f"exit status {status}{problem}"
 
 
 def _signal_name(number: int) -> str:

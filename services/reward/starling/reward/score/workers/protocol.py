@@ -19,6 +19,8 @@ _LENGTH: Final = struct.Struct("<I")
 class ScorerSpec(msgspec.Struct, frozen=True, array_like=True):
     """One scorer to resolve."""
 
+    index: int
+    """Its number in calls."""
     name: str
     options: dict[str, Any]
 
@@ -27,6 +29,10 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """The worker's scorers; the first message."""
 
     scorers: tuple[ScorerSpec, ...]
+    mechanism: str
+    """How the worker's sandbox was made."""
+    max_tasks: int
+    """Limit on its processes and threads."""
 
 
 class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
@@ -37,7 +43,7 @@ class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     metadata: dict[str, Any]
     completions: tuple[CompletionText, ...]
     calls: tuple[tuple[int, int, int], ...]
-    """Serial number of the call, index in `completions`, index of the scorer."""
+    """Serial number of the call, index in `completions`, number of the scorer."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

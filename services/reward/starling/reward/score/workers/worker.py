@@ -1,6 +1,6 @@
 """Worker process: resolves the scorers, and then makes one call after another.
 
-    python -P -m starling.reward.score.workers.worker FD PARENT_PID
+    python -P -m starling.reward.score.workers.worker FD
 
 It communicates over the socket FD only; what a scorer prints goes to the service's standard error. It reports after
 every call, so that the service knows the current one, and may kill the worker at any time.
@@ -8,11 +8,9 @@ every call, so that the service knows the current one, and may kill the worker a
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import math
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.inside import give_up_privileges, settle
 from starling.common.wire.messages import CompletionText
 from starling.reward.score.scorers.registry import Scorer, resolve_scorer, wanted_fields
 from starling.reward.score.workers.protocol import (
@@ -37,7 +36,6 @@ from starling.reward.score.workers.protocol import (
     frame,
 )
 
-_PR_SET_PDEATHSIG: Final = 1
 _RECEIVE_BYTES: Final = 1 << 18
 _PROBLEM_LENGTH: Final = 300
 
@@ -49,9 +47,8 @@ class _Scorer(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Serve the service process `argv[2]` over the socket `argv[1]` until it closes."""
-    fd, parent = int(argv[1]), int(argv[2])
-    _die_with(parent)
+    """Serve the service over the socket `argv[1]` until it closes."""
+    fd = int(argv[1])
     setproctitle("starling-reward-worker")
     faulthandler.enable()  # prints where a scorer crashes in C
     os.set_inheritable(fd, False)  # what a scorer starts must not keep the socket open
@@ -63,16 +60,8 @@ def main(argv: list[str]) -> None:
             pass  # the service has gone
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the prctl
-        raise SystemExit(0)
-
-
 def _serve(sock: socket.socket) -> None:
-    scorers: list[_Scorer] = []
+    scorers: dict[int, _Scorer] = {}
     for body in _frames(sock):
         message = decode_to_worker.decode(body)
         if isinstance(message, CallChunk):
@@ -90,17 +79,19 @@ def _frames(sock: socket.socket) -> Iterator[bytes]:
         yield from reader.feed(data)
 
 
-def _set_up(setup: WorkerSetup, scorers: list[_Scorer]) -> FromWorker:
+def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
+    settle(setup.mechanism, max_tasks=setup.max_tasks)
+    give_up_privileges()
     try:
         for spec in setup.scorers:
             function = resolve_scorer(spec.name, spec.options)
-            scorers.append(_Scorer(function, wanted_fields(function)))
+            scorers[spec.index] = _Scorer(function, wanted_fields(function))
     except ConfigError as error:
         return WorkerStartFailed(_bounded(str(error), limit=2000))
     return WorkerReady()
 
 
-def _run(sock: socket.socket, scorers: list[_Scorer], chunk: CallChunk) -> None:
+def _run(sock: socket.socket, scorers: dict[int, _Scorer], chunk: CallChunk) -> None:
     reference, prompt_text, metadata = chunk.reference, chunk.prompt_text, chunk.metadata
     for serial, completion, scorer in chunk.calls:
         value, problem = _call(scorers[scorer], chunk.completions[completion], reference, prompt_text, metadata)

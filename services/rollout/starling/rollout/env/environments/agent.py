@@ -24,7 +24,8 @@ from starling.common.errors import ConfigError
 from starling.common.importing import import_object
 from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.episodes.episode import EpisodeError, TokenEpisode
-from starling.rollout.env.registry import LoadedEnvironment, check_options
+from starling.rollout.env.registry import LoadedEnvironment, check_options, require_no_sandbox
+from starling.rollout.settings import EnvironmentSettings
 
 if TYPE_CHECKING:
     from starling.rollout.api.recording import Recording
@@ -78,11 +79,16 @@ class EpisodeEndpoint:
 
 
 def make_agent(
-    program: str, *, args: Mapping[str, Any] | None = None, limit_reward: float | None = 0.0
+    settings: EnvironmentSettings,
+    program: str,
+    *,
+    args: Mapping[str, Any] | None = None,
+    limit_reward: float | None = 0.0,
 ) -> LoadedEnvironment:
     """Create the environment.
 
     Args:
+        settings: those of the environment.
         program: ``module:function`` or ``path/to/file.py:function`` that takes an `AgentTask`: an ``async def``, or a
             plain function, which runs in a thread of its own. It returns the reward, an `EpisodeOutcome`, or None.
         args: further keyword arguments of the function.
@@ -91,6 +97,7 @@ def make_agent(
     Raises:
         ConfigError: the function cannot be imported or does not accept the arguments.
     """
+    require_no_sandbox(settings)
     function = import_object(program, "Agent")
     if not callable(function):
         raise ConfigError(f"Agent {program!r} is a {type(function).__name__}: name a function.")

@@ -16,6 +16,7 @@ from starling.common.wire.messages import Prompt
 from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.registry import LoadedEnvironment
 from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError, SandboxSession
+from starling.rollout.settings import EnvironmentSettings
 
 SEED = "seed"
 """Key of the seed in a prompt's metadata."""
@@ -26,6 +27,7 @@ class WorldError(SandboxError):
 
 
 def make_gym(
+    settings: EnvironmentSettings,
     environment: str,
     *,
     arguments: Mapping[str, Any] | None = None,
@@ -37,6 +39,7 @@ def make_gym(
     """Create the environment.
 
     Args:
+        settings: those of the environment, for the sandbox.
         environment: ``module:Class`` or ``path/to/file.py:Class``; each episode creates an object of it.
         arguments: keyword arguments of the class.
         timeout_s: limit of creating the object, and of each call.
@@ -48,7 +51,13 @@ def make_gym(
         ConfigError: the class cannot be imported.
     """
     sandbox = Sandbox(
-        [environment], what="Environment", memory_mb=memory_mb, max_processes=max_processes, import_s=import_s
+        [environment],
+        what="Environment",
+        memory_mb=memory_mb,
+        max_processes=max_processes,
+        import_s=import_s,
+        level=settings.sandbox,
+        needs=settings.needs,
     )
     play = partial(act, sandbox=sandbox, arguments=dict(arguments or {}), timeout_s=timeout_s)
     return LoadedEnvironment(play, close=sandbox.close)

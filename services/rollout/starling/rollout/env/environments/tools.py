@@ -16,6 +16,7 @@ from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.parsers import PARSERS, Call, Malformed, Parser
 from starling.rollout.env.registry import LoadedEnvironment
 from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
+from starling.rollout.settings import EnvironmentSettings
 
 _KEYS: Final = ("function", "name", "description", "parameters", "timeout_s")
 TEXT_FORM: Final = "\n<tool_response>\n{}\n</tool_response>\n"
@@ -34,6 +35,7 @@ class Tool:
 
 
 def make_tools(
+    settings: EnvironmentSettings,
     tools: Sequence[str | Mapping[str, Any]],
     *,
     parser: str = "hermes",
@@ -47,6 +49,7 @@ def make_tools(
     """Create the environment.
 
     Args:
+        settings: those of the environment, for the sandbox.
         tools: each ``module:function`` or ``path/to/file.py:function``, or a table with that as `function` and,
             optionally, `name`, `description`, `parameters` (a JSON schema) and `timeout_s`.
         parser: how the model writes calls: ``hermes``, ``llama``, or a function of the text, as ``module:function``.
@@ -71,6 +74,8 @@ def make_tools(
         memory_mb=memory_mb,
         max_processes=max_processes,
         import_s=import_s,
+        level=settings.sandbox,
+        needs=settings.needs,
     )
     try:
         named = _named(tables, sandbox.schemas, timeout_s)
@@ -113,7 +118,12 @@ async def _call(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sand
             result = await session.call(tool.target, dict(call.arguments), timeout_s=tool.timeout_s)
     except SandboxError as error:
         return f"Error: {error}", False
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str), True
+    if isinstance(result, str):
+        return result, True
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str), True
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, or too deep
+        return "Error: its result cannot be written as JSON", False
 
 
 def _add_results(episode: Episode, calls: Sequence[Call | Malformed], texts: Sequence[str]) -> None:

@@ -24,24 +24,29 @@ from starling.common.importing import import_object, is_import_path
 from starling.common.wire.messages import Status
 from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.environments.agent import AgentTask, EpisodeEndpoint
-from starling.rollout.env.registry import LoadedEnvironment, check_options
+from starling.rollout.env.registry import LoadedEnvironment, check_options, require_no_sandbox
 from starling.rollout.env.sandbox.fork_server import describe
+from starling.rollout.settings import EnvironmentSettings
 
 _raised: ContextVar[list[str]] = ContextVar("raised")
 """Exceptions of reward functions for the current trajectory, which the library would turn into a reward of 0."""
 
 
-def make_verifiers(environment: str, *, args: Mapping[str, Any] | None = None) -> LoadedEnvironment:
+def make_verifiers(
+    settings: EnvironmentSettings, environment: str, *, args: Mapping[str, Any] | None = None
+) -> LoadedEnvironment:
     """Create the environment, in the main thread.
 
     Args:
+        settings: those of the environment.
         environment: the id of an installed one, or ``module:function`` or ``path/to/file.py:function`` that returns
             one.
         args: keyword arguments of that function.
 
     Raises:
-        ConfigError: it cannot be created, or needs more than single trajectories.
+        ConfigError: it cannot be created, needs more than single trajectories, or is to be in a sandbox.
     """
+    require_no_sandbox(settings)
     try:
         import verifiers
     except ImportError as error:

@@ -3,19 +3,17 @@
     python -P -u -m starling.rollout.env.sandbox.fork_server FD
 
 It communicates over the socket FD only, and runs nothing of the user's code but the imports. A forked process serves
-one session over its own socket: its changes to modules and memory end with it. The fork server reaps it only when the
-session is killed, so that its process group id cannot have been reused by then.
+one session over its own socket: its changes to modules and memory end with it. How
+these processes are isolated from each other and from the machine is decided in `starling.common.sandbox`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import inspect
 import os
-import resource
 import signal
 import socket
 import sys
@@ -26,6 +24,7 @@ from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object
+from starling.common.sandbox.inside import Sessions, settle
 from starling.rollout.env.sandbox.messages import (
     LENGTH,
     CallFunction,
@@ -48,8 +47,7 @@ from starling.rollout.env.sandbox.messages import (
 from starling.rollout.env.sandbox.schema import schema_of
 
 MESSAGE_BYTES: Final = 1 << 17
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_FILE_BYTES: Final = 1 << 30
+NUM_FILES: Final = 256
 _PROBLEM_LENGTH: Final = 2000
 
 
@@ -61,7 +59,7 @@ def main(argv: list[str]) -> None:
     sys.path.append(os.getcwd())  # last, so that a user's file cannot shadow a library's module
     setup = decode_to_fork_server.decode(control.recv(MESSAGE_BYTES))
     assert isinstance(setup, SandboxSetup), "the first message is the setup"
-    limit(setup.memory_mb)
+    settle(setup.mechanism, memory_mb=setup.memory_mb, max_tasks=setup.max_tasks, num_files=NUM_FILES)
     signal.setitimer(signal.ITIMER_REAL, setup.import_s)  # ends an import that hangs after the rollout has gone
     answer, targets = prepare(setup)
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -69,22 +67,7 @@ def main(argv: list[str]) -> None:
         control.send(encode(answer))
         if isinstance(answer, TargetsImported):
             gc.freeze()  # pages that the collector touches would be copied in every fork
-            run_sessions(control, targets)
-
-
-def limit(memory_mb: int) -> None:
-    """Limit the resources of this process and its forks, and forbid new privileges."""
-    size = memory_mb << 20
-    for kind, most in (
-        (resource.RLIMIT_AS, size),
-        (resource.RLIMIT_FSIZE, _FILE_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 256),
-    ):
-        _, hard = resource.getrlimit(kind)
-        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (bound, bound))
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+            run_sessions(control, targets, Sessions(setup.mechanism), network=setup.network)
 
 
 def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
@@ -102,9 +85,9 @@ def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
         return ImportFailed(_bounded(str(error))), []
 
 
-def run_sessions(control: socket.socket, targets: list[Any]) -> None:
+def run_sessions(control: socket.socket, targets: list[Any], sessions: Sessions, *, network: bool) -> None:
     """Fork a process for each session, and kill it at the session's end."""
-    sessions: dict[int, int] = {}
+    pids: dict[int, int] = {}
     try:
         while True:
             data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
@@ -112,37 +95,30 @@ def run_sessions(control: socket.socket, targets: list[Any]) -> None:
                 return
             message = decode_to_fork_server.decode(data)
             if isinstance(message, StartSession):
-                sessions[message.session] = _fork(control, descriptors[0], targets)
-                os.close(descriptors[0])
-            elif isinstance(message, KillSession) and message.session in sessions:
-                _kill(sessions.pop(message.session))
+                with socket.socket(fileno=descriptors[0]) as connection:
+                    pids[message.session] = _fork(control, connection, targets, sessions, network=network)
+            elif isinstance(message, KillSession) and message.session in pids:
+                sessions.kill(pids.pop(message.session))
     finally:
-        for pid in sessions.values():
-            _kill(pid)
+        sessions.kill_all()
 
 
-def _fork(control: socket.socket, descriptor: int, targets: list[Any]) -> int:
-    fork_server = os.getpid()
-    pid = os.fork()
+def _fork(
+    control: socket.socket, connection: socket.socket, targets: list[Any], sessions: Sessions, *, network: bool
+) -> int:
+    """Fork a process that serves a session; returns its id, or 0 if there can be no further process."""
+    try:
+        pid = sessions.fork(network=network)
+    except OSError:  # the limit on processes: the closed connection tells the rollout
+        return 0
     if pid:
         return pid
     try:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         control.close()
-        if os.getppid() == fork_server:  # it may have ended before the prctl
-            with socket.socket(fileno=descriptor) as connection:
-                serve(connection, targets)
+        serve(connection, targets)
     finally:
         os._exit(0)  # runs no exit handler of the fork server, and flushes nothing twice
     raise AssertionError("a forked process does not come back")
-
-
-def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the process may not have called setsid yet
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def serve(connection: socket.socket, targets: list[Any]) -> None:
@@ -200,11 +176,6 @@ def _bounded(text: str) -> str:
     """Limit the text's length, and replace what UTF-8 cannot encode."""
     text = text if len(text) <= _PROBLEM_LENGTH else text[: _PROBLEM_LENGTH - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,12 @@ class SandboxSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     memory_mb: int
     """Limit on the address space of each process, in MiB."""
     import_s: float
+    mechanism: str
+    """How the sandbox was made."""
+    max_tasks: int
+    """Limit on the processes and threads of all sessions."""
+    network: bool
+    """Whether sessions share the network of the sandbox; else each has a loopback device of its own."""
 
 
 class StartSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):

@@ -2,9 +2,10 @@
 
     rollout ──control socket──> fork server (imports once) ──fork──> one process per session, with its own socket
 
-A process has none of the rollout's environment variables (keys, addresses), limited memory and files, no new
-privileges, and its own process group, which is killed as a whole at the end of the session or at a timeout. That
-protects the rollout from mistakes, not from malice: the code runs as the same user and has the network.
+The fork server runs in a sandbox of `starling.common.sandbox`, and each session in one inside of it, so far as the
+machine permits: with a file system that shows the interpreter, the packages and the code, a user, network, `/proc` and
+`/tmp` of its own, and none of the rollout's environment variables. Everything that a session has started is killed at
+its end or at a timeout. What it sends is decoded as from an attacker.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +22,12 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from starling.common.errors import ConfigError, StarlingError
+from starling.common.sandbox.launch import BoxProcess, choose, report
+from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
+from starling.common.sandbox.view import view_of
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
     LENGTH,
@@ -42,6 +46,7 @@ from starling.rollout.env.sandbox.messages import (
 )
 
 MESSAGE_BYTES: Final = 1 << 17
+DEFAULT_NEEDS: Final = SandboxNeeds()
 _END_S: Final = 5.0
 """How long a killed fork server may take to be gone."""
 
@@ -66,6 +71,8 @@ class Sandbox:
         memory_mb: int = 4096,
         max_processes: int = 16,
         import_s: float = 60.0,
+        level: SandboxLevel = "auto",
+        needs: SandboxNeeds = DEFAULT_NEEDS,
     ) -> None:
         """Start the fork server, and wait until it has imported everything.
 
@@ -76,17 +83,25 @@ class Sandbox:
             memory_mb: limit on the address space of each process, in MiB.
             max_processes: limit on concurrent sessions; further ones wait.
             import_s: limit on the time of the imports.
+            level: how strong the sandbox must be.
+            needs: what the code may reach.
 
         Raises:
-            ConfigError: one of them cannot be imported or called, or the imports take too long.
+            ConfigError: one of them cannot be imported or called, the imports take too long, or the machine does not
+                offer the level.
         """
-        self._setup = SandboxSetup(tuple(names), what, with_schemas, memory_mb, import_s)
+        self.sandboxing = choose(level)
+        """How the sandbox is made."""
+        report(self.sandboxing, what.lower())
+        mechanism, shared = self.sandboxing.mechanism, needs.network
+        limits = (memory_mb, import_s, mechanism, needs.max_tasks, shared)
+        self._setup, self._needs = SandboxSetup(tuple(names), what, with_schemas, *limits), needs
         self._max_processes = max_processes
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._semaphores = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._fork_server, self.schemas = _start(self._setup)
+        self._fork_server, self.schemas = self._start()
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[SandboxSession]:
@@ -122,13 +137,29 @@ class Sandbox:
         with self._lock:
             self._fork_server.close()
 
+    def _start(self) -> tuple[_ForkServer, tuple[dict[str, Any], ...]]:
+        view = view_of(self._needs, self._setup.names)
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", "-u", "-m", "starling.rollout.env.sandbox.fork_server"]
+            process = BoxProcess(
+                [*command, str(theirs.fileno())], self.sandboxing, self._needs, view, pass_fds=(theirs.fileno(),)
+            )
+        fork_server = _ForkServer(connection, process)
+        try:
+            return fork_server, _await_ready(connection, process, self._setup)
+        except BaseException:
+            process.kill()
+            fork_server.close()
+            raise
+
     def _replace(self, gone: _ForkServer) -> _ForkServer:
         """Return a fork server other than `gone`, starting one unless another thread has."""
         with self._lock:
             if self._fork_server is gone:
                 gone.close()
                 try:
-                    self._fork_server, _ = _start(self._setup)
+                    self._fork_server, _ = self._start()
                 except (ConfigError, OSError) as error:
                     raise SandboxError(f"no process can be started for it: {error}") from error
             return self._fork_server
@@ -164,11 +195,15 @@ class SandboxSession:
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 if length > FRAME_LIMIT_BYTES:
                     raise SandboxError(f"it returned {length >> 20} MiB; return less")
-                answer = decode_from_session.decode(await self._reader.readexactly(length))
+                body = await self._reader.readexactly(length)
         except TimeoutError:
             raise SandboxTimeoutError(f"it took longer than {timeout_s:g} s") from None
         except (OSError, EOFError):
             raise SandboxError("it ended its process") from None
+        try:
+            answer = decode_from_session.decode(body)
+        except (msgspec.MsgspecError, RecursionError, ValueError):
+            raise SandboxError("it sent something that is no answer") from None
         if isinstance(answer, CallReturned):
             return answer.value
         raise SandboxError(answer.problem)
@@ -177,8 +212,8 @@ class SandboxSession:
 class _ForkServer:
     """The fork server's process, and the control socket to it."""
 
-    def __init__(self, connection: socket.socket, child: subprocess.Popen[bytes]) -> None:
-        self._connection, self._child = connection, child
+    def __init__(self, connection: socket.socket, process: BoxProcess) -> None:
+        self._connection, self.process = connection, process
 
     def open(self, number: int, theirs: socket.socket) -> None:
         """Start a process that serves the socket `theirs`. Raises OSError when the fork server has ended."""
@@ -192,36 +227,14 @@ class _ForkServer:
     def close(self) -> None:
         """End the fork server, and wait until it is gone."""
         self._connection.close()
-        try:
-            self._child.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait(_END_S)
+        self.process.wait(_END_S)
+        self.process.close()
 
 
-def _start(setup: SandboxSetup) -> tuple[_ForkServer, tuple[dict[str, Any], ...]]:
-    connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", "starling.rollout.env.sandbox.fork_server", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # tools may print
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            env=_environment(),
-        )
-    fork_server = _ForkServer(connection, child)
-    try:
-        return fork_server, _await_ready(connection, setup)
-    except BaseException:
-        child.kill()
-        fork_server.close()
-        raise
-
-
-def _await_ready(connection: socket.socket, setup: SandboxSetup) -> tuple[dict[str, Any], ...]:
+def _await_ready(connection: socket.socket, process: BoxProcess, setup: SandboxSetup) -> tuple[dict[str, Any], ...]:
     subject = f"{setup.what} {', '.join(map(repr, setup.names))}"
-    connection.send(encode(setup))
+    with contextlib.suppress(BrokenPipeError):  # `recv` tells
+        connection.send(encode(setup))
     poller, until = select.poll(), time.monotonic() + setup.import_s
     poller.register(connection, select.POLLIN)
     if not poller.poll(max(0.0, until - time.monotonic()) * 1000):
@@ -230,18 +243,12 @@ def _await_ready(connection: socket.socket, setup: SandboxSetup) -> tuple[dict[s
         )
     data = connection.recv(MESSAGE_BYTES)
     if not data:
-        raise ConfigError(f"{subject}: importing ended the process; see its output, and the limit memory_mb.")
-    answer = decode_from_fork_server.decode(data)
+        why = process.problem and f" ({process.problem})"
+        raise ConfigError(f"{subject}: importing ended the process{why}; see its output, and the limit memory_mb.")
+    try:
+        answer = decode_from_fork_server.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        raise ConfigError(f"{subject}: while it was imported, something wrote into the sandbox's socket.") from None
     if isinstance(answer, TargetsImported):
         return answer.schemas
     raise ConfigError(answer.problem)
-
-
-def _environment() -> dict[str, str]:
-    """Return the whole environment of user code: enough to find modules and programs."""
-    return {
-        "PATH": os.defpath,
-        "LANG": "C.UTF-8",
-        "PYTHONPATH": os.pathsep.join(place for place in sys.path if place),
-        "OMP_NUM_THREADS": "1",
-    }

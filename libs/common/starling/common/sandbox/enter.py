@@ -1,0 +1,212 @@
+"""Start of a sandbox without bubblewrap: makes the namespaces and the view, and executes the payload inside.
+
+    python -I -S -c 'import ...; main(FD)'
+
+FD holds the order as JSON. With namespaces it is the parent of the first process of a PID namespace, whose end is the
+end of everything inside; without them it adopts what the payload leaves behind, and kills it at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from starling.common.sandbox import syscalls
+from starling.common.sandbox.processes import descendants, kill_all
+
+_FLAGS = syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWIPC
+_FLAGS |= syscalls.CLONE_NEWUTS
+FAILED = 125
+"""Exit status when the sandbox cannot be made."""
+
+
+def main(descriptor: int) -> NoReturn:
+    """Carry out the order in the file `descriptor`, and exit as the payload does."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        order: dict[str, Any] = json.load(file)
+    try:
+        status = _in_namespaces(order) if order["namespaces"] else _supervise(order)
+    except OSError as error:
+        print(f"the sandbox cannot be made: {error}", file=sys.stderr, flush=True)
+        status = FAILED
+    os._exit(status)
+
+
+def _in_namespaces(order: dict[str, Any]) -> int:
+    _die_with_service(order["dies_with"])
+    uid, gid = os.getuid(), os.getgid()
+    syscalls.unshare(_FLAGS | (0 if order["network"] else syscalls.CLONE_NEWNET))
+    if order["go_fd"] >= 0:  # root outside maps two users
+        os.write(order["info_fd"], json.dumps({"child-pid": os.getpid()}).encode())
+        if not os.read(order["go_fd"], 1):
+            raise OSError(0, "the service has gone")
+    else:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{uid} {uid} 1")
+        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+    pid, life = _fork_bound()
+    if pid:
+        os.write(order["info_fd"], json.dumps({"child-pid": pid}).encode())
+        _close(order["info_fd"], order["go_fd"], *order["pass_fds"])
+        return _exit_status(pid)
+    _close(order["info_fd"], order["go_fd"])
+    if order["network"] is False:
+        syscalls.bring_loopback_up()
+    _make_view(order)
+    syscalls.die_with_parent()
+    _exit_if_ended(life)
+    payload = os.fork()
+    if not payload:
+        syscalls.raise_ambient(*syscalls.INSIDE.values())
+        _execute(order)
+    _close(*order["pass_fds"])
+    return _reap_until(payload)
+
+
+def _supervise(order: dict[str, Any]) -> int:
+    _die_with_service(order["dies_with"])
+    syscalls.adopt_orphans()
+    payload, life = _fork_bound()
+    if not payload:
+        if order["uid"] is not None:
+            syscalls.become(order["uid"], order["uid"])
+            syscalls.keep_capabilities()
+        syscalls.die_with_parent()
+        _exit_if_ended(life)
+        if order["landlock"]:
+            readable, writable, listable = order["readable"], order["writable"], order["listable"]
+            syscalls.landlock(readable, writable, listable, network=order["network"])
+        _execute(order)
+    _close(*order["pass_fds"])
+    status = _reap_until(payload)
+    kill_all(lambda: descendants(os.getpid()))
+    return status
+
+
+def _execute(order: dict[str, Any]) -> NoReturn:
+    command: list[str] = order["command"]
+    for descriptor in order["pass_fds"]:
+        os.set_inheritable(descriptor, True)
+    os.chdir(order["folder"])
+    os.execve(command[0], command, order["environment"])
+
+
+# --- the view ----------------------------------------------------------------------------------------------------
+
+
+def _make_view(order: dict[str, Any]) -> None:
+    """Make the view's file system the root."""
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    base = "/tmp"
+    syscalls.mount("tmpfs", base, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=0755")
+    os.mkdir(f"{base}/old")
+    os.mkdir(f"{base}/new")
+    syscalls.mount(f"{base}/new", f"{base}/new", None, syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.pivot_root(base, f"{base}/old")
+    os.chdir("/")
+    for kind, source, target in order["entries"]:
+        _make_entry(kind, source, f"/new{target}", order["tmp_bytes"])
+    os.makedirs(f"/new{order['folder']}", exist_ok=True)
+    syscalls.unmount("/old")
+    os.chdir("/new")
+    syscalls.pivot_root(".", ".")
+    syscalls.unmount(".")
+    os.chdir("/")
+    with contextlib.suppress(OSError):  # a folder without a file system of its own is already part of the root
+        syscalls.make_read_only_alone("/")
+
+
+def _make_entry(kind: str, source: str, target: str, tmp_bytes: int) -> None:
+    if kind == "link":
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(source, target)
+    elif kind == "tmpfs":
+        os.makedirs(target, exist_ok=True)
+        mode = "1777" if target in ("/new/tmp", "/new/dev/shm") else "0755"
+        flags = syscalls.MS_NOSUID | (0 if target == "/new/dev" else syscalls.MS_NODEV)
+        syscalls.mount("tmpfs", target, "tmpfs", flags, f"mode={mode},size={tmp_bytes}")
+    elif kind == "proc":
+        os.makedirs(target, exist_ok=True)
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+        with contextlib.suppress(OSError):  # in a container whose own /proc is covered in part; it stays empty
+            syscalls.mount("proc", target, "proc", flags)
+    else:
+        _bind(f"/old{source}", target)
+        if kind == "read_only":
+            syscalls.make_read_only(target)
+
+
+def _bind(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    elif not os.path.exists(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    syscalls.mount(source, target, None, syscalls.MS_BIND | syscalls.MS_REC)
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+def _die_with_service(pid: int) -> None:
+    if pid:
+        syscalls.die_with_parent()
+        if os.getppid() != pid:  # it ended before the prctl
+            os._exit(FAILED)
+
+
+def _fork_bound() -> tuple[int, int]:
+    """Fork; the child gets a descriptor that hangs up when the parent ends, the parent keeps the other end."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    os.close(reading if pid else writing)
+    return pid, writing if pid else reading
+
+
+def _exit_if_ended(life: int) -> None:
+    """Exit if the parent ended before the kernel was asked to kill this process with it."""
+    poller = select.poll()
+    poller.register(life, select.POLLHUP)
+    if poller.poll(0):
+        os._exit(FAILED)
+    os.close(life)
+
+
+def _reap_until(payload: int) -> int:
+    """Reap all children until the payload ends; return its exit status."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == payload:
+            return _status(status)
+
+
+def _exit_status(pid: int) -> int:
+    return _status(os.waitpid(pid, 0)[1])
+
+
+def _status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def command_line(python: str, root: str, descriptor: int) -> Sequence[str]:
+    """Return the command that carries out the order in `descriptor`, with this package below the folder `root`."""
+    code = f"import sys; sys.path.append({root!r}); from starling.common.sandbox.enter import main; main({descriptor})"
+    return (python, "-I", "-S", "-c", code)

@@ -1,0 +1,171 @@
+"""Inside a sandbox: the payload's first steps, and sessions, each of which is a sandbox in the sandbox.
+
+A payload calls `settle` before it imports anything of a user. Then it either runs user code itself, after
+`give_up_privileges`, or forks a process for each session with `Sessions.fork`: with namespaces, such a process is the
+first one of a PID namespace, so that its end is the end of everything that it has started, and it has its own `/proc`,
+`/tmp`, `/dev/shm` and IPC. It imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from typing import Final
+
+from starling.common.sandbox import syscalls
+from starling.common.sandbox.processes import descendants, kill_all
+
+INNER_UID: Final = 1000
+"""User inside of a sandbox that root starts."""
+_FILE_BYTES: Final = 1 << 30
+_NUM_FILES: Final = 1024
+_TMP_OPTIONS: Final = f"mode=1777,size={1 << 30}"
+
+
+def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files: int = _NUM_FILES) -> None:
+    """Become a user without privileges outside, and limit this process and its descendants.
+
+    Args:
+        mechanism: how the sandbox was made.
+        memory_mb: limit on the address space of each process, in MiB; 0 for none.
+        max_tasks: limit on processes and threads, where the sandbox has a user of its own.
+        num_files: limit on open files of each process.
+    """
+    isolated = mechanism in ("bubblewrap", "namespaces")
+    if isolated and os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # EINVAL: the code is readable for root only, so no other user is mapped
+            syscalls.become(INNER_UID, INNER_UID)
+    syscalls.keep_capabilities(*(syscalls.INSIDE.values() if isolated else ()))
+    syscalls.forbid_new_privileges()
+    limits = [(resource.RLIMIT_FSIZE, _FILE_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, num_files)]
+    if memory_mb:
+        limits.append((resource.RLIMIT_AS, memory_mb << 20))
+    if max_tasks and isolated:
+        limits.append((resource.RLIMIT_NPROC, max_tasks))
+    syscalls.set_limits(limits)
+
+
+def give_up_privileges() -> None:
+    """Give up what only the making of sessions needs, for ever: capabilities, namespaces, mounts, tracing."""
+    syscalls.keep_capabilities()
+    with contextlib.suppress(OSError):  # a container may forbid further filters
+        syscalls.forbid_kernel_interfaces()
+
+
+class Sessions:
+    """Forked processes of a payload, which can be killed with everything that they have started."""
+
+    def __init__(self, mechanism: str) -> None:
+        self._own_pids = -1
+        if mechanism in ("bubblewrap", "namespaces"):
+            with contextlib.suppress(OSError):  # without /proc, as in some containers
+                self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._pids: set[int] = set()
+        syscalls.adopt_orphans()
+
+    def fork(self, *, network: bool = True) -> int:
+        """Fork; return the new process's id, and 0 in it. `network`: keep the sandbox's network.
+
+        Raises:
+            OSError: no process can be made.
+        """
+        parent, isolated = os.getpid(), self._own_pids >= 0
+        if isolated:
+            syscalls.unshare(syscalls.CLONE_NEWPID)
+        try:
+            pid = os.fork()
+        finally:
+            if isolated and os.getpid() == parent:
+                syscalls.set_pid_namespace(self._own_pids)
+        if pid:
+            self._pids.add(pid)
+            return pid
+        try:
+            _enter_session(parent, isolated=isolated, network=network)
+            if isolated:
+                _leave_to_child()
+        except BaseException as error:  # noqa: BLE001 - it must not go on as its parent does
+            os.write(2, f"a session cannot be isolated: {error}\n".encode())
+            os._exit(1)
+        return 0
+
+    def kill(self, pid: int) -> None:
+        """Kill a session and everything that it has started, and reap it."""
+        self._pids.discard(pid)
+        for kill in (os.killpg, os.kill):  # the process may not have called setsid yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        if self._own_pids < 0:
+            self._kill_orphans()
+
+    def kill_all(self) -> None:
+        """Kill all sessions."""
+        for pid in tuple(self._pids):
+            self.kill(pid)
+
+    def _kill_orphans(self) -> None:
+        """Kill and reap the children that are no sessions: what ended sessions have left behind."""
+        killed = set[int]()
+
+        def orphans() -> set[int]:
+            found = set(descendants(os.getpid(), but=self._pids))
+            killed.update(found)
+            return found
+
+        kill_all(orphans)
+        for pid in killed:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _enter_session(parent: int, *, isolated: bool, network: bool) -> None:
+    """Isolate this process, which `parent` has just forked."""
+    os.setsid()
+    if isolated:
+        syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | (0 if network else syscalls.CLONE_NEWNET))
+        if not network:
+            syscalls.bring_loopback_up()
+        _make_private_folders()
+    else:
+        syscalls.adopt_orphans()
+    give_up_privileges()
+    syscalls.die_with_parent()
+    if not isolated and os.getppid() != parent:  # it ended before the prctl; with namespaces all end with it
+        os._exit(0)
+
+
+def _leave_to_child() -> None:
+    """Go on in a child; this process, the first one of its PID namespace, reaps, since the kernel spares it signals."""
+    child = os.fork()
+    if not child:
+        return
+    os.closerange(3, _NUM_FILES)
+    while os.waitpid(-1, 0)[0] != child:
+        pass
+    os._exit(0)
+
+
+def _make_private_folders() -> None:
+    """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees."""
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    plain = syscalls.MS_NOSUID | syscalls.MS_NODEV
+    try:
+        syscalls.mount("proc", "/proc", "proc", plain | syscalls.MS_NOEXEC)
+    except OSError:  # a container that covers parts of its own /proc may have none
+        syscalls.mount("tmpfs", "/proc", "tmpfs", plain, "mode=0555,size=4096")
+        return
+    shown = [(name, os.open(f"/tmp/{name}", os.O_PATH | os.O_CLOEXEC)) for name in os.listdir("/tmp")]
+    syscalls.mount("tmpfs", "/tmp", "tmpfs", plain, _TMP_OPTIONS)
+    for name, descriptor in shown:  # what the view shows below /tmp
+        target = f"/tmp/{name}"
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+        syscalls.mount(f"/proc/self/fd/{descriptor}", target, None, syscalls.MS_BIND | syscalls.MS_REC)
+        os.close(descriptor)
+    syscalls.mount("tmpfs", "/dev/shm", "tmpfs", plain, _TMP_OPTIONS)

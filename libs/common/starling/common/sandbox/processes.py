@@ -1,0 +1,49 @@
+"""Descendants of a process, and the end of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+KILL_S: Final = 5.0
+"""How long killed processes may take to be gone."""
+
+
+def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
+    """Return the living children of a process, theirs, and so on, without those in `but` and below them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (parent := _parent_of_living(name)) is not None:
+            children.setdefault(parent, []).append(int(name))
+    found, pending = list[int](), [pid]
+    while pending:
+        below = [child for child in children.get(pending.pop(), []) if child not in but]
+        found += below
+        pending += below
+    return found
+
+
+def kill_all(find: Callable[[], Iterable[int]]) -> bool:
+    """Kill what `find` returns, again and again, until it returns nothing; False if that takes longer than `KILL_S`."""
+    until = time.monotonic() + KILL_S
+    while found := list(find()):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _parent_of_living(name: str) -> int | None:
+    try:
+        with open(f"/proc/{name}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in b"ZX" else int(fields[1])

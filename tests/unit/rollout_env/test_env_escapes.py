@@ -1,0 +1,344 @@
+"""Attempts to get out of a sandbox, at every level that this machine offers; the table in the docs says what holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
+from starling.common.sandbox.settings import SandboxNeeds
+from starling.common.sandbox.syscalls import landlock_version
+from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
+
+HERE = Path(__file__).with_name("hostile_tools.py")
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "sandboxes.md"
+NAMES = [
+    "leave_daemon", "read_environments", "read_file", "write_file", "list_folder", "signal_process", "open_descriptor",
+    "read_memory", "trace", "connect", "connect_abstract", "connect_path", "new_user_namespace", "gain_privileges",
+    "multiply", "fill_disk", "leave_note", "limits", "send_garbage",
+]  # fmt: skip
+LONG_S = 60.0
+ALL: tuple[Mechanism, ...] = MECHANISMS
+NAMESPACES: tuple[Mechanism, ...] = ("bubblewrap", "namespaces")
+NO_PROCESS: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
+HOLDS: dict[str, tuple[Mechanism, ...]] = {
+    "A process that it leaves behind lives on": ALL,
+    "It reads the environment of the service": NO_PROCESS,
+    "It reads or traces the memory of the service": NO_PROCESS,
+    "It opens a descriptor of the service, as that of a snapshot": NO_PROCESS,
+    "It signals the service": NO_PROCESS,
+    "It reads keys and other files that are not declared": NO_PROCESS,
+    "It writes files that are not declared": NO_PROCESS,
+    "It connects to a port of this machine": NO_PROCESS,
+    "It connects to an abstract socket": NO_PROCESS,
+    "It connects to a socket in the file system": NAMESPACES,
+    "It sees files of another session": NAMESPACES,
+    "It starts more processes than `max_tasks`": NAMESPACES,
+    "It makes namespaces of its own": ALL,
+    "It gains privileges": ALL,
+    "It sends something that is no answer": ALL,
+    "It fills the disk": ALL,
+}
+"""Which levels hold off what."""
+SINCE_LANDLOCK: dict[str, int] = {
+    "It connects to a port of this machine": 4,
+    "It connects to an abstract socket": 6,
+    "It signals the service": 6,
+}
+"""Version of Landlock that an attempt's failure needs."""
+
+
+def held(title: str) -> Any:
+    """Parametrise a test by the levels that hold off the attempt."""
+    has_landlock = landlock_version() >= SINCE_LANDLOCK.get(title, 1)
+    levels = [level for level in HOLDS[title] if level != "landlock" or has_landlock]
+    return pytest.mark.parametrize("hostile", levels, indirect=True)
+
+
+class Hostile:
+    """A sandbox with the hostile tools."""
+
+    def __init__(self, level: Mechanism) -> None:
+        self.level = level
+        self.sandbox = Sandbox(
+            [f"{HERE}:{name}" for name in NAMES], what="Tool", level=level, needs=SandboxNeeds(max_tasks=60)
+        )
+
+    async def call(self, name: str, timeout_s: float = LONG_S, **named: Any) -> Any:
+        async with self.sandbox.session() as session:
+            return await session.call(NAMES.index(name), named, timeout_s=timeout_s)
+
+    def attempt(self, name: str, **named: Any) -> Any:
+        return asyncio.run(self.call(name, **named))
+
+    def fails(self, tool: str, problem: str = ".", **named: Any) -> None:
+        with pytest.raises(SandboxError, match=problem):  # noqa: PT012 - a success names what it reached
+            reached = self.attempt(tool, **named)
+            pytest.fail(f"{tool} reached {reached!r} at level {self.level}")
+
+
+MADE: dict[Mechanism, Hostile] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_levels() -> Iterator[None]:
+    yield
+    for hostile in MADE.values():
+        hostile.sandbox.close()
+    MADE.clear()
+
+
+@pytest.fixture
+def hostile(request: pytest.FixtureRequest) -> Hostile:
+    level: Mechanism = request.param
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    if level not in MADE:
+        MADE[level] = Hostile(level)
+    return MADE[level]
+
+
+@pytest.fixture
+def service() -> Iterator[int]:
+    """A process of the same user as the service, with a secret in its environment and an open memfd at 9."""
+    code = "import os, sys, time; os.dup2(os.memfd_create('snapshot'), 9); print('ready', flush=True); time.sleep(600)"
+    environment = {**os.environ, "STARLING_SECRET": "the-secret-of-the-service"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
+
+
+def marked(marker: str) -> list[int]:
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if marker in one.cmdline() and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one.pid)
+    return found
+
+
+@held("A process that it leaves behind lives on")
+def test_daemon_is_killed_with_its_session(hostile: Hostile) -> None:
+    marker = f"daemon-{hostile.level}-{os.getpid()}"
+
+    async def run() -> None:
+        async with hostile.sandbox.session() as session:
+            await session.call(NAMES.index("leave_daemon"), {"marker": marker}, timeout_s=LONG_S)
+            deadline = time.monotonic() + LONG_S
+            while len(marked(marker)) < 2:
+                assert time.monotonic() < deadline, "they did not start"
+                await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    deadline = time.monotonic() + LONG_S
+    while marked(marker):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.05)
+
+
+@held("It reads the environment of the service")
+def test_environment_of_service_is_hidden(hostile: Hostile, service: int) -> None:
+    assert hostile.attempt("read_environments", marker="the-secret-of-the-service") == []
+
+
+@held("It reads or traces the memory of the service")
+def test_memory_of_service_is_hidden(hostile: Hostile, service: int) -> None:
+    hostile.fails("read_memory", pid=service)
+    hostile.fails("trace", pid=service)
+
+
+@held("It opens a descriptor of the service, as that of a snapshot")
+def test_descriptors_of_service_are_hidden(hostile: Hostile, service: int) -> None:
+    hostile.fails("open_descriptor", pid=service, descriptor=9)
+
+
+@held("It signals the service")
+def test_service_cannot_be_signalled(hostile: Hostile, service: int) -> None:
+    hostile.fails("signal_process", pid=service)
+
+
+@held("It reads keys and other files that are not declared")
+def test_keys_are_hidden(hostile: Hostile, tmp_path: Path) -> None:
+    key = tmp_path / "rollout-0.json"
+    key.write_text("the key")
+    key.chmod(0o600)
+    hostile.fails("read_file", path=str(key))
+    hostile.fails("list_folder", path=str(tmp_path))
+    hostile.fails("read_file", path=str(Path(__file__).parents[3] / "README.md"))
+
+
+@held("It writes files that are not declared")
+def test_files_cannot_be_written(hostile: Hostile, tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("")
+    target.chmod(0o666)
+    hostile.fails("write_file", path=str(target))
+    hostile.fails("write_file", path=str(HERE))
+    hostile.fails("write_file", path=os.__file__)
+    assert target.read_text() == ""
+
+
+@held("It connects to a port of this machine")
+def test_ports_of_machine_are_closed(hostile: Hostile) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hostile.fails("connect", port=server.getsockname()[1])
+
+
+@held("It connects to an abstract socket")
+def test_abstract_sockets_are_hidden(hostile: Hostile) -> None:
+    name = f"starling-escape-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0{name}")
+        server.listen()
+        hostile.fails("connect_abstract", address=name)
+
+
+@held("It connects to a socket in the file system")
+def test_sockets_in_file_system_are_hidden(hostile: Hostile, tmp_path: Path) -> None:
+    path = tmp_path / "docker.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        path.chmod(0o777)
+        server.listen()
+        hostile.fails("connect_path", path=str(path))
+
+
+@held("It sees files of another session")
+def test_sessions_share_no_files(hostile: Hostile) -> None:
+    async def run() -> None:
+        note = asyncio.create_task(hostile.call("leave_note", path="/tmp/note"))
+        await asyncio.sleep(0.5)
+        for path in ("/tmp/note", "/dev/shm/note"):
+            with pytest.raises(SandboxError, match="No such file"):
+                await hostile.call("read_file", path=path)
+        await note
+
+    asyncio.run(run())
+
+
+@held("It starts more processes than `max_tasks`")
+def test_number_of_processes_is_limited(hostile: Hostile) -> None:
+    hostile.fails("multiply", r"after \d\d processes", limit=500)
+    assert hostile.attempt("limits") == 0, "and it costs no other session"
+
+
+@held("It makes namespaces of its own")
+def test_no_namespace_can_be_made(hostile: Hostile) -> None:
+    hostile.fails("new_user_namespace", "PermissionError")
+
+
+@held("It gains privileges")
+def test_no_privilege_can_be_gained(hostile: Hostile) -> None:
+    hostile.fails("gain_privileges", "no new privileges")
+
+
+@pytest.mark.parametrize("kind", ["noise", "deep", "empty", "other type", "keys"])
+@held("It sends something that is no answer")
+def test_garbage_costs_one_call(hostile: Hostile, kind: str) -> None:
+    hostile.fails("send_garbage", kind=kind)
+    assert hostile.attempt("limits") == 0
+
+
+@held("It fills the disk")
+def test_files_are_limited(hostile: Hostile) -> None:
+    hostile.fails("fill_disk", "File too large|No space left")
+
+
+def test_declared_things_are_there(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "words.txt").write_text("cat dog")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    needs = SandboxNeeds(network=True, paths=(tmp_path / "data",), writable_paths=(tmp_path / "out",))
+    made = Sandbox([f"{HERE}:{name}" for name in NAMES], what="Tool", needs=needs)
+
+    async def call(name: str, **named: Any) -> Any:
+        async with made.session() as session:
+            return await session.call(NAMES.index(name), named, timeout_s=LONG_S)
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            assert asyncio.run(call("connect", port=server.getsockname()[1]))
+        assert asyncio.run(call("read_file", path=str(tmp_path / "data" / "words.txt"))) == "cat dog"
+        assert asyncio.run(call("write_file", path=str(tmp_path / "out" / "new.txt")))
+        with pytest.raises(SandboxError, match=r"Read-only file system|Permission denied"):
+            asyncio.run(call("write_file", path=str(tmp_path / "data" / "words.txt")))
+    finally:
+        made.close()
+    assert (tmp_path / "out" / "new.txt").read_text() == "# written\n"
+
+
+@pytest.mark.parametrize(
+    ("needs", "problem"),
+    [
+        ({"paths": ["/nowhere/at/all"]}, "paths has '/nowhere/at/all', which does not exist"),
+        ({"devices": ["/dev/no_such_device"]}, "devices has '/dev/no_such_device', which does not exist"),
+    ],
+)
+def test_missing_needs_are_named(needs: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Sandbox([f"{HERE}:limits"], what="Tool", needs=SandboxNeeds.model_validate(needs))
+
+
+def test_auto_takes_strongest_level() -> None:
+    offered = [mechanism for mechanism in MECHANISMS if problem_of(mechanism) is None]
+    assert choose("auto").mechanism == offered[0]
+
+
+WITHOUT_NAMESPACES = """
+from starling.common.errors import ConfigError
+from starling.common.sandbox import syscalls
+from starling.common.sandbox.launch import choose
+
+syscalls.forbid_new_privileges()
+assert syscalls.forbid_kernel_interfaces()
+chosen = choose("auto")
+print(chosen.mechanism)
+print(chosen.missing)
+for level in ("required", "bubblewrap"):
+    try:
+        choose(level)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+def test_machine_that_forbids_namespaces_falls_back_and_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NAMESPACES], capture_output=True, text=True, check=True)
+    mechanism, missing, required, bubblewrap = done.stdout.splitlines()
+    assert mechanism == ("landlock" if landlock_version() else "process")
+    assert "Operation not permitted" in missing
+    assert "'required' needs namespaces, which this machine forbids" in required
+    assert "install bubblewrap" in required
+    assert "'bubblewrap' cannot be had on this machine: " in bubblewrap
+
+
+def test_documentation_says_what_each_level_holds_off() -> None:
+    rows = {cells[0]: cells[1:] for cells in map(table_row, PAGE.read_text().splitlines()) if len(cells) == 5}
+    documented = {
+        title: tuple(level for level, cell in zip(MECHANISMS, cells, strict=True) if cell == "yes")
+        for title, cells in rows.items()
+        if set(cells) <= {"yes", "no"}
+    }
+    assert documented == HOLDS
+
+
+def table_row(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
