@@ -1,9 +1,9 @@
 """Arena: snapshots in anonymous shared memory, and the leases on them.
 
 An arena is a memfd: it has no name, so nothing stays behind however its process ends, and other processes of the same
-user map it through ``/proc/<pid>/fd/<n>``. It has a page of header, the slots, and a list of the pieces in each slot.
-Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's token, and whether the
-digests of its pieces, which follow the pieces, are there yet.
+user map it through ``/proc/<pid>/fd/<n>``, for reading only. It has a page of header, the slots, and a list of the
+pieces in each slot. Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's token,
+and whether the digests of its pieces, which follow the pieces, are there yet.
 
 A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
 end. The kernel drops it when its holder dies, and a lease on a revoked snapshot blocks no one. A writer takes the
@@ -14,6 +14,7 @@ they have read, and the digests catch what a reordering of memory accesses hides
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hmac
 import logging
@@ -46,6 +47,7 @@ _NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 1
 _TOKENS_AT: Final = 256
 _LOCKS_AT: Final = 1 << 60
 _RETRY_S: Final = 0.0005
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1
 _ADDRESS: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 log = logging.getLogger(__name__)
@@ -165,8 +167,10 @@ class Arena:
         self._fd = os.memfd_create("starling-snapshots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._fd, 0, end + len(listed))  # out of memory is an error here, and not a SIGBUS later
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._bytes: Memory = map_shared(self._fd, end + len(listed), writable=True)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            with contextlib.suppress(OSError):  # an older kernel
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)  # this mapping stays the only writer
         except OSError as error:
             os.close(self._fd)
             raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error
