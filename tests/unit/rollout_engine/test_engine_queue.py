@@ -13,10 +13,13 @@ import pytest
 import torch
 from tiny_models import make_engine, make_model, request
 
+from starling.common.wire.messages import GenerateGroup, GroupInterrupted, Prompt, Sampling
 from starling.rollout.api.generation import Choice, Generation
 from starling.rollout.engine.base import EngineLostError, GroupRequest, GroupResult, PartialCompletion, RequestError
 from starling.rollout.engine.embedded.engine import TransformersEngine
+from starling.rollout.engine.preparation import PreparedPrompt
 from starling.rollout.engine.queue import LEASE_PREFIX, EngineQueue, QueueClosedError
+from starling.rollout.shell.groups import EngineGroups
 
 torch.set_num_threads(1)
 
@@ -268,3 +271,41 @@ def test_queue_close_fails_waiting_requests() -> None:
             future.result(0)
     with pytest.raises(QueueClosedError, match="ask another one"):
         ask(engine_queue, "late")
+
+
+def test_queue_requeues_every_request_of_an_engine_that_is_lost_meanwhile() -> None:
+    """The tokens of the request that could not be taken out are lost; no request is."""
+    (engine_queue, _), engine, other = make_door(), LostOnTheWay(make_model(), eos_token_ids=()), make_engine()
+    futures = [ask(engine_queue, name, 8) for name in ("first", "second")]
+    engine_queue.serve(engine, admit=True)
+    for _ in range(3):
+        engine.step()
+    engine.lost_by = "interrupt"
+    engine_queue.requeue(engine)
+    engine_queue.serve(other, admit=True)
+    settle(engine_queue, other)
+    assert [[len(ids) for ids in tokens(future.result(0))] for future in futures] == [[8, 8], [8, 8]]
+    assert other.num_tokens == 2 * 8 + 2 * 5, "the second goes on from its tokens"
+
+
+def test_every_lease_is_answered_when_the_engine_is_lost_meanwhile() -> None:
+    """A lease without an answer would keep its group until its limit, of an hour, has passed."""
+    answers: dict[str, GroupInterrupted] = {}
+
+    def answer(lease: str, message: Any, buffers: tuple[bytes, ...]) -> None:
+        answers[lease] = message
+
+    engine, groups = LostOnTheWay(make_model(), eos_token_ids=()), EngineGroups(answer, lambda ids: "")
+    leases = ["generate:t0:1", "generate:t1:1"]
+    for lease in leases:
+        sampling = Sampling(max_tokens=8)
+        message = GenerateGroup(
+            lease=lease, purpose="train", prompt=Prompt(id=lease), num_completions=2, sampling=sampling, min_version=0
+        )
+        groups.begin(engine, PreparedPrompt(message, [1, 2, 3]))
+    for _ in range(3):
+        engine.step()
+    engine.lost_by = "interrupt"
+    assert groups.interrupt(engine, "it gives its devices to others", ["generate:t2:1"]) == ["generate:t2:1", *leases]
+    assert list(answers) == ["generate:t2:1", *leases]
+    assert [bool(answers[lease].partial) for lease in leases] == [False, True]

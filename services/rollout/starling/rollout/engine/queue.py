@@ -134,11 +134,17 @@ class EngineQueue:
         return True
 
     def requeue(self, engine: Engine) -> None:
-        """Take all requests out of the engine with their tokens, so that `serve` resumes them in the next one."""
+        """Take all requests out of the engine with their tokens, so that `serve` resumes them in the next one.
+
+        One whose tokens a lost engine does not give starts over.
+        """
         running, self._running = self._running, {}
         requeued = []
         for lease, (request, future) in running.items():
-            partial = engine.interrupt(lease)
+            try:
+                partial = engine.interrupt(lease)
+            except EngineLostError:  # its next step reports that
+                partial = None
             # The engine's scores of the prompt are lost, so such a request starts over.
             if partial and not request.score_prompt:
                 request = replace(request, partial=partial)

@@ -97,14 +97,18 @@ class EngineGroups:
     def interrupt(self, engine: Engine, reason: str, preparing: Iterable[str], *, lost: bool = False) -> list[str]:
         """Hand over the groups in `engine`, and those being prepared, to other replicas; return their leases.
 
-        `lost`: the engine died, possibly because of one of its groups.
+        `lost`: the engine died, possibly because of one of its groups. A group whose tokens a lost engine does not give
+        is handed over without them.
         """
         preparing_partials = {lease: self._partials.pop(lease, ((), -1.0)) for lease in preparing}
         for lease, (partials, temperature) in preparing_partials.items():
             self._answer(lease, *interrupted_message(lease, partials, reason, temperature))
         running, self._temperatures = self._temperatures, {}
         for lease, temperature in running.items():
-            partial_completions = engine.interrupt(lease) or ()
+            try:
+                partial_completions = engine.interrupt(lease) or ()
+            except EngineLostError:  # its next step reports that
+                partial_completions = ()
             self._answer(lease, *interrupted_message(lease, partial_completions, reason, temperature, lost=lost))
         return [*preparing_partials, *running]
 
