@@ -203,6 +203,9 @@ def test_invalid_requests_over_http(
         assert code is None or told["error"]["code"] == code
 
 
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
 def test_slow_body_times_out(lone: Lone) -> None:
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
@@ -213,6 +216,23 @@ def test_slow_body_times_out(lone: Lone) -> None:
             told += part
     assert told.startswith(b"HTTP/1.1 408 ")
     assert b"the body was not complete after 2 s; send it at once, or raise rollout.api.read_timeout_s" in told
+    assert asked(lone, "/health", None, None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[b""], [b"POST /v1/comp"], [b"GET /health HTTP/1.1\r\nHost: x\r\nAccept: "], [WHOLE, b"GET /h"]],
+    ids=["nothing", "first line", "headers", "second request"],
+)
+def test_connection_without_complete_headers_is_closed(lone: Lone, parts: list[bytes]) -> None:
+    host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    with socket.create_connection((host, int(port)), timeout=60.0) as connection:  # less than idle ones may stay
+        for part in parts:
+            connection.sendall(part)
+            if part == WHOLE:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        while connection.recv(4096):  # until it is closed
+            pass
     assert asked(lone, "/health", None, None)[0] == 200
 
 

@@ -80,7 +80,8 @@ class ApiSettings(SettingsSection):
     """Time limit of one request, in seconds; beyond it the request fails with 504 and its tokens are dropped. Requests
     of an episode share the episode's limit, `rollout.environment.timeout_s`."""
     read_timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit for a request's body to arrive, in seconds; beyond it the request fails with 408."""
+    """Time limit for a request's headers to arrive, and then for its body, in seconds; beyond it the connection is
+    closed, with 408 for a body."""
 
 
 class RolloutSettings(SettingsSection):
