@@ -327,7 +327,7 @@ SERVICE = """
     scores = []
     while len(scores) < 2:
         scores += pool.poll(60)
-    print(*pool.worker_pids(), flush=True)
+    print("pids", *pool.worker_pids(), flush=True)
     sys.stdin.read()
 """
 
@@ -336,7 +336,8 @@ def test_no_worker_outlives_a_killed_service() -> None:
     command = [sys.executable, "-c", textwrap.dedent(SERVICE), f"{MISBEHAVING}:act"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as service:
         assert service.stdout is not None
-        pids = [int(pid) for pid in service.stdout.readline().split()]
+        line = next(line for line in service.stdout if line.startswith("pids "))  # after lines of the log
+        pids = [int(pid) for pid in line.split()[1:]]
         service.kill()
     assert len(pids) == 2
     assert all(has_ended(pid) for pid in pids)

@@ -133,6 +133,7 @@ class BoxProcess:
         view: from `view_of`.
         pass_fds: descriptors that the process inherits, at the same numbers.
         dies_with_thread: let the kernel kill the process when the thread that calls this ends.
+        inherits_path: let Python find modules where this process does, and not only where the environment says.
         output: descriptor for what the process, and what makes the sandbox, print.
 
     Raises:
@@ -148,6 +149,7 @@ class BoxProcess:
         *,
         pass_fds: Iterable[int] = (),
         dies_with_thread: bool = False,
+        inherits_path: bool = False,
         output: int = 2,
     ) -> None:
         self.sandboxing = sandboxing
@@ -159,7 +161,7 @@ class BoxProcess:
         self._folder = None if sandboxing.isolates else tempfile.mkdtemp(prefix="starling-sandbox-")
         if self._folder is not None and maps_users:
             os.chown(self._folder, OWN_UID, OWN_UID)
-        environment = scrubbed_environment(needs, self._folder or "/tmp")
+        environment = scrubbed_environment(needs, self._folder or "/tmp", inherits_path=inherits_path)
         order = _Order(
             list(command), sandboxing, needs, view, tuple(pass_fds), dies_with_thread, maps_users, environment, output
         )
@@ -208,7 +210,7 @@ class BoxProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def scrubbed_environment(needs: SandboxNeeds, folder: str) -> dict[str, str]:
+def scrubbed_environment(needs: SandboxNeeds, folder: str, *, inherits_path: bool) -> dict[str, str]:
     """Return the whole environment of user code: enough to find modules and programs, and what is declared.
 
     `folder` is for its temporary files.
@@ -219,9 +221,9 @@ def scrubbed_environment(needs: SandboxNeeds, folder: str) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "HOME": folder,
         "TMPDIR": folder,
-        "PYTHONPATH": os.pathsep.join(place for place in sys.path if place),
         "OMP_NUM_THREADS": "1",
-        **environment_variables((*needs.variables, "LD_LIBRARY_PATH"), prefixes),
+        **environment_variables((*needs.variables, "LD_LIBRARY_PATH", "PYTHONPATH"), prefixes),
+        **({"PYTHONPATH": os.pathsep.join(place for place in sys.path if place)} if inherits_path else {}),
     }
 
 

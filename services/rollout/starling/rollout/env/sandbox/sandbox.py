@@ -143,7 +143,12 @@ class Sandbox:
         with theirs:
             command = [sys.executable, "-P", "-u", "-m", "starling.rollout.env.sandbox.fork_server"]
             process = BoxProcess(
-                [*command, str(theirs.fileno())], self.sandboxing, self._needs, view, pass_fds=(theirs.fileno(),)
+                [*command, str(theirs.fileno())],
+                self.sandboxing,
+                self._needs,
+                view,
+                pass_fds=(theirs.fileno(),),
+                inherits_path=True,
             )
         fork_server = _ForkServer(connection, process)
         try:
