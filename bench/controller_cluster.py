@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ class Cluster:
         match message:
             case wire.GenerateGroup(lease=lease):
                 version = self._versions[peer]
-                answer, buffers = _generated(lease, version), BUFFERS
+                answer, buffers = _generated(lease, version), _buffers(version)
             case wire.ScoreGroup(lease=lease):
                 answer = wire.GroupScored(
                     lease=lease, rewards=(1.0,) * GROUP_SIZE, statuses=(wire.Status.OK,) * GROUP_SIZE
@@ -175,8 +176,15 @@ _TENSORS = tuple(
     )
 )
 BUFFERS = tuple(bytes(tensor.nbytes) for tensor in _TENSORS)
+"""Of version 0."""
 _metas: dict[int, tuple[wire.TrajectoryMeta, ...]] = {}
 _offers: dict[int, object] = {}
+
+
+@functools.cache
+def _buffers(version: int) -> tuple[bytes, ...]:
+    """Return the buffers of a group whose tokens are all of `version`."""
+    return (*BUFFERS[:3], version.to_bytes(4, "little") * (GROUP_SIZE * TOKENS))
 
 
 def _generated(lease: str, version: int) -> wire.GroupGenerated:

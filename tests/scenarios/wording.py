@@ -59,6 +59,8 @@ def record_text(record: records.Record) -> str:
             rest = f"{key}: {reason}"
         case records.StepFrozen(step=step, ordinals=ordinals):
             rest = f"{step}: {' '.join(f't{ordinal}' for ordinal in ordinals)}"
+        case records.StepReopened(step=step, reason=reason):
+            rest = f"{step}: {reason}"
         case records.StepCommitted(step=step):
             rest = str(step)
         case records.VersionPublished(version=version):

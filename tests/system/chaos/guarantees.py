@@ -81,6 +81,9 @@ def read_history(records: Iterable[rec.Record], num_supervised_steps: int) -> Jo
                 history.frozen.append(record)
                 frozen.add(record.step)
                 history.frozen_unscored += [f"t{ordinal}" for ordinal in ordinals if f"t{ordinal}" not in scored]
+            case rec.StepReopened(step=step):
+                history.frozen = [one for one in history.frozen if one.step != step]
+                frozen.discard(step)
             case rec.StepCommitted(step=step):
                 history.committed.append(step)
                 if step > num_supervised_steps and step not in frozen:

@@ -281,13 +281,23 @@ DRAIN_RULES = [
         "a group with a wrong number of completions is generated again",
         generating_run,
         lambda script: script.generates("rollout-0", "generate:t0:0", num=0),
-        ["rollout-0 <- release generate:t0:0", "(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"],
+        [
+            "rollout-0 <- release generate:t0:0",
+            "(waiting train0)",
+            "(invalid rollout-0)",
+            "rollout-0 <- generate:t0:1 train0 >= v0",
+        ],
     ),
     DrainRule(
         "a group with a wrong number of rewards is generated again",
         run_with_generated_group,
         lambda script: script.scores("score:t0:0", 1.0, 1.0, 1.0),
-        ["reward-0 <- release score:t0:0", "(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"],
+        [
+            "reward-0 <- release score:t0:0",
+            "(waiting train0)",
+            "(invalid reward-0)",
+            "rollout-0 <- generate:t0:1 train0 >= v0",
+        ],
     ),
     # --- the goodbye ---------------------------------------------------------------------------------------------
     DrainRule(

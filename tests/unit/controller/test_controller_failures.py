@@ -71,7 +71,7 @@ def test_discarded_group_at_the_tail_is_replaced() -> None:
 def test_group_of_the_wrong_size_is_generated_again(num: int) -> None:
     script = started()
     lines = script.generates("rollout-0", "generate:t0:0", num=num)
-    assert lines[1:] == ["(waiting train0)", "rollout-0 <- generate:t0:1 train0 >= v0"]
+    assert lines[1:] == ["(waiting train0)", "(invalid rollout-0)", "rollout-0 <- generate:t0:1 train0 >= v0"]
 
 
 def test_group_with_too_old_a_token_is_generated_again() -> None:

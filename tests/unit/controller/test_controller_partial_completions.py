@@ -161,27 +161,31 @@ def test_interrupted_evaluation_group_is_resumed() -> None:
     [
         ((3,), 3, 3, "1 completions of 3 tokens were returned for a group of 2"),
         ((4, -1), 3, 3, "2 completions of 3 tokens"),
-        ((2, 1), 2, 3, "2 tensors and 2 buffers were returned; expected 3 or more"),
-        ((2, 1), 3, 2, "of 8 bytes was returned with 3 tokens"),
+        ((2, 1), 2, 3, "2 tensors came in 2 buffers instead of 3"),
+        ((2, 1), 3, 2, r"versions is int32\[3\] in 8 bytes"),
     ],
 )
 def test_inconsistent_partial_completions_are_refused(
     lengths: tuple[int, ...], num_tensors: int, num_versions: int, complaint: str
 ) -> None:
-    tensor = wire.TensorMeta(dtype="int32", shape=(3,), nbytes=12)
+    kinds = ("int32", "float32", "int32")
+    tensors = [wire.TensorMeta(dtype=kind, shape=(3,), nbytes=12) for kind in kinds]
     completions = tuple(wire.PartialCompletionMeta(num_tokens=length) for length in lengths)
     buffers = (bytes(12), bytes(12), bytes(4 * num_versions))[:num_tensors]
     with pytest.raises(ValueError, match=complaint):
-        parse_partial(completions, (tensor,) * num_tensors, buffers, 2)
+        parse_partial(completions, tuple(tensors[:num_tensors]), buffers, 2)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4))
 def test_partial_versions_are_read_from_the_tensor(completions: list[list[int]]) -> None:
     versions = [version for completion in completions for version in completion]
-    tensor = wire.TensorMeta(dtype="int32", shape=(len(versions),), nbytes=4 * len(versions))
+    tensors = tuple(
+        wire.TensorMeta(dtype=kind, shape=(len(versions),), nbytes=4 * len(versions))
+        for kind in ("int32", "float32", "int32")
+    )
     buffers = (bytes(4 * len(versions)),) * 2 + (struct.pack(f"<{len(versions)}i", *versions),)
     metas = tuple(wire.PartialCompletionMeta(num_tokens=len(completion)) for completion in completions)
-    partial = parse_partial(metas, (tensor,) * 3, buffers, len(completions))
+    partial = parse_partial(metas, tensors, buffers, len(completions))
     if not versions:
         assert partial is None
     else:

@@ -8,6 +8,7 @@ import pytest
 from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry
 from starling.sim.replicas.weights import encoded_layout, encoded_offer
@@ -175,3 +176,16 @@ def test_publication_requested_before_the_crash_is_reclaimed() -> None:
     published = wire.WeightsPublished(lease="publish:0:1.1", version=0, publish_s=0.0)
     script.receive("policy-0", published, encoded_offer(0))
     assert script.state.weights.offers["policy-0"].version == 0
+
+
+@pytest.mark.parametrize("lease", ["generate:t2:1.999", "generate:t2:1.1", "generate:t0:1.3"])
+def test_lease_that_the_replica_did_not_lose_is_not_reclaimed(lease: str) -> None:
+    """The controller knows the leases of its own incarnation: others are made up, or of another replica."""
+    script = Script(max_staleness=1)
+    script.start_run()
+    assert [group.state for group in script.state.buffer.live()].count(GroupState.WAITING) == 2
+    script.joins("rollout-1")
+    script.heartbeats("rollout-1", lease)
+    released = [send.message.leases for send in script.sent if isinstance(send.message, wire.ReleaseLeases)]
+    assert released == [(lease,)]
+    assert not script.state.replicas.leases.num("rollout-1", "generate")

@@ -6,6 +6,7 @@ settings and request evaluations. Records are encoded and decoded as in the jour
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import msgspec
@@ -163,9 +164,11 @@ class RandomRun(Script):
         meta = wire.TrajectoryMeta(
             status=wire.Status.OK, num_tokens=1, text=lease, oldest_version=version, newest_version=version
         )
-        tensors = tuple(wire.TensorMeta(dtype="int32", shape=(1,), nbytes=4) for _ in range(4))
+        kinds = (("int32", 1), ("int32", num), ("float32", num), ("int32", num))
+        tensors = tuple(wire.TensorMeta(dtype=kind, shape=(n,), nbytes=4 * n) for kind, n in kinds)
         message = wire.GroupGenerated(lease=lease, trajectories=(meta,) * num, tensors=tensors)
-        return (message, *(lease.encode()[:4] for _ in range(4)))
+        # The prompt says whose tokens they are.
+        return message, lease.encode()[-4:], bytes(4 * num), bytes(4 * num), struct.pack("<i", version) * num
 
 
 def adopted(lease: str, version: int) -> wire.WeightsAdopted:

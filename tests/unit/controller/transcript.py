@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from starling.common.wire import messages as wire
+from starling.common.wire.tensors import TEACHER_TENSORS
 from starling.controller.core.events import (
     Command,
     Event,
@@ -27,7 +28,6 @@ from starling.controller.core.events import (
     Ticked,
     Write,
 )
-from starling.controller.core.groups.results import TEACHER_TENSORS
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
@@ -230,7 +230,7 @@ class Script:
             wire.TensorMeta(dtype=kind, shape=(n,), nbytes=4 * n)
             for kind, n in (("int32", 1), ("int32", num), ("float32", num), ("int32", num))
         )
-        buffers = tuple(bytes(t.nbytes) for t in tensors)
+        buffers = (*(bytes(t.nbytes) for t in tensors[:3]), struct.pack("<i", version) * num)
         generated = wire.GroupGenerated(lease=lease, trajectories=(meta,) * num, tensors=tensors)
         return self.receive(name, generated, *buffers)
 
@@ -265,7 +265,7 @@ class Script:
         name: str = "teacher-0",
         num_tokens: int = 2,
         k: int = 0,
-        names: tuple[str, ...] = TEACHER_TENSORS,
+        names: tuple[str, ...] = tuple(TEACHER_TENSORS),
     ) -> list[str]:
         """The teacher has scored the tokens of a group, with its `k` most likely tokens at each position."""
         kinds = (("float32", (num_tokens,)), ("int32", (num_tokens, k)), ("float32", (num_tokens, k)))

@@ -24,7 +24,6 @@ PLAN = RunPlan(
     evaluate_at_start=True,
 )
 HELD_OUT = [wire.Prompt(id=f"held-out/{n}", text="x") for n in range(2)]
-TENSOR = wire.TensorMeta(dtype="uint8", shape=(3,), nbytes=3)
 REPLICAS: tuple[tuple[str, wire.Role], ...] = (
     ("policy-0", "policy"),
     ("rollout-0", "rollout"),
@@ -77,8 +76,11 @@ def answer(command: wire.Down) -> tuple[wire.Up, tuple[bytes, ...]] | None:
                 oldest_version=command.min_version,
                 newest_version=command.min_version,
             )
-            message = wire.GroupGenerated(lease=lease, trajectories=(one,) * num, tensors=(TENSOR,) * 4)
-            return message, (b"abc",) * 4
+            kinds = (("int32", 1), ("int32", 2 * num), ("float32", 2 * num), ("int32", 2 * num))
+            tensors = tuple(wire.TensorMeta(dtype=kind, shape=(n,), nbytes=4 * n) for kind, n in kinds)
+            message = wire.GroupGenerated(lease=lease, trajectories=(one,) * num, tensors=tensors)
+            versions = command.min_version.to_bytes(4, "little") * 2 * num
+            return message, (b"abcd", bytes(8 * num), bytes(8 * num), versions)
         case wire.ScoreGroup(lease=lease, completions=completions):
             num = len(completions)
             return wire.GroupScored(lease=lease, rewards=(1.0,) * num, statuses=(wire.Status.OK,) * num), ()

@@ -111,7 +111,14 @@ class OfferSender:
         self._changed()
 
 
-def lease_failure(lease: str, error: StarlingError, version: int = -1) -> wire.LeaseFailed:
-    """Return the answer to a command that fails on every retry, from a replica that holds `version`."""
+def lease_failure(
+    lease: str, error: StarlingError, version: int = -1, rejected: tuple[str, ...] = ()
+) -> wire.LeaseFailed:
+    """Return the answer to a command that fails on every retry, from a replica that holds `version`.
+
+    `rejected`: prompts of groups without which the command could succeed.
+    """
     infra_lost = wire.Status.INFRA_LOST
-    return wire.LeaseFailed(lease=lease, status=infra_lost, reason=str(error), fatal=True, version=version)
+    return wire.LeaseFailed(
+        lease=lease, status=infra_lost, reason=str(error), fatal=True, version=version, rejected=rejected
+    )

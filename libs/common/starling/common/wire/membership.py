@@ -83,6 +83,8 @@ class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed")
     """Non-retryable: no other attempt at this replica could succeed."""
     version: int = -1
     """Weight version that a policy holds, which may be the cause; -1 if not reported."""
+    rejected: tuple[str, ...] = ()
+    """Prompts of the groups of a step that the policy cannot train, whatever else is in the step."""
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):

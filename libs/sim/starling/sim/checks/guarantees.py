@@ -69,6 +69,7 @@ class Guarantees:
         self.committed = 0
         self.frozen: dict[int, tuple[str, ...]] = {}
         """Prompts of each frozen step."""
+        self._first_ordinals: dict[int, int] = {}
         self.discarded: set[int] = set()
         self._done: dict[str, int] = {}
         """Number of the record that says that this work is done."""
@@ -135,6 +136,10 @@ class Guarantees:
                     self.discarded.add(int(key[1:]))
             case records.StepFrozen():
                 self._on_frozen(record, number)
+            case records.StepReopened(step=step):
+                require(step in self.frozen and step > self.committed, f"step {step} was reopened, and is not frozen")
+                del self.frozen[step], self._done[f"train:{step}"]
+                self._next_ordinal = self._first_ordinals[step]
             case records.StepCommitted(step=step):
                 require(step == self.committed + 1, f"step {step} was committed after step {self.committed}")
                 self.committed = step
@@ -168,6 +173,7 @@ class Guarantees:
             has_logprobs = not self._plan.has_teachers or f"teach:t{ordinal}" in self._done
             require(has_logprobs, f"step {record.step} was frozen without the teacher log-probs of t{ordinal}")
         self.frozen[record.step] = record.prompts
+        self._first_ordinals[record.step] = record.ordinals[0] if record.ordinals else self._next_ordinal
         self._done[f"train:{record.step}"] = number
 
     def _check_filtered(self, record: records.GroupDiscarded, event: Event) -> None:
@@ -342,6 +348,12 @@ def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, .
         require(max(versions) < message.step, f"{group.prompt_id} was sampled from a version that does not exist yet")
         expected = [teacher_logprobs(prompt, tokens)] if plan.has_teachers else []
         require(others == expected, f"{group.prompt_id} is trained without the teacher log-probs of its tokens")
+
+
+def right(text: str) -> float:
+    """Return the reward of a text, 1 or 0. (Modulo 7: with a power of two, all completions of a prompt would score the
+    same.)"""
+    return float(zlib.crc32(text.encode()) % 7 % 2)
 
 
 def teacher_logprobs(prompt: bytes, tokens: bytes) -> bytes:

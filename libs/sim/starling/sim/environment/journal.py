@@ -16,6 +16,7 @@ from starling.controller.core.records import (
     RewardsStored,
     StepCommitted,
     StepFrozen,
+    StepReopened,
     TeacherLogprobsStored,
 )
 from starling.sim.environment.clock import SimulatedClock
@@ -130,5 +131,7 @@ class SimulatedJournal:
                 self._scored[key] = number
             case StepFrozen(step=step, ordinals=ordinals):
                 self._frozen[step] = ordinals
+            case StepReopened(step=step):
+                self._frozen.pop(step, None)
             case StepCommitted(step=step):
                 self._committed_steps.add(step)

@@ -330,7 +330,7 @@ def _generated(group: EngineGroup) -> tuple[wire.GroupGenerated, Buffers]:
         for position in range(message.num_completions)
     )
     tensors, buffers = _tensors(group)
-    prompt = struct.pack("<I", message.sampling.seed % 2**32)
+    prompt = struct.pack("<i", message.sampling.seed % 2**31)
     generated = wire.GroupGenerated(
         lease=message.lease,
         trajectories=trajectories,

@@ -12,6 +12,14 @@ from starling.controller.core.records import JournalEntry, Record, StoredGroup
 Buffers = tuple[bytes, ...]
 
 
+class ContentsProblem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why the tensors of a result cannot be used."""
+
+    reason: str
+    is_malformed: bool
+    """No working replica sends them."""
+
+
 class Received(msgspec.Struct, frozen=True, gc=False):
     """A message of a replica or of an operator arrived."""
 
@@ -20,6 +28,9 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     message: Up
     buffers: Buffers = ()
+    is_checked: bool = False
+    """The contents of the buffers were checked, and `problem` is the result."""
+    problem: ContentsProblem | None = None
 
 
 class Ticked(msgspec.Struct, frozen=True, gc=False):

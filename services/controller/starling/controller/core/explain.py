@@ -13,8 +13,6 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
-MAX_DISCARDED_STEPS = 3
-"""The run fails when the groups of this many steps were discarded in a row."""
 WORK = {
     "generate": ("group", "groups", "to generate"),
     "score": ("group", "groups", "to score"),
@@ -158,7 +156,7 @@ def overdue(state: ControllerState) -> str | None:
         )
     buffer = state.buffer
     num_discarded, num_filtered = buffer.num_discarded_in_a_row, buffer.num_filtered_in_a_row
-    if num_discarded >= MAX_DISCARDED_STEPS * state.plan.prompts_per_step:
+    if num_discarded >= state.plan.max_discarded:
         return f"the last {num_discarded} groups were all discarded; the last one, {buffer.last_discarded}"
     if num_filtered >= state.plan.max_filtered:
         return (

@@ -47,6 +47,7 @@ from starling.controller.core.explain import explain, overdue
 from starling.controller.core.groups.admission import admit
 from starling.controller.core.groups.dispatch import dispatch, score, score_with_teachers
 from starling.controller.core.groups.files import on_stored
+from starling.controller.core.groups.repair import repair_restored_groups
 from starling.controller.core.groups.results import on_generated, on_interrupted, on_scored, on_tokens_scored
 from starling.controller.core.lifecycle.ending import end
 from starling.controller.core.lifecycle.operators import on_operator_command
@@ -55,7 +56,7 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.recovery import restore
 from starling.controller.core.replicas.assignments import release
-from starling.controller.core.replicas.departure import evict, remove, stop_awaiting
+from starling.controller.core.replicas.departure import evict, evict_culprit, remove, stop_awaiting
 from starling.controller.core.replicas.failures import on_failed
 from starling.controller.core.replicas.heartbeat import on_heartbeat
 from starling.controller.core.replicas.joining import on_hello
@@ -134,9 +135,10 @@ class Controller:
 
 
 def _begin(state: ControllerState) -> None:
-    """Set the deadlines that restored state lacks, because the journal has no clock."""
+    """Set the deadlines that restored state lacks, because the journal has no clock, and repair restored groups."""
     if state.incarnation > 1:
         state.replicas.sharing.restart(state.now)
+        repair_restored_groups(state)
     state.replicas.membership.await_until = state.now + AWAITED_HEARTBEATS * state.plan.heartbeat_s
     if state.lifecycle.stage is RunStage.DRAINING:
         state.lifecycle.drain(state.now)
@@ -182,6 +184,7 @@ def _tick(state: ControllerState) -> None:
             limit_s = state.plan.timeouts.of(lease.kind)
             evict(state, member, f"{lease.peer} did not answer {lease.id} within {limit_s:g} s")
     if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
+        evict_culprit(state)
         problem = overdue(state)
         if problem is not None:
             state.lifecycle.fail(problem, now)
@@ -234,21 +237,21 @@ def _result(state: ControllerState, member: Member, lease: Lease, message: Resul
         case wire.GroupInterrupted():
             on_interrupted(state, member, message, event)
         case wire.GroupScored():
-            on_scored(state, message)
+            on_scored(state, member, message)
         case wire.TokensScored():
-            on_tokens_scored(state, message, event)
+            on_tokens_scored(state, member, message, event)
         case wire.StepTrained():
             on_trained(state, member, message)
         case wire.WeightsPublished():
-            on_published(state, member, message, event)
+            on_published(state, member, lease, message, event)
         case wire.WeightsAdopted():
-            on_adopted(state, member, message)
+            on_adopted(state, member, lease, message)
         case wire.Slept() | wire.Woken():
             on_switched(state, member, asleep=isinstance(message, wire.Slept))
         case wire.CheckpointSaved():
             on_saved(state, member, message)
         case wire.LeaseFailed():
-            on_failed(state, member, message)
+            on_failed(state, member, lease, message)
 
 
 # --- derivations ------------------------------------------------------------------------------------------------------

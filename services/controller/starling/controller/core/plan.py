@@ -13,6 +13,8 @@ from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
 
+MAX_DISCARDED_STEPS = 3
+"""The run fails when as many groups as these steps have were discarded in a row."""
 FILTER_LIMIT = 10
 """Steps' worth of groups that may be filtered out in a row, where the recipe sets no limit."""
 
@@ -128,6 +130,11 @@ class RunPlan:
     def has_teachers(self) -> bool:
         """Whether teachers score the tokens of the groups of every step."""
         return self.num_teachers > 0
+
+    @property
+    def max_discarded(self) -> int:
+        """How many groups may be discarded in a row."""
+        return MAX_DISCARDED_STEPS * self.prompts_per_step
 
     @property
     def max_filtered(self) -> int:

@@ -17,6 +17,7 @@ has which lease) the replicas report in their heartbeats.
 | `GroupRequeued`     | completions were thrown away; how often so far   | as above                   |
 | `GroupDiscarded`    | a prompt that was discarded, or filtered out     | the end                    |
 | `StepFrozen`        | which groups a step trains                       | the end                    |
+| `StepReopened`      | its groups wait for another freeze               | the end                    |
 | `StepCommitted`     | the step is made: its version exists             | the end                    |
 | `VersionPublished`  | a version was on offer, and its root             | the end                    |
 | `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
@@ -143,6 +144,9 @@ class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_return
 
     key: str
     tries: int
+    floor: tuple[int, int] = (0, 0)
+    """Incarnation and number of the newest lease at that time. No lease up to this one is reclaimed for the group; old
+    journals lack it."""
 
 
 class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_discarded"):
@@ -165,6 +169,17 @@ class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
     prompts: tuple[str, ...]
     digest: str = ""
     """Of the prompts; empty in old journals, which lack it."""
+
+
+class StepReopened(msgspec.Struct, frozen=True, kw_only=True, tag="step_reopened"):
+    """The groups of the frozen step `step` are scored groups again, because one of them cannot be trained.
+
+    Records that throw completions away (`GroupRequeued`, `GroupDiscarded`) follow. The step is frozen anew when its
+    groups are complete.
+    """
+
+    step: int
+    reason: str
 
 
 class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step_committed"):
@@ -272,6 +287,7 @@ Record = (
     | GroupRequeued
     | GroupDiscarded
     | StepFrozen
+    | StepReopened
     | StepCommitted
     | VersionPublished
     | VersionAdopted

@@ -6,6 +6,7 @@ No record holds the leases of replicas. They report them, and `replicas/reclaim.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from starling.common.wire.messages import RequestEvaluation
 from starling.controller.core import records
@@ -28,32 +29,42 @@ GroupRecord = (
 )
 
 
+MAX_LEASE_NUMBER: Final = 1 << 62
+"""Greater than the number of any lease."""
+
+
 def restore(state: ControllerState, journal: Iterable[JournalEntry]) -> None:
     """Bring a fresh `state` to where the records of the journal end."""
+    incarnation = 0
     for entry in journal:
-        _apply(state, entry)
+        if isinstance(entry.record, records.ControllerStarted):
+            incarnation = entry.record.incarnation
+        _apply(state, entry, incarnation)
 
 
-def _apply(state: ControllerState, entry: JournalEntry) -> None:
+def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> None:
     membership, training, lifecycle = state.replicas.membership, state.training, state.lifecycle
     match entry.record:
-        case records.MemberJoined(name=name, epoch=incarnation):
-            membership.restore(name, incarnation)
+        case records.MemberJoined(name=name, epoch=epoch):
+            membership.restore(name, epoch)
         case records.MemberLeft(name=name):
             membership.awaited.discard(name)
             membership.note_gone(name)
-        case records.VersionAdopted(name=name, epoch=incarnation, version=version):
-            membership.proven[name] = (incarnation, version)
+        case records.VersionAdopted(name=name, epoch=epoch, version=version):
+            membership.proven[name] = (epoch, version)
         case records.DataRead(is_changed=True):
-            state.buffer.regenerate_all()
+            floor = incarnation, MAX_LEASE_NUMBER  # work on the prompts before is not reclaimed
+            state.buffer.regenerate_all(floor)
             if state.evaluations.current is not None:
-                state.evaluations.current.regenerate_all()
+                state.evaluations.current.regenerate_all(floor)
         case records.GroupsOpened(first=first, num=num):
             assert first == state.buffer.num_admitted, "groups are opened in order"
             admit_prompts(state, num)
         case records.StepFrozen(step=step, ordinals=ordinals):
             groups = [state.buffer.get(ordinal) for ordinal in ordinals]
             state.buffer.freeze(step, [group for group in groups if group is not None])
+        case records.StepReopened(step=step):
+            state.buffer.reopen(step)
         case records.StepCommitted() as committed:
             _commit(state, committed)
         case records.VersionPublished(version=version, root=root):
@@ -137,8 +148,8 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
             groups.store_rewards(group, rewards, components)
         case records.TeacherLogprobsStored(tensors=tensors):
             groups.store_teacher_logprobs(group, tensors, payload)
-        case records.GroupRequeued(tries=tries):
-            groups.regenerate(group, tries)
+        case records.GroupRequeued(tries=tries, floor=floor):
+            groups.regenerate(group, tries, floor)
         case records.GroupDiscarded(filtered=True, reward=reward):
             state.buffer.filter(group, reward)
         case records.GroupDiscarded(reason=reason):

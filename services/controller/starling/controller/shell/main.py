@@ -33,6 +33,7 @@ from starling.controller.core.events import (
     Stored,
     Ticked,
 )
+from starling.controller.core.groups.validation import contents_problem
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry
 from starling.controller.data.load import RunData, load_data
@@ -203,7 +204,10 @@ class Shell:
                 if isinstance(one, ReceivedMessage):
                     envelope = one.envelope
                     cause = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
-                    event = Received(now, envelope.sender, envelope.incarnation, one.message, one.buffers)
+                    problem = contents_problem(one.message, one.buffers)
+                    event = Received(
+                        now, envelope.sender, envelope.incarnation, one.message, one.buffers, True, problem
+                    )
                     self._handle(controller, event, cause)
                 else:
                     self._handle(controller, ReplicaDisconnected(now, one.name), "lost")

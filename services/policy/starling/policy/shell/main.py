@@ -35,7 +35,7 @@ from starling.common.settings import ModelSettings, ServiceSettings, WeightsSett
 from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.settings.policy import PolicySettings, check_adapters
-from starling.policy.train.errors import StepBrokenError
+from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
@@ -243,7 +243,8 @@ class Shell:
         except StepBrokenError:
             raise  # no answer: the restarted policy makes the step again from the newest state
         except StarlingError as error:
-            self._link.answer(message.lease, lease_failure(message.lease, error, self._state.version))
+            rejected = error.prompts if isinstance(error, RejectedGroupsError) else ()
+            self._link.answer(message.lease, lease_failure(message.lease, error, self._state.version, rejected))
 
     def _sleep(self) -> None:
         freed_bytes = self._learner.sleep()
@@ -281,7 +282,7 @@ class Shell:
         from starling.policy.train.data.groups import groups_from_wire
 
         return self._learner.reinforce(
-            groups_from_wire(message.groups, buffers),
+            groups_from_wire(message.groups, buffers, self._learner.vocabulary_size),
             step=message.step,
             num_steps=message.num_steps,
             temperature=message.temperature,

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from starling.common.errors import ConfigError
+from collections.abc import Sequence
+
+from starling.common.errors import ConfigError, WireError
 
 
 class StepBrokenError(ConfigError):
     """A step failed after some of its optimizer updates: the weights are not a version."""
+
+
+class RejectedGroupsError(WireError):
+    """Some groups of a step cannot be trained, whatever else is in the step."""
+
+    def __init__(self, text: str, prompts: Sequence[str]) -> None:
+        super().__init__(text)
+        self.prompts = tuple(prompts)
+        """Prompts of these groups, by id."""

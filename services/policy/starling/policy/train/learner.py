@@ -139,6 +139,11 @@ class Learner:
             self.metrics = self.trainer.step(pairs, step=step, settings=settings)
         return dict(self.metrics)
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids that the model has an embedding for."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
     def check_whole(self) -> None:
         """Check that the weights are a version. Raises StepBrokenError if a step failed between two updates."""
         if self._broken is not None:

@@ -48,12 +48,14 @@ class GroupBuffer(Groups):
         """Groups filtered out since the last group that was kept."""
         self.num_discarded_in_a_row = 0
         """Groups discarded, also those of an evaluation, since the last group that was scored."""
+        self.discarded_by: set[str] = set()
+        """Replicas whose answers led to that; an empty name stands for all other causes."""
         self.last_discarded = ""
         """The prompt that was discarded last, and why."""
         self._filtered: list[tuple[int, float]] = []
         """Ordinals, ascending, of filtered groups that no step has passed over yet, each with its reward."""
-        self._filtered_rewards: dict[int, list[float]] = {}
-        """By step, until it is published: the rewards of the filtered groups that it passed over."""
+        self._passed_over: dict[int, list[tuple[int, float]]] = {}
+        """By step, until it is published: the filtered groups that it passed over."""
         self._unfrozen: list[int] = []
         """Live ordinals that no step has taken, in order."""
         self._num_ready = 0
@@ -123,9 +125,9 @@ class GroupBuffer(Groups):
         super().discard(group)
         self._remove(group)
 
-    def regenerate_all(self) -> None:
-        """Let every group that has completions and is not frozen wait again, because its prompt may differ."""
-        super().regenerate_all()
+    def regenerate_all(self, floor: tuple[int, int]) -> None:
+        """Let every group that is not frozen wait again without completions, because its prompt may differ."""
+        super().regenerate_all(floor)
         self._num_ready = 0
 
     def filter(self, group: Group, reward: float) -> None:
@@ -139,8 +141,16 @@ class GroupBuffer(Groups):
     def _remove(self, group: Group) -> None:
         """Let the groups behind a discarded one move up."""
         bisect.insort(self._discarded, group.ordinal)
-        del self._unfrozen[bisect.bisect_left(self._unfrozen, group.ordinal)]
+        position = bisect.bisect_left(self._unfrozen, group.ordinal)
+        del self._unfrozen[position]
+        self._num_ready = min(self._num_ready, position)
         self._count_ready()
+
+    def regenerate(self, group: Group, tries: int, floor: tuple[int, int]) -> None:
+        """Let a group wait again, whose completions were thrown away for the `tries`-th time."""
+        if group.state is GroupState.SCORED:
+            self._num_ready = min(self._num_ready, bisect.bisect_left(self._unfrozen, group.ordinal))
+        super().regenerate(group, tries, floor)
 
     def is_full(self) -> bool:
         """Say whether the groups of the next step can be frozen."""
@@ -167,12 +177,26 @@ class GroupBuffer(Groups):
         # All groups admitted before the last of these are gone or frozen. So this step passed over the filtered ones
         # among them, also while the records of a journal are replayed.
         num = bisect.bisect_left(self._filtered, (groups[-1].ordinal, 0.0)) if groups else 0
-        self._filtered_rewards[step] = [reward for _, reward in self._filtered[:num]]
+        self._passed_over[step] = self._filtered[:num]
         del self._filtered[:num]
         self._frozen[step] = groups
         self.num_frozen_steps += 1
         self._num_ready = 0
         self._count_ready()
+
+    def reopen(self, step: int) -> list[Group]:
+        """Let the groups of `step`, the last that was frozen, be scored groups again, and return them."""
+        assert step == max(self._frozen), "steps after it would take its groups"
+        groups = self._frozen.pop(step)
+        for group in groups:
+            group.step = 0
+            self.move(group, GroupState.SCORED)
+        self._unfrozen[:0] = [group.ordinal for group in groups]
+        self._filtered[:0] = self._passed_over.pop(step)
+        self.num_frozen_steps -= 1
+        self._num_ready = 0
+        self._count_ready()
+        return groups
 
     def load(self, step: int, groups: list[Group]) -> list[Group]:
         """Admit groups that another run has generated and scored, as the groups of `step`."""
@@ -200,7 +224,7 @@ class GroupBuffer(Groups):
     def retire(self, step: int) -> None:
         """Retire the groups of `step`, which is published: this frees their slots."""
         groups = self._frozen.pop(step, [])
-        self._filtered_rewards.pop(step, None)
+        self._passed_over.pop(step, None)
         self.num_trained_groups += len(groups)
         for group in groups:
             self.move(group, GroupState.TRAINED)
@@ -217,7 +241,7 @@ class GroupBuffer(Groups):
 
     def filtered_rewards(self, step: int) -> list[float]:
         """Return the rewards of the filtered groups that `step` passed over, until it is published."""
-        return self._filtered_rewards.get(step, [])
+        return [reward for _, reward in self._passed_over.get(step, ())]
 
 
 class AnswerBuffer(GroupBuffer):

@@ -55,11 +55,14 @@ TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
     (GroupState.LEASED, GroupState.WAITING): "its rollout left or failed",
     (GroupState.GENERATED, GroupState.WAITING): "its completions cannot be scored",
     (GroupState.WAITING, GroupState.WAITING): "its partial completions were dropped",
-    (GroupState.SCORED, GroupState.WAITING): "its prompt has changed",
+    (GroupState.SCORED, GroupState.WAITING): "its prompt has changed, or it cannot be trained",
     # Discarded
     (GroupState.WAITING, GroupState.DISCARDED): "the time of its evaluation is over, or it is out of tries",
     (GroupState.LEASED, GroupState.DISCARDED): "as above",
     (GroupState.GENERATED, GroupState.DISCARDED): "as above, or all its rewards are equal",
+    # Stored by an older controller, or found by a policy
+    (GroupState.FROZEN, GroupState.SCORED): "a group of its step cannot be trained, so the step was reopened",
+    (GroupState.SCORED, GroupState.DISCARDED): "it cannot be trained, and it is out of tries",
     # Discarded in a run without a policy: its place in the file then holds the reason
     (GroupState.WAITING, GroupState.SCORED): "out of tries",
     (GroupState.LEASED, GroupState.SCORED): "out of tries",
@@ -97,6 +100,9 @@ class Group:
     """The lease under which a teacher scores its tokens; empty when none does."""
     has_teacher_logprobs: bool = False
     """The teacher's tensors follow those of its completions."""
+    floor: tuple[int, int] = (0, 0)
+    """Incarnation and number of the newest lease when its completions were last thrown away. Work under a lease up to
+    this one is about completions that are gone."""
     generated_by: str = ""
     """The lease under which its completions were generated. Leases to score these completions are all newer."""
     temperature: float = 1.0
@@ -290,28 +296,36 @@ class Groups:
             group.partial, group.temperature = partial, temperature
         return is_longer
 
-    def retry(self, group: Group, *, retryable: bool = True) -> None:
-        """Throw a group's completions away: generate it again, or discard it after `max_tries`."""
+    def retry(self, group: Group, floor: tuple[int, int], *, retryable: bool = True) -> None:
+        """Throw a group's completions away: generate it again, or discard it after `max_tries`.
+
+        `floor`: the newest lease, see `Group.floor`.
+        """
         if not retryable or group.tries >= self.max_tries:
             group.tries += 1
             self.discard(group)
         else:
-            self.regenerate(group, group.tries + 1)
+            self.regenerate(group, group.tries + 1, floor)
 
-    def regenerate(self, group: Group, tries: int) -> None:
+    def regenerate(self, group: Group, tries: int, floor: tuple[int, int]) -> None:
         """Let a group wait again, whose completions were thrown away for the `tries`-th time."""
-        group.tries = tries
+        group.tries, group.floor = tries, floor
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
         group.score_lease = group.teacher_lease = group.generated_by = ""
         group.has_teacher_logprobs, group.partial = False, None
         self.move(group, GroupState.WAITING)
 
-    def regenerate_all(self) -> None:
-        """Let every group that has completions and is not frozen wait again, because its prompt may differ."""
+    def regenerate_all(self, floor: tuple[int, int]) -> None:
+        """Let every group that is not frozen wait again without completions, because its prompt may differ.
+
+        `floor`: the newest lease that may be about the prompt before.
+        """
         has_completions = (GroupState.GENERATED, GroupState.SCORED)
         for group in sorted(self._live.values(), key=lambda group: group.ordinal):
             if group.state in has_completions or group.partial is not None:
-                self.regenerate(group, group.tries)
+                self.regenerate(group, group.tries, floor)
+            else:
+                group.floor = floor
 
     def discard(self, group: Group) -> None:
         """Discard a group."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from starling.common.wire.messages import PartialCompletionMeta, TensorMeta
+from starling.common.wire.messages import TRAINABLE_STATUSES, PartialCompletionMeta, TensorMeta
 from starling.controller.core.events import Buffers
-
-NUM_TOKEN_TENSORS: Final = 3
-"""The first tensors have one element of four bytes for each token: its id, its log-probability, its weight version."""
-VERSIONS: Final = 2
-"""Index of the tensor of weight versions."""
+from starling.controller.core.groups.validation import InvalidResultError, check_partial_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +41,16 @@ def parse_partial(
     """Return the partial completions of a group of `num` completions; None when they have no token.
 
     Raises:
-        ValueError: completions, tensors and buffers do not fit together; one sentence.
+        InvalidResultError: completions, tensors and buffers do not fit together, or cannot be trained; one sentence.
     """
-    total = sum(completion.num_tokens for completion in completions)
-    if total == 0 and all(completion.num_tokens == 0 for completion in completions):
+    lengths = [completion.num_tokens for completion in completions]
+    if not any(lengths):
         return None
-    if len(completions) != num or min(completion.num_tokens for completion in completions) < 0:
-        raise ValueError(f"{len(completions)} completions of {total} tokens were returned for a group of {num}")
-    if len(tensors) < NUM_TOKEN_TENSORS or len(buffers) != len(tensors):
-        raise ValueError(
-            f"{len(tensors)} tensors and {len(buffers)} buffers were returned; expected {NUM_TOKEN_TENSORS} or more"
-        )
-    for position, (tensor, buffer) in enumerate(zip(tensors, buffers, strict=True)):
-        fits = len(buffer) == tensor.nbytes and tensor.shape[:1] == (total,)
-        if not fits or (position < NUM_TOKEN_TENSORS and tensor.nbytes != 4 * math.prod(tensor.shape)):
-            raise ValueError(f"a tensor {tensor.shape} of {len(buffer)} bytes was returned with {total} tokens")
-    versions = memoryview(buffers[VERSIONS]).cast("i")
-    return PartialCompletions(completions, tensors, tuple(buffers), min(versions), max(versions))
+    total = sum(lengths)
+    if len(completions) != num or min(lengths) < 0:
+        raise InvalidResultError(f"{len(completions)} completions of {total} tokens were returned for a group of {num}")
+    statuses = {completion.status for completion in completions} - {None, *TRAINABLE_STATUSES}
+    if statuses:
+        raise InvalidResultError(f"partial completions came with the status {', '.join(map(str, statuses))}")
+    versions = check_partial_tensors(total, tensors, buffers)
+    return PartialCompletions(completions, tensors, tuple(buffers), int(versions.min()), int(versions.max()))

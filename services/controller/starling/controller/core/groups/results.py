@@ -5,13 +5,24 @@ Stops 3 to 5 of the walk.
 
 from __future__ import annotations
 
+import math
+
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
+from starling.common.wire.tensors import GROUP_TENSORS, LOSS_MASK
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.groups.partial import parse_partial
+from starling.controller.core.groups.validation import (
+    InvalidResultError,
+    UnusableResultError,
+    check_contents,
+    check_rewards,
+    check_teacher_names,
+    check_trajectories,
+)
 from starling.controller.core.records import (
     CompletionsStored,
     GroupDiscarded,
@@ -21,19 +32,16 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
 )
 from starling.controller.core.replicas.assignments import revoke
+from starling.controller.core.replicas.departure import distrust
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
-TENSORS = ("prompt", "tokens", "logprobs", "versions")
-"""The first tensors of a group, in order. Further tensors of its prompt, of images for example, follow them."""
-LOSS_MASK = "loss_mask"
-"""Name of the tensor that marks tokens from the environment."""
 MAX_LOST_ENGINES = 2
 """Number of engines that may die with a group before this counts as a failure of the group: a prompt that kills every
 engine must not use up all of them. Groups that ran on the same engines count it too, and are generated again."""
-TEACHER_TENSORS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
-"""Names of a teacher's tensors. It sends all of them, or only the first if it reports no likeliest tokens."""
+MAX_REASON_CHARACTERS = 2000
+"""Of the reason why a group is generated again, which may hold what a replica sent."""
 
 
 def on_generated(
@@ -45,10 +53,17 @@ def on_generated(
     if found is None:
         return
     groups, group = found
-    problem = _problem(state, groups, group, message)
-    if problem is not None:
-        reason, retryable, status = problem
-        retry(state, groups, group, reason, retryable=retryable, status=status)
+    try:
+        problem = _problem(state, groups, group, message)
+        if problem is not None:
+            reason, retryable, status = problem
+            retry(state, groups, group, reason, member.name, retryable=retryable, status=status)
+            return
+        check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
+        check_contents(event)
+        _check_temperature(lease, group, message.temperature)
+    except InvalidResultError as error:
+        _reject(state, member, groups, group, error)
         return
     if message.temperature >= 0:  # a controller that took the work over did not request it
         group.temperature = message.temperature
@@ -73,13 +88,18 @@ def on_generated(
 def _problem(
     state: ControllerState, groups: Groups, group: Group, message: wire.GroupGenerated
 ) -> tuple[str, bool, wire.Status | None] | None:
-    """Return what is wrong with completions, whether to retry, and the status of one that failed; None if usable."""
+    """Return why completions cannot be used, whether to retry, and the status of one that failed; None if there is no
+    such reason.
+
+    Raises:
+        InvalidResultError: they are not those that were asked for.
+    """
     versions = [t.oldest_version for t in message.trajectories]
     wanted = num_completions(state, group.purpose)
     if len(message.trajectories) != wanted:
-        return f"{len(message.trajectories)} completions came instead of {wanted}", True, None
-    if len(message.tensors) < len(TENSORS):
-        return f"{len(message.tensors)} tensors came instead of {len(TENSORS)} or more", True, None
+        raise InvalidResultError(f"{len(message.trajectories)} completions came instead of {wanted}")
+    if len(message.tensors) < len(GROUP_TENSORS):
+        raise InvalidResultError(f"{len(message.tensors)} tensors came instead of {len(GROUP_TENSORS)} or more")
     if min(versions) < group.min_version:
         return f"a token is of version {min(versions)}, older than {group.min_version}", True, None
     if group.purpose == "evaluate" and any(t.newest_version != group.min_version for t in message.trajectories):
@@ -88,9 +108,24 @@ def _problem(
         index, first = failed[0]
         reason = f"{len(failed)} of its completions failed, completion {index} by {first.status}: {first.problem}"
         return reason, True, first.status
-    if groups.needs_teacher and any(tensor.name != LOSS_MASK for tensor in message.tensors[len(TENSORS) :]):
+    if groups.needs_teacher and any(tensor.name != LOSS_MASK for tensor in message.tensors[len(GROUP_TENSORS) :]):
         return "its prompt has more than tokens, and a teacher reads nothing else", False, None
     return None
+
+
+def _check_temperature(lease: Lease, group: Group, temperature: float) -> None:
+    """Check the temperature that a rollout reports against the one that it was sent, where that is known."""
+    if lease.send is not None and temperature >= 0 and temperature != group.temperature:
+        raise InvalidResultError(f"its tokens were sampled at temperature {temperature} instead of {group.temperature}")
+    if not -1 <= temperature < math.inf:
+        raise InvalidResultError(f"its tokens were sampled at temperature {temperature}")
+
+
+def _reject(state: ControllerState, member: Member, groups: Groups, group: Group, error: InvalidResultError) -> None:
+    """Count a result that cannot be used as a failed try of its group, and distrust the replica if it is malformed."""
+    retry(state, groups, group, str(error), member.name)
+    if error.is_malformed:
+        distrust(state, member, f"{member.name} answered for prompt {group.prompt.id}: {error}")
 
 
 def _update_estimates(state: ControllerState, member: Member, lease: Lease, group: Group) -> None:
@@ -118,15 +153,20 @@ def on_interrupted(state: ControllerState, member: Member, message: wire.GroupIn
     groups, group = found
     groups.requeue(group, "generate")
     fields: dict[str, object] = {}
+    malformed: InvalidResultError | None = None
     try:
         fields["num_tokens"] = _store_partial(state, groups, group, message, event.buffers)
-    except ValueError as error:
+    except InvalidResultError as error:
         fields = {"num_tokens": 0, "thrown_away": str(error)}
-    state.outbox.note("interrupted", prompt=group.prompt.id, replica=member.name, reason=message.reason, **fields)
+        malformed = error if error.is_malformed else None
+    reason = message.reason[:MAX_REASON_CHARACTERS]
+    state.outbox.note("interrupted", prompt=group.prompt.id, replica=member.name, reason=reason, **fields)
     group.num_lost_engines += message.lost
-    if group.num_lost_engines >= MAX_LOST_ENGINES:
+    if malformed is not None:
+        _reject(state, member, groups, group, malformed)
+    elif group.num_lost_engines >= MAX_LOST_ENGINES:
         group.num_lost_engines = 0
-        retry(state, groups, group, f"{MAX_LOST_ENGINES} engines died while they worked on it")
+        retry(state, groups, group, f"{MAX_LOST_ENGINES} engines died while they worked on it", member.name)
 
 
 def _store_partial(
@@ -135,21 +175,21 @@ def _store_partial(
     """Keep the partial completions of a group. Returns the number of their tokens.
 
     Raises:
-        ValueError: they may not be trained; one sentence.
+        InvalidResultError: they may not be trained; one sentence.
     """
     partial = parse_partial(message.partial, message.tensors, buffers, num_completions(state, group.purpose))
     if partial is None:
         return 0
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
-        raise ValueError(
+        raise UnusableResultError(
             f"tokens of versions {oldest} to {newest} were returned, and {group.min_version} was the oldest allowed"
         )
     # A controller that took the work over did not choose the temperature, and knows it only from the message.
     chosen = group.temperature if lease_incarnation(message.lease) == state.incarnation else -1.0
     temperature = message.temperature if message.temperature >= 0 else chosen
-    if temperature < 0:
-        raise ValueError("the temperature at which the tokens were sampled is not known")
+    if not 0 <= temperature < math.inf:
+        raise UnusableResultError("the temperature at which the tokens were sampled is not known")
     if not groups.store_partial(group, partial, temperature):
         return 0
     record = PartialCompletionsStored(
@@ -171,41 +211,44 @@ def store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> 
     state.dirty |= Dirty.TRAIN
 
 
-def on_scored(state: ControllerState, message: wire.GroupScored) -> None:
+def on_scored(state: ControllerState, member: Member, message: wire.GroupScored) -> None:
     """Store the rewards of a group, unless some scorer failed."""
     state.dirty |= Dirty.SCORE | Dirty.TRAIN | Dirty.EVALUATE
     found = state.group_of_lease(message.lease)
     if found is None:
         return
     groups, group = found
-    usable = wire.TRAINABLE_STATUSES.issuperset(message.statuses)
-    rewards = [reward for reward in message.rewards if reward is not None]
-    if not usable or not len(rewards) == len(message.rewards) == len(group.trajectories):
-        retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward")
+    if not wire.TRAINABLE_STATUSES.issuperset(message.statuses) or None in message.rewards:
+        retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward", member.name)
+        return
+    try:
+        check_rewards(message, len(group.trajectories))
+    except InvalidResultError as error:
+        _reject(state, member, groups, group, error)
         return
     state.buffer.num_discarded_in_a_row = 0
+    state.buffer.discarded_by.clear()
+    rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
-        _filter(state, group, rewards[0])
+        _filter(state, group, rewards[0] or 0.0)
         return
     groups.store_rewards(group, message.rewards, message.components)
     record = RewardsStored(key=group.key, rewards=message.rewards, components=message.components)
     state.outbox.write(record)
 
 
-def on_tokens_scored(state: ControllerState, message: wire.TokensScored, event: Received) -> None:
+def on_tokens_scored(state: ControllerState, member: Member, message: wire.TokensScored, event: Received) -> None:
     """Store the teacher's log-probabilities of a group."""
     state.dirty |= Dirty.SCORE | Dirty.TRAIN
     found = state.group_of_lease(message.lease)
     if found is None:
         return
     groups, group = found
-    names = tuple(tensor.name for tensor in message.tensors)
-    wanted = sum(trajectory.num_tokens for trajectory in group.trajectories)
-    if names not in (TEACHER_TENSORS[:1], TEACHER_TENSORS) or any(
-        tensor.shape[:1] != (wanted,) for tensor in message.tensors
-    ):
-        shapes = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in message.tensors) or "nothing"
-        retry(state, groups, group, f"its teacher sent {shapes}, and it has {wanted} tokens")
+    try:
+        check_teacher_names(group.num_tokens, message.tensors)
+        check_contents(event)
+    except InvalidResultError as error:
+        _reject(state, member, groups, group, error)
         return
     groups.store_teacher_logprobs(group, message.tensors, event.buffers)
     state.outbox.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)
@@ -227,23 +270,31 @@ def retry(
     groups: Groups,
     group: Group,
     reason: str,
+    replica: str = "",
     *,
     retryable: bool = True,
     status: wire.Status | None = None,
 ) -> None:
-    """Generate a group again, or discard it; `status` is the status of a completion that failed, if one did."""
+    """Generate a group again, or discard it.
+
+    Args:
+        replica: whose answer this follows from; empty for none.
+        status: the status of a completion that failed, if one did.
+    """
+    reason = reason[:MAX_REASON_CHARACTERS]
     groups.num_env_errors += status is wire.Status.ENV_ERROR
     _revoke_scoring(state, group)
     group.problem = reason
-    groups.retry(group, retryable=retryable)
+    groups.retry(group, (state.incarnation, state.replicas.leases.num_granted), retryable=retryable)
     state.dirty |= Dirty.DISPATCH | Dirty.ADMIT | Dirty.TRAIN | Dirty.EVALUATE
     if group.state is not GroupState.WAITING:
         # Where each prompt is answered once, a prompt that cannot be answered says nothing about the others.
         state.buffer.num_discarded_in_a_row += state.plan.kind.trains or retryable
+        state.buffer.discarded_by.add(replica)
         state.buffer.last_discarded = f"prompt {group.prompt.id}: {reason}"
         state.outbox.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
     else:
-        state.outbox.write(GroupRequeued(key=group.key, tries=group.tries))
+        state.outbox.write(GroupRequeued(key=group.key, tries=group.tries, floor=group.floor))
     kind = GroupState.WAITING if group.state is GroupState.WAITING else GroupState.DISCARDED
     fields = {} if status is None else {"status": str(status)}
     state.outbox.note(str(kind), prompt=group.prompt.id, tries=group.tries, reason=reason, **fields)

@@ -42,6 +42,37 @@ def evict(state: ControllerState, member: Member, reason: str) -> None:
     refuse(state, member.name, reason)
 
 
+def distrust(state: ControllerState, member: Member, reason: str) -> None:
+    """Count an invalid result of a replica, and evict it if another one has its role.
+
+    The last one of its role stays: without it the run could not go on, and the tries of its groups are counted.
+    """
+    membership = state.replicas.membership
+    membership.num_invalid[member.name] += 1
+    state.outbox.note("invalid", replica=member.name, reason=reason, num=membership.num_invalid[member.name])
+    if membership.num(member.role) > 1:
+        evict(state, member, reason)
+
+
+def evict_culprit(state: ControllerState) -> None:
+    """Evict the replica that alone led to all groups that were discarded in a row, if another one has its role.
+
+    Otherwise one replica that fails whatever it is given, and fails it fast, would end the run.
+    """
+    buffer, membership = state.buffer, state.replicas.membership
+    if buffer.num_discarded_in_a_row < state.plan.max_discarded or len(buffer.discarded_by) != 1:
+        return
+    [name] = buffer.discarded_by
+    member = membership.members.get(name)
+    if not name:
+        return
+    if member is None or membership.num(member.role) > 1:
+        num, buffer.num_discarded_in_a_row = buffer.num_discarded_in_a_row, 0
+        buffer.discarded_by.clear()
+        if member is not None:
+            evict(state, member, f"{member.name} led to all of {num} groups that were discarded in a row")
+
+
 def refuse(state: ControllerState, name: str, reason: str) -> None:
     """Refuse a replica: it is not a member, for this reason."""
     state.outbox.note("refused", replica=name, reason=reason)

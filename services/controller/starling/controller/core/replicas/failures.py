@@ -6,11 +6,14 @@ from typing import Final
 
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
-from starling.controller.core.groups.results import retry
+from starling.controller.core.groups.repair import reject_groups
+from starling.controller.core.groups.results import MAX_REASON_CHARACTERS, retry
 from starling.controller.core.replicas.departure import evict
+from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version
+from starling.controller.core.weights.distribution import note_bad_pull, source_of
 from starling.controller.core.weights.versions import check_outdated
 
 MAX_FAILED_TOGETHER: Final = 16
@@ -21,22 +24,26 @@ MAX_FAILING_LEASES: Final = 3
 """Lease periods for which a policy may fail to adopt the weights of another, before it is evicted."""
 
 
-def on_failed(state: ControllerState, member: Member, message: wire.LeaseFailed) -> None:
+def on_failed(state: ControllerState, member: Member, lease: Lease, message: wire.LeaseFailed) -> None:
     """Retry failed work, or fail the run, by the kind of the work."""
     kind, subject = message.lease.split(":")[:2]
-    state.outbox.note("failed", replica=member.name, lease=message.lease, reason=message.reason)
+    reason = message.reason[:MAX_REASON_CHARACTERS]
+    state.outbox.note("failed", replica=member.name, lease=message.lease, reason=reason)
     state.dirty = Dirty.ALL
     if member.role == "policy":
+        if kind == "train" and reject_groups(state, int(subject), message.rejected, reason):
+            return
         on_policy_version(state, member, message.version)  # it may have made the very step that it reports as failed
     found = state.group_of_lease(message.lease)
     if found is not None:
-        retry(state, *found, message.reason, retryable=not message.fatal)
+        retry(state, *found, reason, member.name, retryable=not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
-        _transfer_failed(state, member, subject, message.reason)
+        note_bad_pull(state, source_of(lease))
+        _transfer_failed(state, member, subject, reason)
     elif kind in ("sleep", "wake"):
         state.replicas.sharing.note_failure(member, state.now)  # it is sent the command again
     elif member.role == "policy":
-        _policy_failed(state, member, kind, int(subject), message.reason)
+        _policy_failed(state, member, kind, int(subject), reason)
 
 
 def _transfer_failed(state: ControllerState, member: Member, version: str, reason: str) -> None:

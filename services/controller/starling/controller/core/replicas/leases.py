@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from starling.common.ids import LeaseKind
 from starling.controller.core.events import Send
 
+MAX_DROPPED = 10_000
+"""Leases that ended without an answer and may still be reclaimed."""
+
 
 @dataclass(slots=True)
 class Lease:
@@ -40,6 +43,8 @@ class Leases:
     _tokens: Counter[str] = field(default_factory=Counter)
     """Tokens expected of all groups that each rollout generates."""
     _deadlines: list[tuple[float, str]] = field(default_factory=list)
+    _dropped: dict[str, str] = field(default_factory=dict)
+    """Peers of the last leases that ended with the membership of their peer, or were taken from it."""
 
     def grant(
         self,
@@ -78,7 +83,14 @@ class Leases:
         dropped = sorted(self.of(peer, *kinds) if kinds else self._by_peer.get(peer, ()))
         for lease in dropped:
             self._remove(self._leases[lease])
+            self._dropped[lease] = peer
+        while len(self._dropped) > MAX_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
         return dropped
+
+    def was_dropped(self, lease: str, peer: str) -> bool:
+        """Say whether `peer` had this lease, and lost it without an answer."""
+        return self._dropped.get(lease) == peer
 
     def of(self, peer: str, *kinds: str) -> list[str]:
         """Return the ids of the leases of these kinds that `peer` has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from starling.common.ids import Role
@@ -11,6 +11,8 @@ from starling.weightsync.plan.layout import Layout
 
 MAX_GONE = 4096
 """Departed replicas whose incarnation and proven version are remembered."""
+MAX_INVALID = 3
+"""After so many invalid results, of all its incarnations, a replica of this name is not admitted again."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 
@@ -54,6 +56,8 @@ class Membership:
     """Members as of the journal, not heard from since the controller's restart: they may hold work."""
     await_until: float = float("-inf")
     """When the controller stops waiting for them."""
+    num_invalid: Counter[str] = field(default_factory=Counter)
+    """Invalid results and offers by replica, of all its incarnations since the controller started."""
     missing_since: float | None = None
     """Since when a role that the run needs has had no replica."""
     _incarnations: dict[str, int] = field(default_factory=dict)
@@ -88,6 +92,11 @@ class Membership:
         banned = self._banned.get(name)
         if banned is not None and banned[0] == incarnation:
             return banned[1]
+        if self.num_invalid[name] >= MAX_INVALID and self._by_role[hello.role].keys() - {name}:
+            return (
+                f"{name} has sent {self.num_invalid[name]} invalid results; start a replica of another name in its "
+                "place, or restart the controller"
+            )
         others = [m for m in self._by_role["policy"].values() if m.name != name] if hello.role == "policy" else []
         if others and not (hello.shares_steps and all(m.shares_steps for m in others)):
             return (
@@ -167,7 +176,7 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            for known in (self.proven, self._incarnations, self._banned):
+            for known in (self.proven, self._incarnations, self._banned, self.num_invalid):
                 known.pop(oldest, None)
 
     def ban(self, name: str, incarnation: int, reason: str) -> None:

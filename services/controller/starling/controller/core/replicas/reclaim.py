@@ -28,10 +28,12 @@ def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
     subject = lease_subject(lease)
     # A lease of this incarnation may be settled, and still be in a heartbeat that was on its way.
     is_older = lease_incarnation(lease) < state.incarnation
+    if not is_older and not state.replicas.leases.was_dropped(lease, member.name):
+        return False  # settled, granted to another replica, or made up
     fits = False
     match kind, member.role:
         case "generate", "rollout":
-            fits = _generate(state, member, subject)
+            fits = _generate(state, member, subject, lease)
         case "score", "reward":
             fits = _score(state, member, lease)
         case "teach", "teacher":
@@ -55,12 +57,12 @@ def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
     return fits
 
 
-def _generate(state: ControllerState, member: Member, subject: str) -> bool:
+def _generate(state: ControllerState, member: Member, subject: str, lease: str) -> bool:
     found = state.find_group(subject)
     if found is None or state.replicas.leases.num(member.name, "generate") >= member.num_slots:
         return False
     groups, group = found
-    if group.state is not GroupState.WAITING:
+    if group.state is not GroupState.WAITING or lease_order(lease) <= group.floor:
         return False
     if group.purpose == "train":
         # Its dispatch had the same bound: its place in the order of training only moves forward.
@@ -97,7 +99,7 @@ def _score_tokens(state: ControllerState, member: Member, lease: str) -> bool:
 
 def _is_of_these_completions(group: Group, lease: str) -> bool:
     """Say whether `lease` is about the present completions of the group, and not about some that were thrown away."""
-    return lease_order(lease) > lease_order(group.generated_by)
+    return lease_order(lease) > max(lease_order(group.generated_by), group.floor)
 
 
 def _train(state: ControllerState, member: Member, subject: str, lease: str) -> bool:

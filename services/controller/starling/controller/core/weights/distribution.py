@@ -6,8 +6,10 @@ Stops 9 and 10 of the walk.
 from __future__ import annotations
 
 import functools
+from typing import Final
 
 from starling.common.errors import WeightsError
+from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
@@ -15,10 +17,15 @@ from starling.controller.core.groups.files import fetch_step, take_fetched
 from starling.controller.core.records import VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
 from starling.controller.core.replicas.departure import evict
+from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
+
+MAX_BAD_PULLS: Final = 3
+"""After so many pulls in a row from a rollout that failed or brought other weights, it offers no more."""
+
 
 # --- publication ------------------------------------------------------------------------------------------------------
 
@@ -41,15 +48,20 @@ def _request_offer(state: ControllerState, member: Member, version: int) -> None
     grant(state, member, "publish", version, lambda lease: wire.PublishWeights(lease=lease, version=version))
 
 
-def on_published(state: ControllerState, member: Member, message: wire.WeightsPublished, event: Received) -> None:
-    """Add an offer; one of a new version frees the slots of the steps that made it."""
+def on_published(
+    state: ControllerState, member: Member, lease: Lease, message: wire.WeightsPublished, event: Received
+) -> None:
+    """Add an offer; one of a policy of a new version frees the slots of the steps that made it."""
     state.dirty = Dirty.ALL
     before = state.weights.version
     try:
+        if lease_subject(lease.id) != str(message.version):
+            raise WeightsError(f"Version {message.version} came in answer to {lease.id}.")
+        if member.role != "policy" and member.version != message.version:
+            raise WeightsError(f"{member.name} holds version {member.version}.")
         root, is_new = state.weights.publish(member, message.version, event.buffers[0])
     except WeightsError as error:
-        reason = f"the offer of version {message.version} by {member.name} is not usable: {error}"
-        state.lifecycle.fail(reason, state.now)
+        _offer_failed(state, member, f"the offer of version {message.version} by {member.name} is not usable: {error}")
         return
     if is_new:
         state.outbox.write(VersionPublished(version=message.version, root=root))
@@ -63,6 +75,17 @@ def on_published(state: ControllerState, member: Member, message: wire.WeightsPu
     state.outbox.note("published", version=message.version, publish_s=message.publish_s, offer_s=message.offer_s)
 
 
+def _offer_failed(state: ControllerState, member: Member, reason: str) -> None:
+    """Handle an offer that cannot be used. A rollout is not needed for offers, and another policy can offer instead."""
+    if member.role == "policy" and state.replicas.membership.num("policy") == 1:
+        state.lifecycle.fail(reason, state.now)
+    else:
+        state.replicas.membership.num_invalid[member.name] += 1
+        num = state.replicas.membership.num_invalid[member.name]
+        state.outbox.note("invalid", replica=member.name, reason=reason, num=num)
+        evict(state, member, reason)
+
+
 # --- adoption ---------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +93,9 @@ def adopt(state: ControllerState) -> None:
     """Have every outdated rollout pull the version that it should hold."""
     unavailable = set[int]()
     for name in list(state.weights.outdated):
-        member = state.replicas.membership.members[name]
+        member = state.replicas.membership.members.get(name)
+        if member is None:
+            continue  # it was evicted as the source of another
         version = target_version(state, member)
         if version in unavailable or not state.weights.may_try(name, state.now):
             continue
@@ -101,7 +126,8 @@ def _pull(state: ControllerState, member: Member, version: int, *, with_state: b
     try:
         plan = state.weights.plan(source.layout, member.layout)
     except WeightsError as error:
-        evict(state, member, str(error))
+        # A rollout that offers with an impossible layout must not cost those that would pull from it their membership.
+        evict(state, member if source.role == "policy" else source, str(error))
         return True
     command = functools.partial(wire.AdoptWeights, version=version, source=source.name, with_state=with_state)
     grant(state, member, "adopt", version, lambda lease: command(lease=lease), (offer.offer, plan))
@@ -117,7 +143,7 @@ def _holder_on_host(state: ControllerState, member: Member, version: int) -> Mem
     offer = state.weights.source(member, version)
     if offer is not None and offer.host == member.host:
         return None
-    return _able_to_offer(state, state.weights.holders.get((version, member.host), {}))
+    return _able_to_offer(state, version, state.weights.holders.get((version, member.host), {}))
 
 
 def _find_holder(state: ControllerState, version: int) -> None:
@@ -131,14 +157,16 @@ def _find_holder(state: ControllerState, version: int) -> None:
                 _request_offer(state, member, version)
                 return
     for host in sorted(host for held, host in state.weights.holders if held == version):
-        holder = _able_to_offer(state, state.weights.holders[version, host])
+        holder = _able_to_offer(state, version, state.weights.holders[version, host])
         if holder is not None:
             _request_offer(state, holder, version)
             return
 
 
-def _able_to_offer(state: ControllerState, names: dict[str, None]) -> Member | None:
+def _able_to_offer(state: ControllerState, version: int, names: dict[str, None]) -> Member | None:
     replicas = state.replicas
+    if version not in state.weights.roots:  # no policy has vouched for it: without one, rollouts read it from a folder
+        return None
     for name in names:
         member = replicas.membership.members[name]
         can_offer = replicas.sharing.has_devices(member) and member.can_offer
@@ -147,10 +175,14 @@ def _able_to_offer(state: ControllerState, names: dict[str, None]) -> Member | N
     return None
 
 
-def on_adopted(state: ControllerState, member: Member, message: wire.WeightsAdopted) -> None:
+def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wire.WeightsAdopted) -> None:
     """Note that a replica switched. It holds the version only if it has proven the root of an offer."""
+    source = source_of(lease)
     # An older version than the newest was proven by the rollout against its own offer, and checked here when newest.
-    proven = state.weights.is_root(message.version, message.root)
+    proven = lease_subject(lease.id) == str(message.version) and (
+        state.weights.is_root(message.version, message.root)
+        or (member.role == "rollout" and state.weights.is_vouched_for(message.version, message.root, source))
+    )
     state.outbox.note(
         "adopted",
         replica=member.name,
@@ -170,6 +202,9 @@ def on_adopted(state: ControllerState, member: Member, message: wire.WeightsAdop
     )
     if proven:
         state.weights.failing_since.pop(member.name, None)
+        del state.weights.num_bad_pulls[source]
+    else:
+        note_bad_pull(state, source)
     if proven and member.role == "policy":
         member.version = message.version
         state.dirty = Dirty.ALL
@@ -187,6 +222,28 @@ def on_adopted(state: ControllerState, member: Member, message: wire.WeightsAdop
         take_back_groups(state, member)
         state.weights.back_off(member.name, state.now)
         set_held_version(state, member, -1)
+
+
+def source_of(lease: Lease) -> str:
+    """Return the replica that a pull is from; empty for one of an earlier incarnation of the controller."""
+    message = lease.send.message if lease.send is not None else None
+    return message.source if isinstance(message, wire.AdoptWeights) else ""
+
+
+def note_bad_pull(state: ControllerState, source: str) -> None:
+    """Count a pull that failed, or brought other weights. A rollout that several such pulls were from offers no more.
+
+    It stays a member, because the destinations may be at fault.
+    """
+    member = state.replicas.membership.members.get(source)
+    if member is None or member.role != "rollout":
+        return
+    state.weights.num_bad_pulls[source] += 1
+    if state.weights.num_bad_pulls[source] >= MAX_BAD_PULLS:
+        member.can_offer = False
+        state.weights.withdraw(source)
+        reason = f"{MAX_BAD_PULLS} pulls in a row from {source} did not bring the version that it offers"
+        state.outbox.note("offers_no_more", replica=source, reason=reason)
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------

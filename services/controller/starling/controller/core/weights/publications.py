@@ -2,11 +2,12 @@
 
 Stops 9 and 10 of the walk. A policy offers a version. Each rollout gets a plan and pulls for itself. Only a replica
 whose attested root digest equals the root of an offer counts as holding the version. A rollout that holds a version can
-offer it to others, too.
+offer it to others, too: it brings neither versions nor roots into being, and vouches only for what is pulled from it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class PublishedOffer:
     host: str
     is_policy: bool
     version: int
+    root: str
     offer: bytes
 
 
@@ -42,8 +44,8 @@ class Publications:
     requested: int = -1
     """The newest version that a policy has the command to publish."""
     roots: dict[int, set[str]] = field(default_factory=dict)
-    """The root digests under which each version that may still be adopted was on offer. There may be several: of
-    holders that split tensors otherwise, and of a policy that made the version again."""
+    """The root digests under which policies put each version on offer that may still be adopted. There may be several:
+    of policies that split tensors otherwise, and of one that made the version again."""
     offers: dict[str, PublishedOffer] = field(default_factory=dict)
     """By holder."""
     holders: dict[tuple[int, str], dict[str, None]] = field(default_factory=dict)
@@ -52,6 +54,8 @@ class Publications:
     """Rollouts that need another version and do not pull it yet."""
     failing_since: dict[str, float] = field(default_factory=dict)
     """Since when a replica has failed repeatedly to adopt or to offer weights."""
+    num_bad_pulls: Counter[str] = field(default_factory=Counter)
+    """By rollout: pulls from it in a row after which the destination did not hold the version."""
     _retry_at: dict[str, float] = field(default_factory=dict)
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
@@ -62,25 +66,27 @@ class Publications:
 
     # --- offers -----------------------------------------------------------------------------------------------------
 
-    def publish(self, member: Member, version: int, offer: bytes) -> tuple[str, bool]:
-        """Add the offer of a replica; one of a new version is a new publication.
+    def publish(self, member: Member, version: int, encoded: bytes) -> tuple[str, bool]:
+        """Add the offer of a replica; one of a policy of a new version is a new publication.
 
         Returns its root, and whether that root is new.
 
         Raises:
-            WeightsError: `offer` cannot be decoded, or is of another version.
+            WeightsError: the offer cannot be decoded, or is of another version.
         """
-        offered = decode_offer(offer)
+        offered = decode_offer(encoded)
         if offered.version != version:
             raise WeightsError(f"An offer of version {offered.version} came in the publication of version {version}.")
+        if member.role != "policy" and version not in self.roots:
+            raise WeightsError(f"No policy has published version {version}.")
         self._withdraw(member.name)
-        published = PublishedOffer(member.name, member.host, member.role == "policy", version, offer)
+        published = PublishedOffer(member.name, member.host, member.role == "policy", version, offered.root, encoded)
         self.offers[member.name] = published
         self._places.setdefault(version, {}).setdefault(member.host, {})[member.name] = published
+        is_new = published.is_policy and not self.is_root(version, offered.root)
         if published.is_policy:
             self._of_policies[member.name] = published
-        is_new = not self.is_root(version, offered.root)
-        self.add_root(version, offered.root)
+            self.add_root(version, offered.root)
         return offered.root, is_new
 
     def add_root(self, version: int, root: str) -> None:
@@ -93,8 +99,20 @@ class Publications:
             self._retry_at.clear()
 
     def is_root(self, version: int, root: str) -> bool:
-        """Say whether `root` is the root of an offer of `version`: a replica that attests it holds that version."""
+        """Say whether a policy offered `version` under `root`: a replica that attests it holds that version."""
         return root in self.roots.get(version, ())
+
+    def is_vouched_for(self, version: int, root: str, source: str) -> bool:
+        """Say whether `root` is that of the rollout `source`, which offers `version`.
+
+        It splits tensors otherwise than a policy does, so its root is another one.
+        """
+        offer = self.offers.get(source)
+        return offer is not None and (offer.version, offer.root) == (version, root) and version in self.roots
+
+    def withdraw(self, name: str) -> None:
+        """Remove the offer of a replica."""
+        self._withdraw(name)
 
     def is_offered(self, version: int) -> bool:
         """Say whether any replica has `version` on offer."""
@@ -156,6 +174,7 @@ class Publications:
         """Remove a replica that left: its offer, and the plans from and to its layout."""
         self.outdated.pop(name, None)
         self.failing_since.pop(name, None)
+        del self.num_bad_pulls[name]
         offered = self._withdraw(name)
         self._retry_at.pop(name, None)
         self._encoded.pop(id(layout), None)

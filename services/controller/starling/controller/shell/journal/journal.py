@@ -45,6 +45,7 @@ from starling.controller.core.records import (
     RewardsStored,
     StepCommitted,
     StepFrozen,
+    StepReopened,
     TeacherLogprobsStored,
     VersionAdopted,
 )
@@ -297,6 +298,8 @@ def _operations(seq: int, record: Record) -> list[Operation]:
         case StepFrozen(step=step, ordinals=ordinals):
             update = "UPDATE groups SET step = ?, rank = ? WHERE key = ?"
             return [(update, (step, rank, f"t{ordinal}")) for rank, ordinal in enumerate(ordinals)]
+        case StepReopened(step=step):
+            return [("UPDATE groups SET step = NULL, rank = NULL WHERE step = ?", (step,))]
         case StepCommitted(step=step):
             return [_raise_mark("committed", step)]
         case VersionAdopted(name=name):

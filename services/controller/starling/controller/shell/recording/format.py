@@ -6,7 +6,8 @@
 
 The `JournalFrame`s are the journal that the controller began with. Prompts that the core reads follow the event that
 made it read them. Buffers that the core does not decode are recorded by their sizes, and a replay has zeros in their
-place. The others are recorded: layouts, offers, and the versions of the tokens of an interrupted group.
+place. The others are recorded: layouts, offers, and the versions of the tokens of an interrupted group. What the check
+of a result's tensors found is recorded with its message.
 
 An incomplete frame ends a recording: the controller, or its machine, died.
 """
@@ -26,6 +27,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, Up, WeightsPublished
 from starling.controller.core.events import (
     Buffers,
+    ContentsProblem,
     Event,
     Fetched,
     Received,
@@ -87,6 +89,7 @@ class MessageFrame(msgspec.Struct, frozen=True, array_like=True, tag="heard"):
     message: Up
     buffers: tuple[bytes, ...] = ()
     sizes: tuple[int, ...] = ()
+    problem: ContentsProblem | None = None
 
 
 class TickFrame(msgspec.Struct, frozen=True, array_like=True, tag="tick"):
@@ -148,7 +151,7 @@ def event_frame(event: Event) -> EventFrame:
         case Received(now=now, sender=sender, incarnation=incarnation, message=message, buffers=buffers):
             if buffers and isinstance(message, DECODED):
                 return MessageFrame(now, sender, incarnation, message, tuple(bytes(buffer) for buffer in buffers))
-            return MessageFrame(now, sender, incarnation, message, (), _sizes(buffers))
+            return MessageFrame(now, sender, incarnation, message, (), _sizes(buffers), event.problem)
         case Ticked(now=now):
             return TickFrame(now)
         case ReplicaDisconnected(now=now, peer=peer):
@@ -222,7 +225,7 @@ def _entries(source: RecordingPath, frames: Iterator[Frame]) -> Iterator[Entry]:
 def _entry_of(frame: EventFrame | PromptFrame | RecordingEnd) -> Entry:
     match frame:
         case MessageFrame(now=now, sender=sender, message=message, buffers=buffers, sizes=sizes):
-            return Received(now, sender, frame.incarnation, message, buffers or _zeros(sizes))
+            return Received(now, sender, frame.incarnation, message, buffers or _zeros(sizes), True, frame.problem)
         case TickFrame(now=now):
             return Ticked(now)
         case DisconnectFrame(now=now, peer=peer):

@@ -5,36 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import Status, TensorMeta, TrainGroup
+from starling.common.wire.tensors import (
+    GROUP_TENSORS,
+    LOSS_MASK,
+    MASK_FORM,
+    PIXEL_GRIDS,
+    POSITION_IDS,
+    PROMPT_TENSORS,
+    TEACHER_TENSORS,
+    TensorForm,
+)
+from starling.policy.train.errors import RejectedGroupsError
 
 IntArray = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
-
-_DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.int32))
-
-POSITIONS: Final = "position_ids"
-_PIXELS: Final = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-_EXTRA: Final[dict[str, np.dtype[Any]]] = {
-    **{pixels: np.dtype(np.float32) for pixels in _PIXELS},
-    **{grid: np.dtype(np.int64) for grid in _PIXELS.values()},
-    POSITIONS: np.dtype(np.int32),
-}
-"""Tensors of a prompt with images, by name (see `TrainGroup`); each has two dimensions."""
-_TEACHER: Final[dict[str, tuple[np.dtype[Any], int]]] = {
-    "teacher_logprobs": (np.dtype(np.float32), 1),
-    "teacher_top_ids": (np.dtype(np.int32), 2),
-    "teacher_top_logprobs": (np.dtype(np.float32), 2),
-}
-"""Tensors of a teacher, by name (see `TokensScored`): element type and number of dimensions."""
-LOSS_MASK: Final = "loss_mask"
-_MASK_DTYPE: Final = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,46 +114,75 @@ class ScoredGroup:
             )
 
 
-def groups_from_wire(groups: Sequence[TrainGroup], buffers: Sequence[Any]) -> list[ScoredGroup]:
+def groups_from_wire(
+    groups: Sequence[TrainGroup], buffers: Sequence[Any], vocabulary_size: int = 0
+) -> list[ScoredGroup]:
     """Decode the groups of a `TrainStep` from its buffer frames, without copying them.
 
     Args:
         groups: of the message.
         buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, then the named ones.
+        vocabulary_size: of the model; 0 if it is not known.
 
     Raises:
-        WireError: frames are missing, left over, or do not match their description.
+        RejectedGroupsError: groups do not match their description, or have tokens beyond the vocabulary.
+        WireError: frames are missing or left over.
     """
+    num_described = sum(len(group.tensors) for group in groups)
+    if num_described > len(buffers):
+        raise WireError(
+            f"a step of {len(groups)} groups lacks a buffer: it describes {num_described}, {len(buffers)} came"
+        )
     frames = iter(buffers)
-    read = [_read(group, frames) for group in groups]
-    surplus = sum(1 for _ in frames)
-    if surplus:
+    read: list[ScoredGroup] = []
+    problems: dict[str, str] = {}
+    for group in groups:
+        own = [next(frames) for _ in group.tensors]
+        try:
+            read.append(_read(group, iter(own)))
+            _check_vocabulary(read[-1], vocabulary_size)
+        except WireError as error:
+            problems[group.prompt_id] = str(error)
+    if problems:
+        raise RejectedGroupsError("; ".join(list(problems.values())[:3]), list(problems))
+    if num_described < len(buffers):
+        surplus = len(buffers) - num_described
         raise WireError(f"a step of {len(groups)} groups came with {surplus} buffers too many")
     return read
 
 
+def _check_vocabulary(group: ScoredGroup, size: int) -> None:
+    """Refuse token ids that the model has no embedding for: on a GPU they would end the process."""
+    teacher = group.teacher.top_ids if group.teacher is not None and group.teacher.top_ids is not None else None
+    arrays = [array for array in (group.prompt_ids, group.completion_ids, teacher) if array is not None and array.size]
+    for array in arrays if size else ():
+        if array.min() < 0 or array.max() >= size:
+            raise WireError(
+                f"group {group.prompt_id!r} has token ids from {array.min()} to {array.max()}, and the model has {size}"
+            )
+
+
 def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
-    if len(group.tensors) < len(_DTYPES):
-        raise WireError(f"group {group.prompt_id!r} describes {len(group.tensors)} tensors instead of {len(_DTYPES)}")
+    if len(group.tensors) < len(GROUP_TENSORS):
+        raise WireError(
+            f"group {group.prompt_id!r} describes {len(group.tensors)} tensors instead of {len(GROUP_TENSORS)}"
+        )
     arrays: list[npt.NDArray[Any]] = []
     extra: dict[str, npt.NDArray[Any]] = {}
     teacher: dict[str, npt.NDArray[Any]] = {}
     loss_mask: npt.NDArray[np.uint8] | None = None
     for index, meta in enumerate(group.tensors):
-        frame = next(frames, None)
-        if frame is None:
-            raise WireError(f"group {group.prompt_id!r} lacks a buffer that it describes")
-        if index < len(_DTYPES):
-            arrays.append(_array(group.prompt_id, meta, _DTYPES[index], 1, frame))
-        elif meta.name in _EXTRA:
-            extra[meta.name] = _array(group.prompt_id, meta, _EXTRA[meta.name], 2, frame)
-        elif meta.name in _TEACHER:
-            dtype, ndim = _TEACHER[meta.name]
-            teacher[meta.name] = _array(group.prompt_id, meta, dtype, ndim, frame)
+        frame = next(frames)
+        if index < len(GROUP_TENSORS):
+            arrays.append(_array(group.prompt_id, meta, GROUP_TENSORS[index], frame))
+        elif meta.name in PROMPT_TENSORS:
+            extra[meta.name] = _array(group.prompt_id, meta, PROMPT_TENSORS[meta.name], frame)
+        elif meta.name in TEACHER_TENSORS:
+            teacher[meta.name] = _array(group.prompt_id, meta, TEACHER_TENSORS[meta.name], frame)
         elif meta.name == LOSS_MASK:
-            loss_mask = _array(group.prompt_id, meta, _MASK_DTYPE, 1, frame)
+            loss_mask = _array(group.prompt_id, meta, MASK_FORM, frame)
         else:
-            allowed = ", ".join([*_EXTRA, *_TEACHER, LOSS_MASK])
+            allowed = ", ".join([*PROMPT_TENSORS, *TEACHER_TENSORS, LOSS_MASK])
             raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {allowed}")
     prompt_ids, completion_ids, logprobs, versions = arrays
     try:
@@ -211,7 +232,7 @@ def _check_teacher(teacher: TeacherLogprobs | None, num_tokens: int, prompt_id: 
 def _check_mask(loss_mask: npt.NDArray[np.uint8] | None, num_tokens: int, prompt_id: str) -> None:
     if loss_mask is None:
         return
-    if loss_mask.dtype != _MASK_DTYPE or loss_mask.shape != (num_tokens,):
+    if loss_mask.dtype != np.uint8 or loss_mask.shape != (num_tokens,):
         raise ConfigError(
             f"group {prompt_id!r} has {num_tokens} tokens and a loss mask {loss_mask.dtype}{list(loss_mask.shape)}: "
             "it must be uint8 with one entry per token"
@@ -220,22 +241,22 @@ def _check_mask(loss_mask: npt.NDArray[np.uint8] | None, num_tokens: int, prompt
         raise ConfigError(f"group {prompt_id!r} has {loss_mask.max()} in its loss mask: 1 is sampled, 0 is not")
 
 
-def _array(prompt_id: str, meta: TensorMeta, dtype: np.dtype[Any], ndim: int, frame: Any) -> npt.NDArray[Any]:
+def _array(prompt_id: str, meta: TensorMeta, form: TensorForm, frame: Any) -> npt.NDArray[Any]:
     size_bytes = memoryview(frame).nbytes
-    fits = min(meta.shape, default=0) >= 0 and math.prod(meta.shape) * dtype.itemsize == size_bytes
-    if meta.dtype != dtype.name or len(meta.shape) != ndim or not fits:
+    fits = min(meta.shape, default=0) >= 0 and math.prod(meta.shape) * form.item_bytes == size_bytes
+    if meta.dtype != form.dtype or len(meta.shape) != form.num_dims or not fits:
         raise WireError(
             f"group {prompt_id!r} describes a tensor {meta.dtype}{list(meta.shape)} in a buffer of {size_bytes} bytes; "
-            f"expected {'one dimension' if ndim == 1 else f'{ndim} dimensions'} of {dtype.name}"
+            f"expected {'one dimension' if form.num_dims == 1 else f'{form.num_dims} dimensions'} of {form.dtype}"
         )
-    return np.frombuffer(frame, dtype=dtype).reshape(meta.shape)
+    return np.frombuffer(frame, dtype=form.dtype).reshape(meta.shape)
 
 
 def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_tokens: int, prompt_id: str) -> None:
     """Refuse images that do not match their grids: the model would spread them over other prompts."""
     if not extra:
         return
-    for pixels, grid in _PIXELS.items():
+    for pixels, grid in PIXEL_GRIDS.items():
         num_rows = len(extra[pixels]) if pixels in extra else 0
         if grid in extra and extra[grid].shape[1] != 3:
             shape = list(extra[grid].shape)
@@ -243,10 +264,10 @@ def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_tokens: int, prom
         described = int(extra[grid].prod(axis=1).sum()) if grid in extra else 0
         if num_rows != described:
             raise ConfigError(f"group {prompt_id!r} has {num_rows} rows of {pixels} where {grid} describes {described}")
-    positions = extra.get(POSITIONS)
+    positions = extra.get(POSITION_IDS)
     if positions is None or positions.shape != (3, prompt_tokens):
         given = "none" if positions is None else list(positions.shape)
-        raise ConfigError(f"group {prompt_id!r} has images and {POSITIONS} {given} instead of [3, {prompt_tokens}]")
+        raise ConfigError(f"group {prompt_id!r} has images and {POSITION_IDS} {given} instead of [3, {prompt_tokens}]")
 
 
 def check_prompt(prompt_ids: IntArray, prompt_id: str) -> None:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from starling.algo import packing
 from starling.common.errors import ConfigError
-from starling.policy.train.data.groups import POSITIONS, Flags, IntArray
+from starling.common.wire.tensors import POSITION_IDS
+from starling.policy.train.data.groups import Flags, IntArray
 
 Index = npt.NDArray[np.int64]
 
@@ -221,7 +222,7 @@ def _lay_out(
             after = width
             if block.extra:
                 with_images.append((slot, block))
-                after = int(block.extra[POSITIONS][:, -1].max()) + 1
+                after = int(block.extra[POSITION_IDS][:, -1].max()) + 1
             slot += width
             prompt_end = slot - 1
             for start, stop in block.spans:
@@ -240,7 +241,7 @@ def _positions(segments: _Segments, slots: Index, shape: tuple[int, int], with_i
         return positions.reshape(shape)
     positions = np.repeat(positions[None], 3, axis=0)
     for slot, block in with_images:
-        positions[:, slot : slot + len(block.prompt_ids)] = block.extra[POSITIONS]
+        positions[:, slot : slot + len(block.prompt_ids)] = block.extra[POSITION_IDS]
     return positions.reshape(3, *shape)
 
 
@@ -249,7 +250,7 @@ def _join_extra(with_images: Sequence[_ImageBlock]) -> dict[str, npt.NDArray[Any
     named: dict[str, list[npt.NDArray[Any]]] = {}
     for _, block in with_images:
         for name, array in block.extra.items():
-            if name != POSITIONS:
+            if name != POSITION_IDS:
                 named.setdefault(name, []).append(array)
     return {name: np.concatenate(arrays) for name, arrays in named.items()}
 

@@ -1,0 +1,45 @@
+"""Tensors of a group: the element type and the number of dimensions of each, by position or by name.
+
+`TrainGroup` says what each of them means. The controller checks by this table what a replica sends, and a policy reads
+its groups by it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class TensorForm(NamedTuple):
+    """Element type and number of dimensions of a tensor."""
+
+    dtype: str
+    """Its name in numpy."""
+    item_bytes: int
+    num_dims: int
+
+
+GROUP_TENSORS: Final = (
+    TensorForm("int32", 4, 1),
+    TensorForm("int32", 4, 1),
+    TensorForm("float32", 4, 1),
+    TensorForm("int32", 4, 1),
+)
+"""The first tensors of a group, in order: token ids of the prompt, and of its completions end to end; of each of these
+its log-probability, and its weight version."""
+PIXEL_GRIDS: Final = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+"""The tensor of patches by its name, and the tensor of the grids that describe it."""
+POSITION_IDS: Final = "position_ids"
+LOSS_MASK: Final = "loss_mask"
+PROMPT_TENSORS: Final[dict[str, TensorForm]] = {
+    **{pixels: TensorForm("float32", 4, 2) for pixels in PIXEL_GRIDS},
+    **{grid: TensorForm("int64", 8, 2) for grid in PIXEL_GRIDS.values()},
+    POSITION_IDS: TensorForm("int32", 4, 2),
+}
+"""Tensors of a prompt with images or videos, by name."""
+MASK_FORM: Final = TensorForm("uint8", 1, 1)
+TEACHER_TENSORS: Final[dict[str, TensorForm]] = {
+    "teacher_logprobs": TensorForm("float32", 4, 1),
+    "teacher_top_ids": TensorForm("int32", 4, 2),
+    "teacher_top_logprobs": TensorForm("float32", 4, 2),
+}
+"""Tensors of a teacher, by name. It sends all of them, or only the first if it reports no likeliest tokens."""

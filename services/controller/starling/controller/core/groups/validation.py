@@ -1,0 +1,389 @@
+"""Validation of what replicas report of a group, before any of it is stored.
+
+A replica may be broken, or lie. What the journal holds is dispatched again after every restart, so a result that a
+policy cannot read would end the run for good. Each check therefore runs before the record is written; what looks into
+a tensor is one pass of numpy over it, and runs when the event of the message is made (`contents_problem`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from starling.common.wire.codec import MAX_MESSAGE_BYTES
+from starling.common.wire.messages import (
+    GroupGenerated,
+    GroupScored,
+    Prompt,
+    TensorMeta,
+    TokensScored,
+    TrajectoryMeta,
+)
+from starling.common.wire.tensors import (
+    GROUP_TENSORS,
+    LOSS_MASK,
+    MASK_FORM,
+    PIXEL_GRIDS,
+    POSITION_IDS,
+    PROMPT_TENSORS,
+    TEACHER_TENSORS,
+    TensorForm,
+)
+from starling.controller.core.events import ContentsProblem, Received
+
+Array = npt.NDArray[Any]
+Buffers = Sequence[bytes]
+
+MAX_REWARD: Final = 1e15
+"""Largest absolute reward and score: its square is finite in float32."""
+MAX_NAMES: Final = 1000
+"""Most metrics of one trajectory, and most scorers of one group."""
+MAX_NAME_CHARACTERS: Final = 200
+MAX_GRID: Final = 1 << 16
+"""Largest dimension of an image or a video, in patches: a product of three is exact in float64."""
+GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
+COMPLETION_BYTES: Final = 128
+"""Upper bound of what a `CompletionText` takes on the wire besides its text, and below a `ScoreGroup`."""
+MESSAGE_BYTES: Final = 1024
+
+
+class InvalidResultError(ValueError):
+    """A result that cannot be used; one sentence."""
+
+    is_malformed = True
+    """No working replica sends it, whatever its model, its environment or its scorers give."""
+
+
+class UnusableResultError(InvalidResultError):
+    """A result that a working replica can send: its model, its environment or a scorer gave what cannot be used."""
+
+    is_malformed = False
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: int, prompt: Prompt) -> None:
+    """Check the descriptions of trajectories, of which no token may be newer than `newest_version`.
+
+    Raises:
+        InvalidResultError: naming the first that is wrong.
+    """
+    num_characters = 0
+    for index, one in enumerate(trajectories):
+        if not 0 <= one.num_masked <= one.num_tokens or one.num_turns < 0:
+            raise InvalidResultError(
+                f"completion {index} has {one.num_tokens} tokens, {one.num_masked} of them masked, in {one.num_turns} "
+                "turns"
+            )
+        if not 0 <= one.oldest_version <= one.newest_version <= newest_version:
+            raise InvalidResultError(
+                f"completion {index} has tokens of versions {one.oldest_version} to {one.newest_version}, and the "
+                f"newest that is published is {newest_version}"
+            )
+        if one.reward is not None and not abs(one.reward) <= MAX_REWARD:
+            raise UnusableResultError(f"the environment gave completion {index} a reward of {one.reward}")
+        if one.metrics:
+            _check_metrics(one.metrics, f"completion {index}")
+        num_characters += len(one.text)
+    # A character has at most four bytes.
+    if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 2:
+        _check_texts(trajectories, prompt)
+
+
+def _check_texts(trajectories: Sequence[TrajectoryMeta], prompt: Prompt) -> None:
+    """Check that a scorer can be sent the texts together with the prompt."""
+    num_bytes = sum(len(one.text.encode()) + COMPLETION_BYTES for one in trajectories)
+    limit = MAX_MESSAGE_BYTES - MESSAGE_BYTES - len(msgspec.msgpack.encode(prompt))
+    if num_bytes > limit:
+        raise UnusableResultError(
+            f"its completions have {num_bytes} bytes of text, and beside the prompt a message holds {limit}; lower "
+            "sampling.max_tokens or rl.group_size"
+        )
+
+
+class GroupArrays(NamedTuple):
+    """The tensors of a generated group; T tokens of all completions end to end."""
+
+    prompt: Array
+    """Token ids, [prompt]."""
+    tokens: Array
+    """Token ids, [T]."""
+    logprobs: Array
+    versions: Array
+    named: dict[str, Array]
+    """The others, by name."""
+
+
+def group_arrays(
+    trajectories: Sequence[TrajectoryMeta], tensors: Sequence[TensorMeta], buffers: Buffers
+) -> GroupArrays:
+    """Return the tensors of a generated group, after a check of their forms and sizes.
+
+    Raises:
+        InvalidResultError: naming the first that is wrong.
+    """
+    if len(tensors) < len(GROUP_TENSORS) or len(buffers) != len(tensors):
+        raise InvalidResultError(
+            f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(GROUP_TENSORS)} or more"
+        )
+    total = sum([one.num_tokens for one in trajectories])
+    prompt, tokens, logprobs, versions = map(_array, GROUP_NAMES, GROUP_TENSORS, tensors, buffers)
+    if not len(prompt):
+        raise InvalidResultError("its prompt has no tokens")
+    for name, array in zip(GROUP_NAMES[1:], (tokens, logprobs, versions), strict=True):
+        if len(array) != total:
+            raise InvalidResultError(f"its completions have {total} tokens, and {len(array)} {name} came")
+    named = _named(tensors[len(GROUP_TENSORS) :], buffers[len(GROUP_TENSORS) :]) if len(tensors) > 4 else {}
+    return GroupArrays(prompt, tokens, logprobs, versions, named)
+
+
+def check_group_contents(trajectories: Sequence[TrajectoryMeta], arrays: GroupArrays) -> None:
+    """Check what the tensors of a generated group hold against the descriptions of its trajectories.
+
+    Raises:
+        InvalidResultError: naming the first that is wrong.
+    """
+    prompt, tokens, logprobs, versions, named = arrays
+    if np.minimum.reduce(prompt) < 0 or (tokens.size and np.minimum.reduce(tokens) < 0):
+        raise InvalidResultError("it has a negative token id")
+    _require_finite("a log-probability", logprobs)
+    mask = named.get(LOSS_MASK)
+    _check_mask(trajectories, mask, len(tokens))
+    _check_versions(trajectories, versions, mask)
+    _check_images(named, len(prompt))
+
+
+def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
+    """Return the tensors that follow the first four, by name."""
+    arrays: dict[str, Array] = {}
+    for meta, buffer in zip(tensors, buffers, strict=True):
+        form = MASK_FORM if meta.name == LOSS_MASK else PROMPT_TENSORS.get(meta.name)
+        if form is None or meta.name in arrays:
+            raise InvalidResultError(f"a tensor {meta.name[:MAX_NAME_CHARACTERS]!r} came, or came twice")
+        arrays[meta.name] = _array(meta.name, form, meta, buffer)
+    return arrays
+
+
+def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Array:
+    """Return a tensor without copying it."""
+    fits = meta.dtype == form.dtype and len(meta.shape) == form.num_dims and min(meta.shape) >= 0
+    if not fits or not meta.nbytes == len(buffer) == math.prod(meta.shape) * form.item_bytes:
+        raise InvalidResultError(
+            f"the tensor of {name} is {meta.dtype[:20]}{list(meta.shape[:9])} in {len(buffer)} bytes instead of "
+            f"{form.dtype} of {form.num_dims} dimensions"
+        )
+    array: Array = np.frombuffer(buffer, form.dtype)
+    return array if form.num_dims == 1 else array.reshape(meta.shape)
+
+
+def _require_finite(what: str, array: Array) -> None:
+    # One NaN or infinity makes the lowest or the highest one.
+    if array.size and not (
+        math.isfinite(np.minimum.reduce(array, axis=None)) and math.isfinite(np.maximum.reduce(array, axis=None))
+    ):
+        raise UnusableResultError(f"{what} is not finite")
+
+
+def _check_mask(trajectories: Sequence[TrajectoryMeta], mask: Array | None, total: int) -> None:
+    if mask is None:
+        if any(one.num_masked for one in trajectories):
+            raise InvalidResultError("some of its tokens are masked, and no mask came")
+        return
+    if len(mask) != total or (total and np.maximum.reduce(mask) > 1):
+        raise InvalidResultError(f"a mask of {len(mask)} entries, 0 or 1, came with {total} tokens")
+    begin = 0
+    for index, one in enumerate(trajectories):
+        end = begin + one.num_tokens
+        num_masked = one.num_tokens - int(np.count_nonzero(mask[begin:end]))
+        if num_masked != one.num_masked:
+            raise InvalidResultError(f"completion {index} has {one.num_masked} masked tokens, its mask {num_masked}")
+        begin = end
+
+
+def _check_versions(trajectories: Sequence[TrajectoryMeta], versions: Array, mask: Array | None) -> None:
+    """Check that each trajectory names the oldest and the newest version of its sampled tokens."""
+    if not len(versions):
+        return
+    lowest, highest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
+    if lowest == highest:  # as nearly always
+        fits = all(
+            one.oldest_version == one.newest_version == lowest or one.num_tokens == one.num_masked
+            for one in trajectories
+        )
+    else:
+        fits, begin = True, 0
+        for one in trajectories:
+            part = versions[begin : begin + one.num_tokens]
+            sampled = part if mask is None else part[mask[begin : begin + one.num_tokens] == 1]
+            begin += one.num_tokens
+            fits &= not len(sampled) or (sampled.min(), sampled.max()) == (one.oldest_version, one.newest_version)
+        oldest = min(one.oldest_version for one in trajectories)
+        fits = fits and oldest <= lowest and highest <= max(one.newest_version for one in trajectories)
+    if not fits:
+        raise InvalidResultError("the versions of its tokens are not those that its completions name")
+
+
+def _check_images(tensors: Mapping[str, Array], prompt_tokens: int) -> None:
+    """Check that images and videos match the grids that describe them, and the prompt."""
+    if not tensors.keys() - {LOSS_MASK}:
+        return
+    for pixels, grid in PIXEL_GRIDS.items():
+        rows = tensors[pixels] if pixels in tensors else np.empty((0, 0), np.float32)
+        grids = tensors[grid] if grid in tensors else np.empty((0, 3), np.int64)
+        fits = grids.shape[1] == 3 and (not grids.size or (grids.min() >= 1 and grids.max() <= MAX_GRID))
+        if not fits or len(rows) != grids.prod(axis=1, dtype=np.float64).sum():
+            raise InvalidResultError(f"{len(rows)} rows of {pixels} came, and {grid} describes others")
+        _require_finite(f"an element of {pixels}", rows)
+    positions = tensors.get(POSITION_IDS)
+    if positions is None or positions.shape != (3, prompt_tokens) or (positions.size and positions.min() < 0):
+        raise InvalidResultError(f"its prompt of {prompt_tokens} tokens has images, and other {POSITION_IDS} or none")
+
+
+def check_partial_tensors(total: int, tensors: Sequence[TensorMeta], buffers: Buffers) -> Array:
+    """Check the tensors of partial completions of `total` tokens, and return the versions of the tokens.
+
+    Raises:
+        InvalidResultError: naming the first that is wrong.
+    """
+    forms = GROUP_TENSORS[1:]
+    if len(tensors) != len(forms) or len(buffers) != len(tensors):
+        raise InvalidResultError(f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(forms)}")
+    tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors, buffers)
+    if not len(tokens) == len(logprobs) == len(versions) == total:
+        raise InvalidResultError(f"{[len(tokens), len(logprobs), len(versions)]} entries came with {total} tokens")
+    if np.minimum.reduce(tokens) < 0:
+        raise InvalidResultError("its completions have a negative token id")
+    _require_finite("a log-probability", logprobs)
+    return versions
+
+
+# --- rewards and teacher log-probabilities ----------------------------------------------------------------------------
+
+
+def check_rewards(message: GroupScored, num: int) -> None:
+    """Check the rewards of a group of `num` completions, none of which has failed.
+
+    Raises:
+        InvalidResultError: naming the first value that is wrong.
+    """
+    if not len(message.rewards) == len(message.statuses) == num:
+        raise InvalidResultError(f"{len(message.rewards)} rewards and {len(message.statuses)} statuses came of {num}")
+    for reward in message.rewards:
+        if reward is None or not abs(reward) <= MAX_REWARD:
+            raise UnusableResultError(f"a reward is {reward}")
+    if len(message.components) > MAX_NAMES:
+        raise InvalidResultError(f"scores of {len(message.components)} scorers came, and {MAX_NAMES} are allowed")
+    for name, values in message.components.items():
+        if len(name) > MAX_NAME_CHARACTERS or len(values) != num:
+            raise InvalidResultError(f"{len(values)} scores of {name[:MAX_NAME_CHARACTERS]!r} came of {num}")
+        for value in values:
+            if value is not None and not abs(value) <= MAX_REWARD:
+                raise UnusableResultError(f"a score of {name} is {value}")
+
+
+def _check_metrics(metrics: Mapping[str, float], whose: str) -> None:
+    if len(metrics) > MAX_NAMES or max(map(len, metrics)) > MAX_NAME_CHARACTERS:
+        raise UnusableResultError(f"{whose} has {len(metrics)} metrics, or one with a name of many characters")
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise UnusableResultError(f"{whose} has {value} as its metric {name}")
+
+
+def check_teacher_names(total: int, tensors: Sequence[TensorMeta]) -> None:
+    """Check which tensors a teacher sent of a group of `total` tokens.
+
+    Raises:
+        InvalidResultError: naming what it sent.
+    """
+    names = tuple(tensor.name for tensor in tensors)
+    wanted = tuple(TEACHER_TENSORS)
+    if names not in (wanted[:1], wanted) or any(tensor.shape[:1] != (total,) for tensor in tensors):
+        shapes = ", ".join(f"{tensor.name[:40]} {tensor.shape[:9]}" for tensor in tensors[:9]) or "nothing"
+        raise InvalidResultError(f"its teacher sent {shapes}, and it has {total} tokens")
+
+
+def teacher_arrays(tensors: Sequence[TensorMeta], buffers: Buffers) -> list[Array]:
+    """Return a teacher's tensors, after a check of their forms and sizes.
+
+    Raises:
+        InvalidResultError: naming the first that is wrong.
+    """
+    if len(buffers) != len(tensors) or any(tensor.name not in TEACHER_TENSORS for tensor in tensors):
+        raise InvalidResultError(f"its teacher sent {len(tensors)} tensors in {len(buffers)} buffers, or unknown ones")
+    arrays = [_array(m.name, TEACHER_TENSORS[m.name], m, buffer) for m, buffer in zip(tensors, buffers, strict=True)]
+    if len(arrays) == len(TEACHER_TENSORS):
+        _, ids, logprobs = arrays
+        if ids.shape != logprobs.shape or ids.ndim != logprobs.ndim or not ids.shape[-1]:
+            raise InvalidResultError(f"its teacher sent likeliest tokens {ids.shape} and {logprobs.shape}")
+    return arrays
+
+
+# --- the contents of tensors ------------------------------------------------------------------------------------------
+
+
+def contents_problem(message: object, buffers: Buffers) -> ContentsProblem | None:
+    """Return what is wrong with the tensors of a result, or None; this depends on nothing but the message.
+
+    Whoever makes the event of a message calls this, because recordings of events have no tensors.
+    """
+    try:
+        if isinstance(message, GroupGenerated):
+            check_group_contents(message.trajectories, group_arrays(message.trajectories, message.tensors, buffers))
+        elif isinstance(message, TokensScored):
+            for array in teacher_arrays(message.tensors, buffers):
+                if array.dtype == np.int32:
+                    _require_token_ids(array)
+                else:
+                    _require_finite("a log-probability of its teacher", array)
+    except InvalidResultError as error:
+        return ContentsProblem(str(error), error.is_malformed)
+    return None
+
+
+def _require_token_ids(array: Array) -> None:
+    if array.size and np.minimum.reduce(array, axis=None) < 0:
+        raise InvalidResultError("its teacher sent a negative token id")
+
+
+def check_contents(event: Received) -> None:
+    """Check the tensors of a result, unless that was done when its event was made.
+
+    Raises:
+        InvalidResultError: as `contents_problem`.
+    """
+    problem = event.problem if event.is_checked else contents_problem(event.message, event.buffers)
+    if problem is not None:
+        raise (InvalidResultError if problem.is_malformed else UnusableResultError)(problem.reason)
+
+
+# --- stored groups ----------------------------------------------------------------------------------------------------
+
+
+def check_stored(
+    trajectories: Sequence[TrajectoryMeta],
+    tensors: Sequence[TensorMeta],
+    buffers: Buffers,
+    rewards: Sequence[float | None],
+) -> None:
+    """Check the forms of a group of the journal, which an older controller may have stored unchecked.
+
+    Raises:
+        InvalidResultError: naming what a policy could not train.
+    """
+    if len(tensors) != len(buffers):
+        raise InvalidResultError(f"it has {len(tensors)} tensors and {len(buffers)} buffers")
+    of_teacher = [index for index, meta in enumerate(tensors) if meta.name in TEACHER_TENSORS]
+    own = [index for index in range(len(tensors)) if index not in of_teacher]
+    arrays = group_arrays(trajectories, [tensors[i] for i in own], [buffers[i] for i in own])
+    if of_teacher:
+        of_tokens = [tensors[i] for i in of_teacher]
+        check_teacher_names(len(arrays.tokens), of_tokens)
+        teacher_arrays(of_tokens, [buffers[i] for i in of_teacher])
+    if rewards and (len(rewards) != len(trajectories) or any(r is None or not abs(r) <= MAX_REWARD for r in rewards)):
+        raise InvalidResultError(f"its rewards are {list(rewards)[:9]}")

@@ -1,0 +1,175 @@
+"""Offers and adoptions of replicas that lie: only policies bring versions and roots; a bad rollout costs itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Send
+from starling.controller.core.records import VersionPublished
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
+from starling.weightsync.plan.layout import encode
+from starling.weightsync.plan.offer import Offer, digest_of, make_offer
+
+
+def enters(script: Script, name: str, host: str, layout: bytes | None = None) -> list[str]:
+    """`name` joins on `host`, able to offer."""
+    role: Any = name.rpartition("-")[0]
+    version = 0 if role == "policy" else -1
+    hello = wire.Hello(role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True,
+                       shares_steps=role == "policy")  # fmt: skip
+    return script.receive(name, hello, layout or encoded_layout(name))
+
+
+def offering(*, num_policies: int = 1) -> Script:
+    """Return a run in which `rollout-0` is asked to offer version 0, to `rollout-1` on its host."""
+    script = Script(num_policies=num_policies)
+    for number in range(num_policies):
+        enters(script, f"policy-{number}", "a")
+    script.joins("reward-0", slots=8)
+    enters(script, "rollout-0", "b")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    enters(script, "rollout-1", "b")
+    assert script.state.replicas.leases.num("rollout-0", "publish") == 1
+    return script
+
+
+def other_offer(version: int = 0) -> Offer:
+    """Return an offer of other bytes, or of ones that are split otherwise."""
+    [rank] = offer_of(version).ranks
+    return make_offer(version, [replace(rank, root=digest_of(b"other"))])
+
+
+def offers(script: Script, version: int, data: bytes, name: str = "rollout-0") -> list[str]:
+    """`name` answers that it offers `version`."""
+    lease = next(held.id for held in script.state.replicas.leases.all_of(name) if held.kind == "publish")
+    return script.receive(name, wire.WeightsPublished(lease=lease, version=version, publish_s=0.0), data)
+
+
+def published(script: Script) -> list[tuple[int, str]]:
+    """Return the versions and roots that the journal holds."""
+    return [
+        (write.record.version, write.record.root)
+        for write in script.journal
+        if isinstance(write.record, VersionPublished)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "data"),
+    [
+        (1000, encoded_offer(1000)),
+        (0, encoded_offer(1000)),
+        (1000, encoded_offer(0)),
+        (0, b"junk"),
+        (-1, encoded_offer(0)),
+        (0, encode(replace(offer_of(0), root="0" * 32))),
+    ],
+)
+def test_rollout_with_a_false_offer_is_evicted_and_the_run_continues(version: int, data: bytes) -> None:
+    script = offering()
+    lines = offers(script, version, data)
+    assert "(invalid rollout-0)" in lines
+    assert "rollout-0" not in script.state.replicas.membership.members
+    assert published(script) == [(0, offer_of(0).root)]
+    assert script.state.weights.version == 0
+    assert not script.state.lifecycle.failure
+    [adopt] = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert (adopt.peer, adopt.message.source, adopt.message.version) == ("rollout-1", "policy-0", 0)
+
+
+def test_rollout_can_not_bring_a_root_into_being() -> None:
+    script = offering()
+    offer = other_offer()
+    offers(script, 0, encode(offer))
+    assert published(script) == [(0, offer_of(0).root)]
+    assert not script.state.weights.is_root(0, offer.root)
+
+
+def test_root_of_a_rollout_holds_only_for_pulls_from_it() -> None:
+    script = offering()
+    offer = other_offer()
+    offers(script, 0, encode(offer))
+    [adopt] = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert adopt.message.source == "rollout-0"
+    script.adopts("rollout-1", 0, 1, root=offer.root)
+    assert script.state.replicas.membership.members["rollout-1"].version == 0
+    enters(script, "rollout-2", "a")
+    [adopt] = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert adopt.message.source == "policy-0"
+    script.adopts("rollout-2", 0, 2, root=offer.root)
+    assert script.state.replicas.membership.members["rollout-2"].version == -1
+
+
+@pytest.mark.parametrize("version", [1, 5, -1])
+def test_adoption_of_another_version_than_the_one_of_the_lease_proves_nothing(version: int) -> None:
+    script = offering()
+    script.receive("rollout-0", wire.Leave(reason="drained"))
+    lease = next(held.id for held in script.state.replicas.leases.all_of("rollout-1") if held.kind == "adopt")
+    answer = wire.WeightsAdopted(lease=lease, version=version, root=offer_of(0).root, pull_s=0.0, pause_s=0.0,
+                                 size_bytes=16, transport="local")  # fmt: skip
+    script.receive("rollout-1", answer)
+    assert script.state.replicas.membership.members["rollout-1"].version == -1
+
+
+def pulling(script: Script) -> str:
+    """Return the replica that `rollout-1` pulls from."""
+    adopts = [c for c in script.commands if isinstance(c, Send) and isinstance(c.message, wire.AdoptWeights)]
+    return adopts[-1].message.source if adopts else ""
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_rollout_from_which_pulls_keep_failing_offers_no_more(fails: bool) -> None:
+    script = offering()
+    offers(script, 0, encoded_offer(0))
+    for attempt in range(1, 4):
+        assert pulling(script) == "rollout-0"
+        if fails:
+            script.fails("rollout-1", f"adopt:0:{attempt}", "another digest")
+        else:
+            script.adopts("rollout-1", 0, attempt, root="f" * 32)
+        script.advance_time(1.1)
+    assert pulling(script) == "policy-0"
+    member = script.state.replicas.membership.members["rollout-0"]
+    assert not member.can_offer
+    assert member.version == 0, "it may be without fault, and goes on generating"
+
+
+def test_rollout_with_an_impossible_layout_costs_no_other_its_membership() -> None:
+    script = offering()
+    script.disconnect("rollout-0")
+    hello = wire.Hello(role="rollout", host="b", pid=1, num_slots=2, version=0, has_layout=True, serves=True)
+    script.fails("rollout-1", "adopt:0:1")
+    script.receive("rollout-0", hello, encoded_layout("rollout-0", (8,)))
+    script.heartbeats("rollout-0", version=0)
+    script.advance_time(1.1)
+    offers(script, 0, encoded_offer(0))
+    assert "rollout-0" not in script.state.replicas.membership.members
+    assert "rollout-1" in script.state.replicas.membership.members
+
+
+def test_run_fails_by_the_offer_of_its_only_policy() -> None:
+    script = Script()
+    enters(script, "policy-0", "a")
+    script.receive(
+        "policy-0",
+        wire.WeightsPublished(lease="publish:0:0", version=3, publish_s=0.0),
+        encoded_offer(3),
+    )
+    assert "the offer of version 3 by policy-0 is not usable" in script.state.lifecycle.failure
+
+
+def test_run_continues_after_a_false_offer_of_one_of_two_policies() -> None:
+    script = Script(num_policies=2)
+    enters(script, "policy-0", "a")
+    enters(script, "policy-1", "a")
+    enters(script, "rollout-0", "b")
+    offers(script, 7, encoded_offer(7), "policy-0")
+    assert "policy-0" not in script.state.replicas.membership.members
+    assert not script.state.lifecycle.failure
+    assert script.state.replicas.leases.num("policy-1", "publish") == 1

@@ -1,0 +1,531 @@
+"""Results that a controller refuses to store: whatever a replica sends, what the journal holds can be trained."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from transcript import Script, Stream
+
+from starling.common.wire import codec
+from starling.common.wire import messages as wire
+from starling.controller.core.events import Note
+from starling.controller.core.groups.group import GroupState
+from starling.controller.core.machine import Controller
+from starling.controller.core.records import (
+    CompletionsStored,
+    JournalEntry,
+    PartialCompletionsStored,
+    RewardsStored,
+    TeacherLogprobsStored,
+)
+from starling.policy.train.data.groups import groups_from_wire
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
+
+KINDS = (("int32", 3), ("int32", 4), ("float32", 4), ("int32", 4))
+"""A prompt of three tokens, and two completions of two."""
+
+
+@dataclass
+class Result:
+    """A group as a rollout reports it, to be changed."""
+
+    trajectories: list[wire.TrajectoryMeta] = field(default_factory=list)
+    tensors: list[wire.TensorMeta] = field(default_factory=list)
+    buffers: list[bytes] = field(default_factory=list)
+    temperature: float = -1.0
+
+    def send(self, script: Script, lease: str = "generate:t0:0", name: str = "rollout-0") -> list[str]:
+        """`name` sends it."""
+        message = wire.GroupGenerated(
+            lease=lease,
+            trajectories=tuple(self.trajectories),
+            tensors=tuple(self.tensors),
+            temperature=self.temperature,
+        )
+        return script.receive(name, message, *self.buffers)
+
+    def put(self, index: int, array: np.ndarray[Any, Any], name: str = "") -> None:
+        """Replace tensor `index`, or add one."""
+        meta = wire.TensorMeta(dtype=array.dtype.name, shape=array.shape, nbytes=array.nbytes, name=name)
+        self.tensors[index : index + 1], self.buffers[index : index + 1] = [meta], [array.tobytes()]
+
+    def change(self, index: int, **fields: Any) -> None:
+        """Change the description of one completion."""
+        self.trajectories[index] = replace(self.trajectories[index], **fields)
+
+
+def valid() -> Result:
+    """Return a group that can be trained."""
+    meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=2, text="y", oldest_version=0, newest_version=0)
+    result = Result([meta, meta])
+    for kind, num in KINDS:
+        result.put(len(result.tensors), np.zeros(num, kind))
+    return result
+
+
+def images(result: Result, grid: list[list[int]], rows: int, positions: tuple[int, int] = (3, 3)) -> None:
+    """Add the tensors of an image."""
+    result.put(4, np.zeros((rows, 2), np.float32), "pixel_values")
+    result.put(5, np.array(grid, np.int64), "image_grid_thw")
+    result.put(6, np.zeros(positions, np.int32), "position_ids")
+
+
+def _float64_without_bytes(result: Result) -> None:
+    result.put(2, np.zeros(0, np.float64))
+    result.tensors[2] = replace(result.tensors[2], shape=(4,))
+
+
+def _described(index: int, **fields: Any) -> Callable[[Result], None]:
+    def change(result: Result) -> None:
+        result.tensors[index] = replace(result.tensors[index], **fields)
+
+    return change
+
+
+def _array(index: int, array: np.ndarray[Any, Any], name: str = "") -> Callable[[Result], None]:
+    return lambda result: result.put(index, array, name)
+
+
+def _completion(**fields: Any) -> Callable[[Result], None]:
+    return lambda result: result.change(1, **fields)
+
+
+def _drop_buffer(result: Result) -> None:
+    del result.buffers[3]
+
+
+def _masked_without_a_mask(result: Result) -> None:
+    result.change(0, num_masked=1)
+
+
+def _twice(result: Result) -> None:
+    result.put(4, np.ones(4, np.uint8), "loss_mask")
+    result.put(5, np.ones(4, np.uint8), "loss_mask")
+
+
+def _at_temperature(value: float) -> Callable[[Result], None]:
+    def change(result: Result) -> None:
+        result.temperature = value
+
+    return change
+
+
+MALFORMED: dict[str, tuple[Callable[[Result], None], str]] = {
+    "float64 of 0 bytes": (_float64_without_bytes, "tensor of log-probabilities is float64"),
+    "too few elements": (_array(1, np.zeros(3, np.int32)), "4 tokens, and 3 token ids"),
+    "other type": (_array(3, np.zeros(4, np.float32)), "tensor of versions is float32"),
+    "two dimensions": (_array(1, np.zeros((2, 2), np.int32)), r"tensor of token ids is int32\[2, 2\]"),
+    "negative shape": (_described(1, shape=(-4,)), r"tensor of token ids is int32\[-4\]"),
+    "no shape": (_described(1, shape=()), r"tensor of token ids is int32\[\]"),
+    "many dimensions": (_described(1, shape=(2**40,) * 1000), "tensor of token ids is int32"),
+    "size other than its buffer": (_described(1, nbytes=400), "tensor of token ids is int32"),
+    "missing buffer": (_drop_buffer, "4 tensors came in 3 buffers"),
+    "empty prompt": (_array(0, np.zeros(0, np.int32)), "its prompt has no tokens"),
+    "negative prompt token": (_array(0, np.array([1, -1], np.int32)), "a negative token id"),
+    "negative token": (_array(1, np.array([1, 2, -3, 4], np.int32)), "a negative token id"),
+    "versions unlike the completions'": (_array(3, np.array([0, 0, 1, 0], np.int32)), "the versions of its tokens"),
+    "negative number of tokens": (_completion(num_tokens=-2), "completion 1 has -2 tokens"),
+    "more tokens than tensors": (_completion(num_tokens=3), "5 tokens, and 4 token ids"),
+    "more masked than tokens": (_completion(num_masked=3), "2 tokens, 3 of them masked"),
+    "no mask": (_masked_without_a_mask, "masked, and no mask came"),
+    "short mask": (_array(4, np.ones(3, np.uint8), "loss_mask"), "a mask of 3 entries"),
+    "mask of 2": (_array(4, np.full(4, 2, np.uint8), "loss_mask"), "0 or 1"),
+    "mask of other tokens": (_array(4, np.array([1, 1, 0, 1], np.uint8), "loss_mask"), "0 masked tokens, its mask 1"),
+    "unknown tensor": (_array(4, np.ones(4, np.uint8), "gradient"), "'gradient' came"),
+    "one tensor twice": (_twice, "'loss_mask' came, or came twice"),
+    "unpublished version": (_completion(newest_version=7), "versions 0 to 7, and the newest that is published is 0"),
+    "versions in reverse": (_completion(oldest_version=0, newest_version=-1), "versions 0 to -1"),
+    "negative turns": (_completion(num_turns=-1), "in -1 turns"),
+    "pixels beyond the grid": (lambda r: images(r, [[1, 2, 2]], 5), "5 rows of pixel_values"),
+    "grid that overflows": (lambda r: images(r, [[2**31, 2**31, 4]], 0), "0 rows of pixel_values"),
+    "grid of two columns": (lambda r: images(r, [[1, 2]], 2), "2 rows of pixel_values"),
+    "positions of another prompt": (lambda r: images(r, [[1, 2, 2]], 4, (3, 2)), "other position_ids"),
+    "another temperature": (_at_temperature(0.5), "at temperature 0.5 instead of 1.0"),
+    "endless temperature": (_at_temperature(float("inf")), "at temperature inf"),
+}
+UNUSABLE: dict[str, tuple[Callable[[Result], None], str]] = {
+    "log-probability NaN": (_array(2, np.array([0, -1, np.nan, 0], np.float32)), "a log-probability is not finite"),
+    "log-probability -inf": (_array(2, np.array([0, -np.inf, 0, 0], np.float32)), "a log-probability is not finite"),
+    "reward NaN": (_completion(reward=float("nan")), "a reward of nan"),
+    "reward without end": (_completion(reward=float("inf")), "a reward of inf"),
+    "reward too large": (_completion(reward=1e300), "a reward of 1e"),
+    "metric NaN": (_completion(metrics={"won": float("nan")}), "nan as its metric won"),
+    "metric names": (_completion(metrics={str(n): 0.0 for n in range(2000)}), "2000 metrics"),
+    "long metric name": (_completion(metrics={"x" * 300: 0.0}), "a name of many characters"),
+    "texts": (_completion(text="é" * (9 << 20)), "bytes of text"),
+}
+
+
+def reason(script: Script) -> str:
+    """Return why the group that was thrown away last was."""
+    [note] = [c for c in script.commands if isinstance(c, Note) and c.kind in ("waiting", "discarded")]
+    return str(note.fields["reason"])
+
+
+@pytest.mark.parametrize("case", [*MALFORMED, *UNUSABLE])
+def test_invalid_completions_are_a_failed_try_and_never_stored(case: str) -> None:
+    change, complaint = {**MALFORMED, **UNUSABLE}[case]
+    script = Script()
+    script.start_run()
+    result = valid()
+    change(result)
+    result.send(script)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert (group.tries, group.trajectories) == (1, ())
+    assert re.search(complaint, reason(script)), reason(script)
+    assert not any(isinstance(write.record, CompletionsStored) for write in script.journal)
+
+
+def test_valid_completions_are_stored() -> None:
+    script = Script()
+    script.start_run()
+    result = valid()
+    images(result, [[1, 2, 2], [2, 1, 1]], 6)
+    result.put(7, np.array([1, 0, 1, 1], np.uint8), "loss_mask")
+    result.change(0, num_masked=1, reward=-2.5, metrics={"won": 1.0})
+    result.temperature = 1.0
+    result.send(script)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert group.state is GroupState.GENERATED
+
+
+@pytest.mark.parametrize("case", list(MALFORMED))
+def test_rollout_that_sends_a_malformed_result_is_evicted_when_there_is_another(case: str) -> None:
+    script = Script()
+    script.start_run("rollout-0", "rollout-1", slots=1)
+    result = valid()
+    MALFORMED[case][0](result)
+    lease = next(lease.id for lease in script.state.replicas.leases.all_of("rollout-1"))
+    lines = result.send(script, script.aliases.short(lease), "rollout-1")
+    assert "(invalid rollout-1)" in lines
+    assert "rollout-1" not in script.state.replicas.membership.members
+    assert not script.state.lifecycle.failure
+
+
+@pytest.mark.parametrize("case", list(UNUSABLE))
+def test_rollout_with_an_unusable_result_is_kept(case: str) -> None:
+    script = Script()
+    script.start_run("rollout-0", "rollout-1", slots=1)
+    result = valid()
+    UNUSABLE[case][0](result)
+    lease = next(lease.id for lease in script.state.replicas.leases.all_of("rollout-1"))
+    result.send(script, script.aliases.short(lease), "rollout-1")
+    assert "rollout-1" in script.state.replicas.membership.members
+
+
+def test_name_with_three_invalid_results_is_not_admitted_again() -> None:
+    script = Script(max_tries=9)
+    script.start_run("rollout-0", "rollout-1", slots=1)
+    for incarnation in (1, 2, 3):
+        if incarnation > 1:
+            script.joins("rollout-1", slots=1, incarnation=incarnation)
+            lease = f"adopt:0:{script.attempt_of('rollout-1', 'adopt:0')}"
+            script.receive("rollout-1", _adopted(script, lease), incarnation=incarnation)
+        [lease] = [script.aliases.short(lease.id) for lease in script.state.replicas.leases.all_of("rollout-1")]
+        result = wire.GroupGenerated(lease=lease, trajectories=(), tensors=())
+        script.receive("rollout-1", result, incarnation=incarnation)
+    lines = script.joins("rollout-1", slots=1, incarnation=4)
+    assert any("rollout-1 has sent 3 invalid results" in line for line in lines), lines
+
+
+def _adopted(script: Script, lease: str) -> wire.WeightsAdopted:
+    return wire.WeightsAdopted(
+        lease=lease, version=0, root=offer_of(0).root, pull_s=0.0, pause_s=0.0, size_bytes=16, transport="local"
+    )
+
+
+def test_texts_that_a_scorer_can_be_sent_are_the_limit() -> None:
+    """What passes is small enough for the message to the scorer, prompt included."""
+    for num_bytes in (10 << 20, 17 << 20):
+        script = Script(group_size=64)
+        script.start_run()
+        result = valid()
+        result.trajectories = [replace(result.trajectories[0], num_tokens=0, text="y" * (num_bytes // 64))] * 64
+        for index in (1, 2, 3):
+            result.put(index, np.zeros(0, KINDS[index][0]))
+        result.send(script)
+        scored = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
+        assert bool(scored) == (num_bytes < codec.MAX_MESSAGE_BYTES)
+        for message in scored:
+            envelope = wire.Envelope(protocol=1, run="r", sender="controller-0", incarnation=1, seq=1)
+            codec.pack(envelope, message)
+
+
+# --- partial completions ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda m, b: (replace(m, tensors=(replace(m.tensors[0], dtype="int64"), *m.tensors[1:])), b), "is int64"),
+        (lambda m, b: (m, [b[0], struct.pack("<f", float("nan")) * 4, b[2]]), "not finite"),
+        (lambda m, b: (m, [struct.pack("<i", -1) * 4, *b[1:]]), "negative token id"),
+        (lambda m, b: (replace(m, tensors=(*m.tensors, m.tensors[0])), [*b, b[0]]), "4 tensors"),
+        (lambda m, b: (replace(m, temperature=float("inf")), b), "temperature"),
+        (
+            lambda m, b: (replace(m, partial=(replace(m.partial[0], status=wire.Status.ENV_ERROR), m.partial[1])), b),
+            "env_error",
+        ),
+    ],
+)
+def test_invalid_partial_completions_are_thrown_away(change: Callable[..., Any], complaint: str) -> None:
+    script = Script()
+    script.start_run()
+    tensors = tuple(wire.TensorMeta(dtype=kind, shape=(4,), nbytes=16) for kind in ("int32", "float32", "int32"))
+    partial = (wire.PartialCompletionMeta(num_tokens=2),) * 2
+    message = wire.GroupInterrupted(
+        lease="generate:t0:0", reason="it leaves", partial=partial, tensors=tensors, temperature=1.0
+    )
+    message, buffers = change(message, [bytes(16)] * 3)
+    script.receive("rollout-0", message, *buffers)
+    [note] = [c for c in script.commands if isinstance(c, Note) and c.kind == "interrupted"]
+    assert complaint in note.fields["thrown_away"]
+    assert not any(isinstance(write.record, PartialCompletionsStored) for write in script.journal)
+
+
+# --- rewards and teachers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"rewards": (float("nan"), 1.0)}, "a reward is nan"),
+        ({"rewards": (float("-inf"), 1.0)}, "a reward is -inf"),
+        ({"rewards": (1e300, 1.0)}, "a reward is 1e+300"),
+        ({"rewards": (1.0,)}, "1 rewards and 2 statuses came of 2"),
+        ({"statuses": (wire.Status.OK,)}, "2 rewards and 1 statuses came of 2"),
+        ({"components": {"right": (1.0,)}}, "1 scores of 'right' came of 2"),
+        ({"components": {"right": (1.0, float("nan"))}}, "a score of right is nan"),
+        ({"components": {"x" * 300: (1.0, 1.0)}}, "came of 2"),
+        ({"components": {str(n): (1.0, 1.0) for n in range(2000)}}, "scores of 2000 scorers"),
+    ],
+)
+def test_invalid_rewards_are_a_failed_try_and_never_stored(fields: dict[str, Any], complaint: str) -> None:
+    script = Script()
+    script.start_run()
+    script.generates("rollout-0", "generate:t0:0")
+    scored = wire.GroupScored(lease="score:t0:0", rewards=(1.0, 0.0), statuses=(wire.Status.OK,) * 2)
+    script.receive("reward-0", replace(scored, **fields))
+    assert complaint in reason(script)
+    assert not any(isinstance(write.record, RewardsStored) for write in script.journal)
+
+
+@pytest.mark.parametrize(
+    ("index", "array", "complaint"),
+    [
+        (0, np.array([0, np.nan], np.float32), "not finite"),
+        (0, np.zeros(2, np.float64), "is float64"),
+        (1, np.array([[1], [-1]], np.int32), "negative token id"),
+        (2, np.zeros((2, 3), np.float32), "likeliest tokens"),
+        (2, np.array([[0], [-np.inf]], np.float32), "not finite"),
+    ],
+)
+def test_invalid_teacher_logprobs_are_a_failed_try(index: int, array: np.ndarray[Any, Any], complaint: str) -> None:
+    script = Script(num_teachers=1)
+    script.start_run()
+    script.generates("rollout-0", "generate:t0:0")
+    arrays: list[np.ndarray[Any, Any]] = [np.zeros(2, np.float32), np.ones((2, 1), np.int32), np.zeros((2, 1), "f4")]
+    arrays[index] = array
+    names = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+    tensors = tuple(
+        wire.TensorMeta(dtype=one.dtype.name, shape=one.shape, nbytes=one.nbytes, name=name)
+        for one, name in zip(arrays, names, strict=True)
+    )
+    script.receive("teacher-0", wire.TokensScored(lease="teach:t0:0", tensors=tensors), *(a.tobytes() for a in arrays))
+    assert complaint in reason(script)
+    assert not any(isinstance(write.record, TeacherLogprobsStored) for write in script.journal)
+
+
+@given(st.data())
+def test_no_change_of_a_result_is_stored_that_a_policy_cannot_read(data: st.DataObject) -> None:
+    """Whatever was stored decodes by the policy's own decoder."""
+    script = Script()
+    script.start_run()
+    result = valid()
+    for _ in range(data.draw(st.integers(0, 3))):
+        change, _ = data.draw(st.sampled_from([*MALFORMED.values(), *UNUSABLE.values()][:-1]))
+        change(result)
+    for index in range(len(result.tensors)):
+        if data.draw(st.booleans()):
+            fields = {
+                "dtype": data.draw(st.sampled_from(["int32", "float32", "int64", "uint8", "object"])),
+                "shape": tuple(data.draw(st.lists(st.integers(-2, 5), max_size=3))),
+                "name": data.draw(st.sampled_from(["", "loss_mask", "pixel_values", "position_ids"])),
+            }
+            name = data.draw(st.sampled_from(list(fields)))
+            result.tensors[index] = replace(result.tensors[index], **{name: fields[name]})
+    result.send(script)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    if group.state is GroupState.GENERATED:
+        scored = tuple(
+            wire.ScoredTrajectory(num_tokens=t.num_tokens, oldest_version=0, reward=0.0) for t in group.trajectories
+        )
+        message = wire.TrainGroup(prompt_id="p", trajectories=scored, tensors=group.tensors)
+        groups_from_wire([message], group.buffers)
+
+
+# --- one bad replica --------------------------------------------------------------------------------------------------
+
+
+def test_replica_that_fails_whatever_it_is_given_does_not_end_the_run() -> None:
+    script = Script(max_tries=0, num_rollouts=2)
+    script.start_run("rollout-0", "rollout-1", slots=1)
+    for _ in range(20):
+        for lease in script.state.replicas.leases.all_of("rollout-1"):
+            if lease.kind == "generate":
+                script.fails("rollout-1", script.aliases.short(lease.id), fatal=True)
+        script.advance_time(0.1)
+    assert not script.state.lifecycle.failure
+    assert "rollout-1" not in script.state.replicas.membership.members
+
+
+def test_replicas_that_all_fail_end_the_run_with_the_reason() -> None:
+    script = Script(max_tries=0, num_rollouts=2)
+    script.start_run("rollout-0", "rollout-1", slots=1)
+    for _ in range(20):
+        for name in ("rollout-0", "rollout-1"):
+            for lease in script.state.replicas.leases.all_of(name):
+                if lease.kind == "generate":
+                    script.fails(name, script.aliases.short(lease.id), fatal=True)
+        script.advance_time(0.1)
+    assert "were all discarded" in script.state.lifecycle.failure
+
+
+# --- journals with poisoned groups ------------------------------------------------------------------------------------
+
+
+def poisoned(script: Script, key: str = "t0") -> list[JournalEntry]:
+    """Return the records of `script` as an older controller may have written them: with one tensor of 0 bytes."""
+    entries = []
+    for write in script.journal:
+        record, payload = write.record, write.payload
+        if isinstance(record, CompletionsStored) and record.key == key:
+            bad = wire.TensorMeta(dtype="float64", shape=(2,), nbytes=0)
+            record = replace(record, tensors=(*record.tensors[:2], bad, *record.tensors[3:]))
+            payload = (*payload[:2], b"", *payload[3:])
+        entries.append(JournalEntry(record, payload))
+    return entries
+
+
+def resumed(before: Script, entries: list[JournalEntry]) -> Script:
+    """Return the script of a controller that resumes from these records."""
+    script = Script(before.plan)
+    script.aliases = before.aliases
+    script.journal = list(before.journal)
+    script.controller = Controller(
+        before.plan, Stream("train"), Stream("sft"), before.held_out, journal=entries, incarnation=2
+    )
+    script.state = script.controller.state
+    return script
+
+
+def finish_run(script: Script) -> None:
+    """Let all replicas of a resumed run do their work until it is over."""
+    script.advance_time(10.0)
+    for role in ("policy", "reward", "rollout"):
+        has_layout, version = role != "reward", 0 if role == "policy" else -1
+        hello = wire.Hello(
+            role=role, host="h", pid=1, num_slots=8, version=version, has_layout=has_layout, serves=role == "policy"
+        )
+        layout = (encoded_layout(f"{role}-0"),) if has_layout else ()
+        script.receive(f"{role}-0", hello, *layout, incarnation=2)
+    for _ in range(40):
+        for name in ("policy-0", "rollout-0", "reward-0"):
+            for lease in script.state.replicas.leases.all_of(name):
+                short = script.aliases.short(lease.id)
+                _work(script, name, lease.kind, short)
+        script.advance_time(0.1)
+
+
+def _work(script: Script, name: str, kind: str, short: str) -> None:
+    subject = short.split(":")[1]
+    member = script.state.replicas.membership.members[name]
+    match kind:
+        case "generate":
+            message_version = member.version
+            num = 2
+            meta = wire.TrajectoryMeta(
+                status=wire.Status.OK, num_tokens=1, text="y", oldest_version=message_version,
+                newest_version=message_version,
+            )  # fmt: skip
+            kinds = (("int32", 1), ("int32", num), ("float32", num), ("int32", num))
+            tensors = tuple(wire.TensorMeta(dtype=kind, shape=(n,), nbytes=4 * n) for kind, n in kinds)
+            buffers = (bytes(4), bytes(8), bytes(8), struct.pack("<i", message_version) * num)
+            generated = wire.GroupGenerated(lease=short, trajectories=(meta,) * num, tensors=tensors)
+            script.receive(name, generated, *buffers, incarnation=2)
+        case "score":
+            scored = wire.GroupScored(lease=short, rewards=(1.0, 0.0), statuses=(wire.Status.OK,) * 2)
+            script.receive(name, scored, incarnation=2)
+        case "train":
+            script.receive(name, wire.StepTrained(lease=short, step=int(subject), metrics={}), incarnation=2)
+        case "publish":
+            published = wire.WeightsPublished(lease=short, version=int(subject), publish_s=0.0)
+            script.receive(name, published, encoded_offer(int(subject)), incarnation=2)
+        case "adopt":
+            script.receive(
+                name, replace(_adopted(script, short), version=int(subject), root=_root(subject)), incarnation=2
+            )
+        case "checkpoint":
+            script.receive(name, wire.CheckpointSaved(lease=short, step=int(subject), path="/c"), incarnation=2)
+
+
+def _root(version: str) -> str:
+    return offer_of(int(version)).root
+
+
+@pytest.mark.parametrize("poison", ["t0", "t1"])
+def test_resumed_run_takes_a_poisoned_group_out_of_its_step(poison: str) -> None:
+    before = Script()
+    before.start_run()
+    before.generate_and_score(0, 1)
+    assert before.state.buffer.frozen_groups(1), "the step was dispatched"
+    script = resumed(before, poisoned(before, poison))
+    script.advance_time(0.1)
+    lines = [line for line in script.log if line.startswith("journal")]
+    assert lines[:2] == ["journal <- StepReopened", "journal <- GroupRequeued"]
+    finish_run(script)
+    assert script.state.version == 2, script.log[-5:]
+    trained = [c for c in script.log if "<- train:1" in c]
+    assert trained[-1].endswith("train0 train1"), "every prompt is trained"
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_resumed_run_generates_a_poisoned_group_again_before_it_is_frozen(scored: bool) -> None:
+    before = Script()
+    before.start_run()
+    before.generates("rollout-0", "generate:t0:0")
+    if scored:
+        before.scores("score:t0:0")
+    script = resumed(before, poisoned(before))
+    script.advance_time(0.1)
+    assert "journal <- GroupRequeued" in script.log
+    finish_run(script)
+    assert script.state.version == 2
+
+
+def test_reopened_step_is_restored_from_the_journal() -> None:
+    before = Script(dynamic_sampling=True)
+    before.start_run(slots=4)
+    before.generates("rollout-0", "generate:t0:0")
+    before.scores("score:t0:0", 1.0, 1.0)  # filtered out
+    before.generate_and_score(1, 2)
+    assert [group.ordinal for group in before.state.buffer.frozen_groups(1)] == [1, 2]
+    script = resumed(before, poisoned(before, "t2"))
+    script.advance_time(0.1)
+    again = resumed(script, [JournalEntry(write.record, write.payload) for write in script.journal])
+    buffer, restored = script.state.buffer, again.state.buffer
+    assert (restored.num_frozen_steps, restored.count(GroupState.SCORED)) == (0, 1)
+    assert (restored.num_frozen_steps, restored._num_ready) == (buffer.num_frozen_steps, buffer._num_ready)
+    assert restored._filtered == buffer._filtered == [(0, 1.0)]
