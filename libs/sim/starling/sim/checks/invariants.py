@@ -15,9 +15,9 @@ from starling.controller.core.events import Command, Event, FinishRun, Note, Rec
 from starling.controller.core.explain import explain
 from starling.controller.core.groups.group import Groups, GroupState
 from starling.controller.core.plan import RunPlan
-from starling.controller.core.records import PartialCompletionsStored
+from starling.controller.core.records import PartialCompletionsStored, StepFrozen
 from starling.controller.core.state import ControllerState
-from starling.sim.checks.guarantees import Guarantees
+from starling.sim.checks.guarantees import Guarantees, right
 from starling.sim.errors import require
 
 SMALL: Final = 64
@@ -28,8 +28,12 @@ CHECK_LEASES_EVERY_S: Final = 2.0
 class Invariants:
     """Compares the parts of the controller's state with each other, and with the run so far."""
 
-    def __init__(self, plan: RunPlan, guarantees: Guarantees, longest_s: float) -> None:
-        """Begin a run in which no lease may be in force for longer than `longest_s`."""
+    def __init__(self, plan: RunPlan, guarantees: Guarantees, longest_s: float, *, has_liars: bool = False) -> None:
+        """Begin a run in which no lease may be in force for longer than `longest_s`.
+
+        `has_liars`: replicas give other rewards than they should.
+        """
+        self._has_liars = has_liars
         self.plan, self._guarantees, self._longest_s = plan, guarantees, longest_s
         self.discarded: set[str] = set()
         self._check_leases_at = 0.0
@@ -83,6 +87,9 @@ class Invariants:
         self._version, self._published = state.version, state.weights.version
         self._check_buffer()
         for command in commands:
+            if isinstance(command, Write) and isinstance(command.record, StepFrozen) and not self._has_liars:
+                self._check_rewards(command.record.step)
+        for command in commands:
             if isinstance(command, Note) and command.kind == "discarded" and command.fields["prompt"][:5] == "train":
                 self.discarded.add(command.fields["prompt"])
         self._events_to_skip -= 1
@@ -103,6 +110,13 @@ class Invariants:
             due = {cause for cause in ("start", "end") if getattr(plan, f"evaluate_at_{cause}")}
             done = set(state.evaluations.evaluated) - {"step", "request"}
             require(done == due, f"the run was evaluated at {done}, and should have been at {due}")
+
+    def _check_rewards(self, step: int) -> None:
+        """Check that each reward of a frozen step is that of the text beside it."""
+        for group in self.state.buffer.frozen_groups(step) if self.plan.num_rewards else ():
+            for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+                of_text = reward == right(trajectory.text)
+                require(of_text, f"step {step} has the reward {reward} for the text {trajectory.text!r} of {group.key}")
 
     def _check_buffer(self) -> None:
         buffer = self.state.buffer

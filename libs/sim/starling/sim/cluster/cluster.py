@@ -54,7 +54,9 @@ class SimulatedCluster:
         self.network = SimulatedNetwork(self.clock, self.rng, scenario.faults)
         self.collective = Collective()
         self.guarantees = Guarantees(scenario.plan)
-        self.invariants = Invariants(scenario.plan, self.guarantees, scenario.timeout_s / 3)
+        self.invariants = Invariants(
+            scenario.plan, self.guarantees, scenario.timeout_s / 3, has_liars=scenario.faults.lies > 0
+        )
         self.replicas: dict[str, SimulatedReplica] = {}
         self.operator = SimulatedOperator(self.clock, self.rng, self.guarantees, self.to_controller)
         self.saved: dict[int, str] = {}
@@ -66,6 +68,8 @@ class SimulatedCluster:
         self._num_started: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._roles = [role for role in ROLES if self._has_role(role)]
         self._stopped = False
+        self._liars: set[str] = set()
+        """Names of the replicas that lie."""
         self.host = ControllerHost(
             scenario, self.clock, self.rng, self.network, self.invariants, self.guarantees, self._find_peer
         )
@@ -151,6 +155,10 @@ class SimulatedCluster:
         for role, num in zip(ROLES, numbers, strict=True):
             for _ in range(num):
                 self._start(role)
+        for role in ("rollout", "reward") if self.faults.lies else ():
+            if role in self._roles:
+                self._liars.add(f"{role}-{self._num_started[role]}")
+                self._start(role)
 
     def _start(self, role: str, name: str = "", incarnation: int = 1) -> None:
         """Start a replica, under the next free name of its role unless one is given."""
@@ -170,6 +178,7 @@ class SimulatedCluster:
             replica = SimulatedReward(self, name, incarnation, num_slots)
         else:
             replica = SimulatedTeacher(self, name, incarnation, num_slots)
+        replica.lies = self.faults.lies if name in self._liars else 0.0
         self.replicas[name] = replica
         self.clock.after(self.plan.heartbeat_s * self.rng.random(), replica.begin)
 
@@ -185,7 +194,6 @@ class SimulatedCluster:
         self._every(faults.teacher_crash_every_s, lambda: self._crash("teacher"))
         self._every(faults.policy_crash_every_s, lambda: self._crash("policy"))
         self._every(faults.controller_crash_every_s, self.host.crash)
-        self._every(faults.power_cut_every_s, self._lose_power)
         self._every(faults.partition_every_s, self._partition)
         self._every(faults.request_every_s, self.operator.make_request)
         self._every(faults.join_every_s, self._join)
@@ -215,14 +223,6 @@ class SimulatedCluster:
         replaced = self.rng.random() < REPLACED_SHARE
         delay_s = self.rng.uniform(0.1, RESTART_S)
         self.clock.after(delay_s, self._start, role, *(() if replaced else (name, old.incarnation + 1)))
-
-    def _lose_power(self) -> None:
-        """Stop everything at once. What remains is on disks: durable records, files, and the states that were saved."""
-        self.network.lose_all()
-        self.host.lose_power()
-        for name in self._alive(*ROLES):
-            self.replicas[name].die()
-            self.restart_later(self.replicas[name])
 
     def _disconnect(self, name: str) -> None:
         self.host.handle(ReplicaDisconnected(self.now, name))

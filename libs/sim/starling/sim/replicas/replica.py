@@ -15,6 +15,7 @@ from starling.sim.checks.guarantees import Guarantees
 from starling.sim.environment.clock import SimulatedClock
 from starling.sim.errors import Violation, require
 from starling.sim.replicas.collective import Collective, StepItem
+from starling.sim.replicas.lies import lie
 from starling.sim.replicas.weights import encoded_layout
 from starling.sim.scenario.faults import Faults
 from starling.sim.scenario.scenario import Scenario
@@ -72,6 +73,8 @@ class SimulatedReplica:
         typical = 0.8 + 0.4 * rng.random()
         self.slowness = typical * (STRAGGLER_SLOWNESS if rng.random() < cluster.faults.stragglers else 1.0)
         """Factor on the duration of its work."""
+        self.lies = 0.0
+        """Share of its messages that are false."""
         self.awake = not cluster.plan.colocate
         """It holds its devices. Where these are shared, a replica starts without them."""
         self.membership = MembershipLease(f"{name}/{incarnation}/")
@@ -122,6 +125,8 @@ class SimulatedReplica:
 
     def send(self, message: wire.Up, buffers: Buffers = ()) -> None:
         """Send a message to the controller."""
+        if self.lies and self.cluster.rng.random() < self.lies:
+            message, buffers = lie(message, buffers, self.cluster.rng)
         self._seq += 1
         envelope = wire.Envelope(
             protocol=wire.PROTOCOL_VERSION, run="r", sender=self.name, incarnation=self.incarnation, seq=self._seq
@@ -173,7 +178,11 @@ class SimulatedReplica:
         self.alive = False
 
     def on_refused(self, reason: str) -> None:
-        """The controller refused the membership of this replica."""
+        """The controller refused the membership of this replica. One that lies is started again."""
+        if self.lies:
+            self.die()
+            self.cluster.restart_later(self)
+            return
         raise Violation(f"{self.name} was refused: {reason}")
 
     def answer(self, lease: str, message: wire.Up, buffers: Buffers = ()) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Final
 
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
+from starling.sim.checks.guarantees import right
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
 
 SCORERS: Final = (core.WeightedScorer("right", 1.0),)
@@ -53,8 +53,3 @@ class SimulatedReward(SimulatedReplica):
         else:
             score = core.Score(task, position, 0, right(completion.text))
         self._apply(self._core.record(score))
-
-
-def right(text: str) -> float:
-    """Return 1 or 0 for a text. (Modulo 7: with a power of two, all completions of a prompt would score the same.)"""
-    return float(zlib.crc32(text.encode()) % 7 % 2)
