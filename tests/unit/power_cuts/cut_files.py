@@ -11,6 +11,9 @@ TAIL = 4096
 """Bytes behind the end that a file system may have reserved."""
 
 
+NAMES = ("cut at", "zeros from", "garbage from")
+
+
 def positions(size: int, num: int, seed: str, *, every: bool) -> list[int]:
     """Return where to cut a file of `size` bytes: everywhere up to `EVERY`, or at `num` places; always at both ends."""
     rng = random.Random(f"{seed} {size}")
@@ -20,10 +23,13 @@ def positions(size: int, num: int, seed: str, *, every: bool) -> list[int]:
     return sorted({0, min(1, size), size, max(0, size - 1), *everywhere, *drawn})
 
 
-def damaged(content: bytes, position: int, seed: str) -> Iterator[tuple[str, bytes]]:
-    """Yield, with a name, what may be left of `content` when everything from `position` on was not yet on disk."""
+def damaged(content: bytes, position: int, seed: str, *, every: bool) -> Iterator[tuple[str, bytes]]:
+    """Yield, with a name, what may be left of `content` when everything from `position` on was not yet on disk.
+
+    Where every byte is a position, each has one kind of tail, in turn.
+    """
     rng = random.Random(f"{seed} {position}")
     num_lost = len(content) - position or TAIL
-    yield f"cut at {position}", content[:position]
-    yield f"zeros from {position}", content[:position] + bytes(num_lost)
-    yield f"garbage from {position}", content[:position] + rng.randbytes(num_lost)
+    for number, tail in enumerate((b"", bytes(num_lost), rng.randbytes(num_lost))):
+        if not every or number == position % len(NAMES):
+            yield f"{NAMES[number]} {position}", content[:position] + tail

@@ -60,6 +60,8 @@ class FileKind:
     """Places where it is cut in a test that does not cut everywhere."""
     survives: bool = False
     """Reading never fails, however the file is cut."""
+    writes: bool = True
+    """Reading changes files."""
 
 
 def same(whole: Any, found: Any) -> bool:
@@ -74,7 +76,7 @@ def begins(whole: list[Any], found: list[Any]) -> bool:
 
 # --- journal ----------------------------------------------------------------------------------------------------------
 
-JOURNAL, LOG = "journal.sqlite", "journal.sqlite-wal"
+JOURNAL = "journal.sqlite"
 
 
 def write_journal(folder: Path) -> None:
@@ -274,11 +276,6 @@ def read_keys(folder: Path) -> Any:
     return load_allowed(folder / "keys"), load_key(folder / "keys" / "rollout-0.json")
 
 
-def replaces_all(whole: Any, found: Any) -> bool:
-    """Accept the keys, or others for the same names."""
-    return found == whole or sorted(found[0].values()) == sorted(whole[0].values())
-
-
 def read_recipe(folder: Path) -> Any:
     return read_toml(folder / "recipe.toml")
 
@@ -335,19 +332,27 @@ KINDS = (
     FileKind("journal lock", write_journal, f"{JOURNAL}.lock", read_journal, same, survives=True),
     FileKind("metrics", write_metrics, "metrics.jsonl", resume_metrics, is_earlier_metrics, survives=True),
     FileKind("samples", write_samples, SAMPLES, resume_samples, ends_alike, survives=True),
-    FileKind("recording", write_recording, RECORDING, read_events, is_earlier_recording),
-    FileKind("crash report", write_report, reports.REPORT, read_report, same),
+    FileKind("recording", write_recording, RECORDING, read_events, is_earlier_recording, writes=False),
+    FileKind("crash report", write_report, reports.REPORT, read_report, same, writes=False),
     FileKind("index of trajectories", write_trajectories, LINES_OF_FILES, resume_trajectories, same, survives=True),
     FileKind("trajectories", write_trajectories, f"{FOLDER}/step-000002.msgpack", resume_trajectories, same),
-    FileKind("newest state", write_states, STATE, newest_version, is_older_state, survives=True),
-    FileKind("state", write_states, STATE, version_of_state, same),
-    FileKind("tensors", write_states, f"{PARTS}/__0_0.distcp", version_of_state, same),
-    FileKind("index of tensors", write_states, f"{PARTS}/.metadata", version_of_state, same),
+    FileKind("newest state", write_states, STATE, newest_version, is_older_state, survives=True, writes=False),
+    FileKind("state", write_states, STATE, version_of_state, same, writes=False),
+    FileKind("tensors", write_states, f"{PARTS}/__0_0.distcp", version_of_state, same, writes=False),
+    FileKind("index of tensors", write_states, f"{PARTS}/.metadata", version_of_state, same, writes=False),
     FileKind("allowed keys", prepare, f"keys/{ALLOWED}", read_keys, same),
     FileKind("key", prepare, "keys/rollout-0.json", read_keys, same),
-    FileKind("recipe", prepare, "recipe.toml", read_recipe, same),
-    FileKind("configuration", prepare, "config.toml", read_config, same),
-    FileKind("addresses", prepare, "controller.json", read_address, same),
+    FileKind("recipe", prepare, "recipe.toml", read_recipe, same, writes=False),
+    FileKind("configuration", prepare, "config.toml", read_config, same, writes=False),
+    FileKind("addresses", prepare, "controller.json", read_address, same, writes=False),
     FileKind("lock", prepare, "lock", acquire, same, survives=True),
-    FileKind("mark of a logger", write_mark, "mark", read_mark, lambda whole, found: found <= whole, survives=True),
+    FileKind(
+        "mark of a logger",
+        write_mark,
+        "mark",
+        read_mark,
+        lambda whole, found: found <= whole,
+        survives=True,
+        writes=False,
+    ),
 )

@@ -24,9 +24,10 @@ def check(kind: FileKind, tmp_path: Path, *, every: bool) -> None:
     shutil.copytree(written, folder)
     whole = kind.read(folder)
     for position in positions(len(content), kind.num, kind.name, every=every):
-        for name, left in damaged(content, position, kind.name):
-            shutil.rmtree(folder)
-            shutil.copytree(written, folder)
+        for name, left in damaged(content, position, kind.name, every=every):
+            if kind.writes:
+                shutil.rmtree(folder)
+                shutil.copytree(written, folder)
             (folder / kind.file).write_bytes(left)
             found, problem = read(kind, folder)
             if problem is None:

@@ -396,7 +396,7 @@ def read_toml(file: Path) -> Tree:
     try:
         text = file.read_text()
         is_begun = text.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(text)
-        if is_begun and not text.endswith(_LAST_LINE):
+        if is_begun and not text.endswith(f"\n{_LAST_LINE}"):
             problem = "is cut off: its last line is missing" if text else "is empty"
             raise ConfigError(f"{file} {problem}; restore it, or begin a new run")
         return tomllib.loads(text)

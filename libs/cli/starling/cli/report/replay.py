@@ -157,7 +157,10 @@ def _find(path: Path, incarnation: int | None) -> RecordingPath:
     if path.is_dir():
         place: RecordingPath = _folder(path)
     elif zipfile.is_zipfile(path):
-        place = zipfile.Path(path)
+        try:
+            place = zipfile.Path(path)
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise ConfigError(f"{path} is damaged: {error}; write it again with starling record") from None
     elif path.is_file():
         return path
     else:

@@ -1,0 +1,70 @@
+"""Files that survive a power cut: written whole, and read up to their last complete line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.common.files import complete_size, parse_line, write_whole
+from starling.common.settings import complete_toml, read_toml
+
+
+def test_write_whole_replaces_a_file_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    for content in ("old, and longer", b"new"):
+        write_whole(path, content)
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_whole_makes_private_files_private(tmp_path: Path) -> None:
+    partial = tmp_path / ".key.json.partial"
+    partial.write_text("of a crash, and readable by others")
+    partial.chmod(0o644)
+    write_whole(tmp_path / "key.json", "secret", private=True)
+    assert (tmp_path / "key.json").stat().st_mode & 0o777 == 0o600
+    write_whole(tmp_path / "plain.json", "x")
+    assert (tmp_path / "plain.json").stat().st_mode & 0o400
+
+
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [(b"", 0), (b"one\n", 4), (b"one\ntw", 4), (b"one", 0), (b"one\n" + bytes(200_000), 4), (b"x" * 200_000, 0)],
+)
+def test_complete_size_ends_behind_the_last_line(tmp_path: Path, content: bytes, size: int) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        assert complete_size(descriptor) == size
+    finally:
+        os.close(descriptor)
+
+
+def test_parse_line_takes_complete_objects_only() -> None:
+    assert parse_line('{"text": "ü", "loss": NaN}\n'.encode()) is not None
+    for line in (b'{"a": 1}', b'{"a": 1\n', b'["a"]\n', b"\0\0\n", b'{"a": "\xff"}\n', b"\n", b"[" * 100_000 + b"\n"):
+        assert parse_line(line) is None
+
+
+def test_toml_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(complete_toml("[run]\nseed = 3\n[rl]\nnum_steps = 4\n"))
+    assert read_toml(path) == {"run": {"seed": 3}, "rl": {"num_steps": 4}}
+    path.write_text(path.read_text().partition("[rl]")[0])
+    with pytest.raises(ConfigError, match=r"config\.toml is cut off: its last line is missing; restore it"):
+        read_toml(path)
+    path.write_text(path.read_text().partition("\n")[0] + "\n")
+    with pytest.raises(ConfigError, match=r"config\.toml is cut off"):
+        read_toml(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"config\.toml is empty; restore it"):
+        read_toml(path)
+
+
+def test_toml_that_people_write_needs_no_last_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("[run]\nseed = 3")
+    assert read_toml(tmp_path / "recipe.toml") == {"run": {"seed": 3}}
