@@ -54,7 +54,7 @@ def hold(folder: Path, held: Event, done: Event) -> None:
 
 def test_acquire_locks_the_attempt_for_one_process(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
-    assert not attempt.is_over(), "nobody ran it yet"
+    assert not attempt.is_over(), "no process runs it yet"
     context = multiprocessing.get_context("fork")
     held, done = context.Event(), context.Event()
     process = context.Process(target=hold, args=(tmp_path, held, done))

@@ -1,4 +1,4 @@
-"""Completion scripts, in the shells themselves."""
+"""Completion scripts, run in the shells."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go to a folder without files, which a shell would offer besides."""
+    """Change to a folder without files, which a shell would also offer."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
 

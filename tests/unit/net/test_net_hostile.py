@@ -1,4 +1,4 @@
-"""Unknown peers, wrong keys and garbage: refused or counted, never fatal, without effect on other peers."""
+"""Unknown peers, wrong keys and garbage are refused or counted, without effect on other peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _plain_logs() -> Iterator[None]:
 
 
 def bare(message: object) -> bytes:
-    """Encode what no message of ours is."""
+    """Encode a body that is no message of the protocol."""
     return msgspec.msgpack.encode(message)
 
 
@@ -125,7 +125,7 @@ def test_hub_ignores_a_peer_without_a_key(harness: HubHarness, keys: Path) -> No
         with contextlib.suppress(zmq.Again):  # its handshake may have failed by now, and there is no peer
             stranger.send_multipart(codec.pack(envelope(), HELLO), zmq.NOBLOCK)
         harness.welcome("rollout-0")
-        assert not harness.hub.dropped, "its handshake already failed"
+        assert not harness.hub.dropped, "its handshake has already failed"
 
 
 def test_unknown_key_is_refused_with_one_sentence_and_logged_once(

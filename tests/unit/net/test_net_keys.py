@@ -41,7 +41,7 @@ def test_key_is_overwritten_only_with_replace(tmp_path: Path) -> None:
     old = curve.load_key(tmp_path / "policy-0.json")
     with pytest.raises(ConfigError, match=r"has a key for policy-0; choose another name, or replace it"):
         make_keys(tmp_path, ("rollout-1", "policy-0"))
-    assert names_in(tmp_path) == ["policy-0", "rollout-0"], "and nothing else was made"
+    assert names_in(tmp_path) == ["policy-0", "rollout-0"], "no other key was written"
     make_keys(tmp_path, ("policy-0",), replace=True)
     new = curve.load_key(tmp_path / "policy-0.json")
     allowed = curve.load_allowed(tmp_path)

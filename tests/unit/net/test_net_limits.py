@@ -84,7 +84,9 @@ def test_role_may_send_its_own_messages_only(tmp_path: Path, name: str) -> None:
             )
         assert [type(arrival.message) for arrival in harness.events] == allowed
         assert harness.hub.dropped.total() == len(samples) - len(allowed)
-        assert len([entry for entry in logs if entry["event"] == "dropped a message"]) == 1, "one line, whatever came"
+        assert len([entry for entry in logs if entry["event"] == "dropped a message"]) == 1, (
+            "one log line for all messages"
+        )
     finally:
         harness.hub.close(0.0)
 
@@ -222,7 +224,7 @@ def test_peer_that_does_not_read_costs_one_log_line_and_bounded_memory(harness: 
         stalled.send_multipart(codec.pack(envelope(), wire.Hello(role="rollout", host="h", pid=1)))
         harness.next(wire.Hello, "rollout-1")
         sent = [harness.hub.send("rollout-1", big) for _ in range(4 * SEND_HIGH_WATER + 2000)]
-        assert not all(sent), "it never was too much"
+        assert not all(sent), "the limit was never exceeded"
         harness.hub.send("rollout-0", score("score:1:1.1"))
         assert received(link, ReceivedCommand)
         stalled.rcvtimeo = 200

@@ -119,7 +119,7 @@ def test_lease_released_before_its_result_is_cancelled(harness: HubHarness, keys
         harness.hub.send("rollout-0", score("score:2:0"))
         received(link, ReceivedCommand)
         link.answer("score:2:0", generated("score:2:0"))
-        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "the first was cancelled"
+        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "the first lease was cancelled"
 
 
 def test_request_hello_is_answered_with_the_present_version(harness: HubHarness, keys: Path) -> None:
@@ -306,7 +306,7 @@ def test_receive_ends_on_wake_and_on_put(harness: HubHarness, keys: Path) -> Non
         begin = time.monotonic()
         threading.Timer(0.05, link.wake).start()
         assert link.receive(20.0) is None
-        assert time.monotonic() - begin < 19.0, "it did not wait until its end"
+        assert time.monotonic() - begin < 19.0, "the wakeup ended the wait early"
         assert link.receive(0.0) is None
 
 
@@ -320,7 +320,7 @@ def test_receive_raises_the_error_of_the_heartbeat_thread(harness: HubHarness, k
 
 
 def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Path) -> None:
-    """The keeper's own sends swallow the news of the descriptor; it must wake the waiting thread itself."""
+    """The heartbeat thread's sends consume the descriptor's edge, so it must wake the waiting thread itself."""
     with running_link(harness.hub.address, keys) as link:
         harness.welcome("rollout-0", heartbeat_s=0.002)
         poller = select.poll()
@@ -341,7 +341,7 @@ def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Pa
 def test_more_than_a_burst_arrives_once_and_in_order(
     harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages behind a burst are not signalled by the descriptor: the working thread must read them itself."""
+    """The descriptor does not signal messages after a burst: the working thread must read them itself."""
     monkeypatch.setattr(link_module, "LOOK_EVERY_S", 60.0)  # the keeper, which would find it too, is slow
     num = 3 * link_module.BURST + 1
     leases = [f"score:{number}:0" for number in range(num)]
@@ -359,14 +359,14 @@ def test_more_than_a_burst_arrives_once_and_in_order(
             while (inbound := link.receive(0.0)) is not None:
                 delivered.append(inbound.message.lease)
                 link.answer(inbound.message.lease, generated(inbound.message.lease))
-        assert delivered == leases, "each once, in the order in which they were sent"
+        assert delivered == leases, "each message once and in order"
         unanswered = set(leases)
         while unanswered:
             unanswered.discard(harness.next(wire.GroupGenerated)[1].lease)
 
 
 def test_rejoin_sends_hello_first_and_until_it_is_welcomed(harness: HubHarness, keys: Path) -> None:
-    """Else a controller that is slow takes one that fell asleep for one that is awake."""
+    """Otherwise a slow controller would consider a sleeping replica awake."""
     with running_link(harness.hub.address, keys) as link:
         harness.welcome("rollout-0")
         harness.hub.send("rollout-0", score("score:1:0"))

@@ -1,4 +1,4 @@
-"""Scorers as users should not write them, for the tests of the pool; and a few good ones."""
+"""Misbehaving scorers for the tests of the pool, and a few good ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 Metadata = dict[str, Any]
 
 
-class Unsayable(Exception):
+class FailingStr(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> object:
-    """Do what the completion says; anything else is worth 1."""
+    """Misbehave as the completion says; return 1 for any other text."""
     what, _, detail = completion.partition(" ")
     match what:
         case "raise":
             raise ValueError(detail)
         case "raise-unsayable":
-            raise Unsayable
+            raise FailingStr
         case "raise-surrogate":
             raise ValueError("\ud800")
         case "raise-long":
@@ -101,7 +101,7 @@ def everything(completion: str, reference: str, prompt_text: str, metadata: Meta
     return 1.0 + bonus
 
 
-def told(
+def all_arguments(
     completion: str,
     reference: str,
     prompt_text: str,
@@ -111,7 +111,7 @@ def told(
     status: str,
     unit: int = 1,
 ) -> float:
-    """Ask for all that is known of a completion, once by position and once by name only."""
+    """Take every argument of a scorer, positional and keyword-only."""
     return (-1 if status == "truncated" else 1) * num_tokens / unit
 
 

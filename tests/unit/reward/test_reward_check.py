@@ -1,4 +1,4 @@
-"""Scorers that cannot be used are found at start, in one sentence."""
+"""Unusable scorers are rejected at the start, in one sentence."""
 
 from __future__ import annotations
 
@@ -50,8 +50,12 @@ def test_user_scorer_is_found_by_path_and_in_working_directory(tmp_path: Path, m
         (f"{MISBEHAVING}:too_few", {}, r"must take \(completion, reference, prompt_text, metadata\)"),
         (f"{MISBEHAVING}:coroutine", {}, r"not async"),
         (f"{MISBEHAVING}:everything", {"bonsu": 1}, r"no option 'bonsu'; its options are: bonus\."),
-        (f"{MISBEHAVING}:told", {"num_tokens": 1}, r"gets 'num_tokens' of each completion: give its option another"),
-        (f"{MISBEHAVING}:told", {"units": 1}, r"no option 'units'; its options are: unit\."),
+        (
+            f"{MISBEHAVING}:all_arguments",
+            {"num_tokens": 1},
+            r"gets 'num_tokens' of each completion: give its option another",
+        ),
+        (f"{MISBEHAVING}:all_arguments", {"units": 1}, r"no option 'units'; its options are: unit\."),
         ("overlong", {}, r"missing a required argument: 'max_tokens'"),
         ("overlong", {"max_tokens": 10, "buffer": 11}, r"max_tokens is 10 and buffer 11: .* 1 <= buffer <= max_tokens"),
         ("overlong", {"max_tokens": 10, "buffer": 0}, r"1 <= buffer <= max_tokens"),

@@ -1,4 +1,4 @@
-"""The pool with real processes: every way in which a scorer can fail, and no process outlives the service."""
+"""The scorer pool with real processes: failures of scorers, and the end of all processes with the service."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def collect(pool: ScoringPool, count: int) -> list[Score]:
 
 
 def has_ended(pid: int) -> bool:
-    """Wait until the process is gone or a zombie; returns False when it lives on."""
+    """Wait until the process has ended or is a zombie; return False when it still runs."""
     try:
         life = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -65,7 +65,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ScoringPool]:
-    """One pool for the failures after which the worker goes on, or is replaced."""
+    """One pool for all failures after which the worker continues or is replaced."""
     with ScoringPool(settings("act", num_workers=2, timeout_s=30)) as shared:
         yield shared
 
@@ -166,9 +166,9 @@ def test_scorers_receive_everything_and_their_options() -> None:
 
 
 def test_scorers_get_completion_fields_they_take() -> None:
-    """Completions of one text are told apart; a negative weight is the reward's affair, not the score's."""
+    """Completions with equal text are distinguished; a negative weight affects the reward and not the score."""
     scorers = [
-        {"name": f"{MISBEHAVING}:told", "label": "told", "options": {"unit": 2}},
+        {"name": f"{MISBEHAVING}:all_arguments", "label": "told", "options": {"unit": 2}},
         {"name": "overlong", "weight": -3.0, "options": {"max_tokens": 8, "buffer": 4}},
     ]
     completions = tuple(
@@ -216,7 +216,7 @@ def test_waits_name_each_busy_worker_and_its_limit() -> None:
         assert wait.since_s + wait.seconds_left == pytest.approx(50.0)
         pool.submit(task("good"))
         collect(pool, 1)
-        assert pool.waits() == (), "an idle worker is not waited for"
+        assert pool.waits() == (), "idle workers have no waits"
         pool.submit(task("good", "hang"))
         collect(pool, 1)
         (wait,) = pool.waits()
@@ -244,7 +244,7 @@ def test_killed_idle_worker_is_replaced() -> None:
         assert pool.worker_pids() != (pid,)
 
 
-def test_the_pool_fits_a_zeromq_poll_loop() -> None:
+def test_pool_can_be_polled_with_zeromq() -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:
         poller = zmq.Poller()
         poller.register(pool.fileno(), zmq.POLLIN)
@@ -317,7 +317,7 @@ def test_no_worker_outlives_a_killed_service() -> None:
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_the_service_imports_no_heavy_package() -> None:
+def test_service_imports_no_heavy_package() -> None:
     check = (
         "import sys, starling.reward.score.workers.pool, starling.reward.score.workers.pool, starling.reward.settings;"
         "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules);"
