@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_lone import DEADLINE_S, Lone, lone_engine
+from api_lone import DEADLINE_S, LoneEngine, lone_engine
 
 from starling.rollout.api.app import MAX_BODY_BYTES
 from starling.rollout.api.errors import ApiError
@@ -130,7 +130,7 @@ def test_parameters_without_effect_are_accepted() -> None:
     assert plain.max_tokens is None
     assert read_chat({**CHAT, **nothing}).options.stop == plain.stop
     absent = read_chat({**CHAT, **dict.fromkeys(("temperature", "n", "stop", "tools", "functions", "seed"))})
-    assert absent.options == plain, "null is absent"
+    assert absent.options == plain, "null counts as absent"
 
 
 def test_all_parameters_are_read() -> None:
@@ -166,8 +166,8 @@ def test_all_parameters_are_read() -> None:
     assert (likeliest.echo, likeliest.top_logprobs) == (False, True)
 
 
-def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[int, dict[str, Any]]:
-    """Ask over HTTP, as no client would; return status and body."""
+def asked(lone: LoneEngine, path: str, body: bytes | None, key: str | None) -> tuple[int, dict[str, Any]]:
+    """Send a raw HTTP request, as no client would; return status and body."""
     request = urllib.request.Request(lone.base_url.removesuffix("/v1") + path, data=body)
     if key is not None:
         request.add_header("Authorization", key)
@@ -194,7 +194,7 @@ def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[i
     ],
 )
 def test_invalid_requests_over_http(
-    lone: Lone, path: str, body: bytes | None, key: str | None, status: int, code: str | None
+    lone: LoneEngine, path: str, body: bytes | None, key: str | None, status: int, code: str | None
 ) -> None:
     answered, told = asked(lone, path, body, None if key is None else key.format(lone.api_key))
     assert answered == status, told
@@ -203,7 +203,7 @@ def test_invalid_requests_over_http(
         assert code is None or told["error"]["code"] == code
 
 
-def test_slow_body_times_out(lone: Lone) -> None:
+def test_slow_body_times_out(lone: LoneEngine) -> None:
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:

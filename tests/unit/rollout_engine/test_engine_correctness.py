@@ -131,7 +131,7 @@ def test_exclusive_results_are_bitwise_independent_of_the_queue(groups: list[dic
     together = run_schedule(make_engine(max_rows=max_rows, exclusive=True), groups)
     for number, g in enumerate(groups):
         engine = make_engine(max_rows=16, exclusive=True)
-        # A lonely schedule that names the group as the full one does, so that prompt and seed are the same.
+        # Run the group alone under the same name, so that prompt and seed are the same.
         engine_alone = run_schedule_of_one(engine, number, g)
         for alone, among in zip(engine_alone.completions, together[str(number)].completions, strict=True):
             assert alone.token_ids.tobytes() == among.token_ids.tobytes()

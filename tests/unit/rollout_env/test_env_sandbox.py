@@ -1,4 +1,4 @@
-"""The sandbox with real processes, and the ways in which user code fails."""
+"""The sandbox with real processes, and failures of user code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sandboxed_functions_return_values(sandbox: Sandbox) -> None:
 
     total, text, table, *counts = asyncio.run(run())
     assert (total, text, table) == (3.5, "cba", {"rows": [1, 2], "é": None})
-    assert counts == [1] * 5, "no call sees what another one left"
+    assert counts == [1] * 5, "calls must not share state"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_sandboxed_functions_return_values(sandbox: Sandbox) -> None:
 def test_failed_calls_are_described(sandbox: Sandbox, name: str, named: dict[str, Any], problem: str) -> None:
     with pytest.raises(SandboxError, match=problem):
         asyncio.run(call(sandbox, name, **named))
-    assert asyncio.run(call(sandbox, "add", a=1, b=1)) == 2, "and costs nothing else"
+    assert asyncio.run(call(sandbox, "add", a=1, b=1)) == 2, "later calls still work"
 
 
 def test_sandbox_inherits_no_environment_variables(sandbox: Sandbox) -> None:
@@ -80,16 +80,16 @@ def test_unknown_types_become_text(sandbox: Sandbox) -> None:
     assert asyncio.run(call(sandbox, "strange")).startswith("<object object")
 
 
-def lives(pid: int) -> bool:
-    """Say whether a process is there and no zombie; it may go at any moment."""
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie; it may end at any moment."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def told(file: Path) -> list[int]:
-    """Return who `never_returns` says is there, itself first; nobody while it has not said so."""
+def written_pids(file: Path) -> list[int]:
+    """Return the PIDs that `never_returns` has written, its own first; empty before it has."""
     text = file.read_text() if file.exists() else ""
     return [int(pid) for pid in text.split()] if text.endswith("\n") else []
 
@@ -103,12 +103,12 @@ def test_hanging_call_is_killed_with_its_children(sandbox: Sandbox, tmp_path: Pa
 
     for timeout_s in (2.0, 10.0, LONG_S):  # a busy machine may take longer to start anything
         asyncio.run(run(timeout_s))
-        if started := told(file):
+        if started := written_pids(file):
             break
     assert started
     deadline = time.monotonic() + 20
-    while any(lives(pid) for pid in started):
-        assert time.monotonic() < deadline, "something of it lives on"
+    while any(is_alive(pid) for pid in started):
+        assert time.monotonic() < deadline, "a process of the call still runs"
         time.sleep(0.05)
 
 
@@ -118,15 +118,15 @@ def test_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
     async def run() -> None:
         task = asyncio.create_task(call(sandbox, "never_returns", file=str(file)))
         deadline = time.monotonic() + LONG_S
-        while not told(file):
-            assert time.monotonic() < deadline, "it did not start"
+        while not written_pids(file):
+            assert time.monotonic() < deadline, "the call did not start"
             await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(run())
-    pid, _ = told(file)
+    pid, _ = written_pids(file)
     with contextlib.suppress(psutil.NoSuchProcess):  # it is gone already
         assert psutil.Process(pid).wait(20) is None
 

@@ -52,7 +52,7 @@ def call(name: str, **arguments: Any) -> str:
 def play(
     chosen: LoadedEnvironment, *texts: str, prompt: Prompt | None = None, **changes: Any
 ) -> tuple[EpisodeOutcome, Any, Script]:
-    """Have a model say `texts`; returns what came of it, the episode, and what the model was asked."""
+    """Run an episode with scripted replies; return its outcome, the episode and the model's requests."""
     prompt = prompt or chat("hello")
     script = Script(*(completion(encode("qwen3", text + "<|im_end|>")) for text in texts))
     ids = encode_prompt(tokenizer("qwen3"), prompt, chosen.tools)
@@ -134,7 +134,7 @@ def test_last_turn_may_be_a_call(chosen: LoadedEnvironment) -> None:
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": 0}
     ended = one.end(outcome)
     assert ended.status is Status.OK
-    assert all(ended.sampled), "what nobody answered is left out"
+    assert all(ended.sampled), "unanswered messages are not in the sequence"
 
 
 def test_plain_text_prompt_gets_results(chosen: LoadedEnvironment) -> None:
