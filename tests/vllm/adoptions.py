@@ -178,7 +178,7 @@ def main() -> None:
     lora = LoraSettings(targets=ATTENTION) if options.lora else None
     with tempfile.TemporaryDirectory() as name:
         seeds = [0 if options.lora else seed for seed in range(NUM_CHECKPOINTS)]
-        folders = [checkpoint(Path(name) / str(index), options.processes, seed) for index, seed in enumerate(seeds)]
+        folders = [checkpoint(Path(name) / str(index), options.family, seed) for index, seed in enumerate(seeds)]
         models = [
             read_model(folder) if lora is None else adapted_model(folder, lora, seed)
             for seed, folder in enumerate(folders)

@@ -1,6 +1,6 @@
 """Reference reinforcement-learning steps as in the papers: a loop over completions and tokens, in double precision.
 
-Nothing is packed, nothing is shared, no advantage of 0 is left out. `ALGORITHMS` writes each algorithm out.
+Sequences are neither packed nor shared, and no advantage of 0 is skipped. `ALGORITHMS` spells out each algorithm.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def assert_same_gradients(found: torch.nn.Module, wanted: torch.nn.Module, bound
     """Compare the gradients of two models, each tensor by the norm of its difference."""
     mine, theirs = gradients(found), gradients(wanted)
     assert mine.keys() == theirs.keys()
-    assert any(gradient.any() for gradient in theirs.values()), "there is nothing to compare"
+    assert any(gradient.any() for gradient in theirs.values()), "there are no gradients to compare"
     for name, gradient in theirs.items():
         difference = torch.linalg.vector_norm(mine[name].double() - gradient)
         assert difference <= bound * torch.linalg.vector_norm(gradient), f"{name}: {difference}"

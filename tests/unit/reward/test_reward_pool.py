@@ -75,7 +75,7 @@ def pool() -> Iterator[ScoringPool]:
     [
         ("raise wrong number", "scorer 'act' raised ValueError: wrong number."),
         ("raise", "scorer 'act' raised ValueError."),
-        ("raise-unsayable", "scorer 'act' raised Unsayable: (its text cannot be had)."),
+        ("raise-unsayable", "scorer 'act' raised FailingStr: (its text cannot be had)."),
         ("raise-surrogate", "scorer 'act' raised ValueError: ?."),
         ("sys-exit bye", "scorer 'act' raised SystemExit: bye."),
         ("value nan", "scorer 'act' returned nan."),
