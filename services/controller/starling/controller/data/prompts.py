@@ -25,7 +25,7 @@ from starling.controller.data.sources import DataRow, load_rows, nearest
 _HELD_OUT_SEED: Final = "starling/held-out"
 
 Needs = Literal["prompt", "response", "pair"]
-"""What a row must have: a prompt only, also a response to learn, or a chosen and a rejected response."""
+"""Required fields of a row: a prompt only, also a response to learn, or a chosen and a rejected response."""
 
 
 class PromptSource:
