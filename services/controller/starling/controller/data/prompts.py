@@ -1,4 +1,4 @@
-"""Prompts made from the rows of a dataset, as an endless, reproducible stream.
+"""Prompts from the rows of a dataset, as an endless, reproducible stream.
 
 The stream is a function of one integer: the prompt at position `i` of a run is the same in every process and after
 every restart, so a run resumes from its position alone. Epoch `e` over `n` training rows has the positions
