@@ -9,7 +9,7 @@ sleeps (sleepy_training.py). So two cores suffice for a cluster, and any loss ag
 
 The *ratio* is that of the seconds in which the rollouts generate one step's groups by themselves to those of a training
 step. The *ideal* speed-up over synchronous training (staleness 0) is (generation + training) / max(full, training): a
-synchronous step has one after the other and waits for its longest completion; in an ideal asynchronous one both go on
+synchronous step has one after the other and waits for its longest completion; in an ideal asynchronous one both run
 side by side, and the rollouts, never without work, generate a step's tokens in `full` seconds, all their rows taken.
 That is more than generation + training over the longer of the two, which is in the detail as `ideal_overlap`. What no
 software at all would reach at each staleness is simulated (asynchronous_ideal.py) and drawn as a dotted line.

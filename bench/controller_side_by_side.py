@@ -123,7 +123,7 @@ class Side:
             self._policy.hear()
             self._rollouts = self._start([*script, "rollouts", where[0], *folder, str(num_rollouts)])
             self._rollouts.hear()
-        except BaseException:  # no process of a side that did not begin may stay
+        except BaseException:  # leave no process of a side that failed to start
             self.close()
             raise
 
@@ -288,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute once the environment is there")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # to end the processes that were started, also then
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # to end all started processes on an interrupt, too
     if shutil.which("redis-server") is None:
         report_missing("redis-server is not on the PATH: install it, on Debian with `apt-get install redis-server`")
         return

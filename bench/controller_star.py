@@ -144,10 +144,10 @@ def send_commands(hub: Hub, num: int) -> list[str]:
     """Send commands to the policy one by one; report the start time, and return their leases."""
     begin = time.monotonic_ns()
     leases = []
-    for number in range(begin, begin + num):  # so that no lease is given out twice
+    for number in range(begin, begin + num):  # so that leases are unique
         command = data_fetch(number)
         deadline = time.monotonic() + SEND_WITHIN_S
-        while not hub.send(POLICY, command):  # as many wait as may; the policy has to take some first
+        while not hub.send(POLICY, command):  # the queue is full; the policy has to read some first
             if time.monotonic() > deadline:
                 raise SystemExit(f"{command.lease} was not sent within {SEND_WITHIN_S:g} s")
             time.sleep(0.0002)
@@ -180,7 +180,10 @@ def sizes() -> dict[str, int]:
 
 def group_of(lease: str, result: Result) -> tuple[messages.GroupGenerated, tuple[bytes, ...]]:
     """Return the message of a result and its buffers, encoded like in the rollout service."""
-    from starling.rollout.engine.base import Completion, GroupResult  # torch, which the controller has no use for
+    from starling.rollout.engine.base import (  # imports torch, which the controller does not need
+        Completion,
+        GroupResult,
+    )
     from starling.rollout.shell.results import generated_message
 
     completions = tuple(
@@ -245,7 +248,7 @@ def run_policy(address: str, folder: Path) -> None:
     say(joined=POLICY)
     while True:
         told = hear()
-        if "commands" in told:  # which the controller releases: the other side does not answer them either
+        if "commands" in told:  # the controller releases the leases; the other side sends no answers either
             for _ in range(told["commands"]):
                 next_command(link)
             say(decoded=time.monotonic_ns())

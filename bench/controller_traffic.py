@@ -133,7 +133,7 @@ def _be_rollout(index: int, hears: int, reports: tuple[int, int], open_line: Cal
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
-        os._exit(0)  # what a process does at its exit is not the fork's to do
+        os._exit(0)  # skip exit handlers in the fork
 
 
 def _collect(num: int, pipe: int) -> list[int]:

@@ -118,7 +118,7 @@ def serve_hub(folder: Path, *, limited: bool) -> None:
                 hub.send(name, messages.OperatorReply(request=message.lease, ok=True, text="", data=data))
 
 
-# --- whoever means no good -----------------------------------------------------------------------------------------
+# --- hostile peers -------------------------------------------------------------------------------------------------
 
 
 def be_hostile(kind: str, address: str, folder: Path, seed: int, num: int) -> None:

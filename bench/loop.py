@@ -104,7 +104,7 @@ class RunTimes:
         return (self.ends[-1] - self.begun) / len(self.ends)
 
 
-# --- what both sides start from ------------------------------------------------------------------------------------
+# --- common inputs -------------------------------------------------------------------------------------------------
 
 
 def prepare() -> tuple[Path, Path]:

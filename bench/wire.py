@@ -11,13 +11,13 @@ answers it; both messages take about 300 bytes. What is compared:
   authenticated.
 - `link`: the same with the whole `ControllerLink`: its thread, its lease table, its queue to the working thread, and
   the release of each lease, a third message that the others do without.
-- `bare`: a ROUTER and a DEALER with CURVE, and frames of the same sizes as opaque bytes that nobody encodes or reads.
+- `bare`: a ROUTER and a DEALER with CURVE, and frames of the same sizes with opaque bytes, never encoded or read.
 - `plain`: the same without CURVE (only in the details).
 
 Prints one figure for each of 1, 16 and 64 commands in flight: round trips per second of ours over those of bare
 pyzmq, and the same for the 99th percentile of the latency, and for the whole `ControllerLink`. Each round measures
-all sides, one after another; a ratio is the median over the rounds of the ratio within the round, because whatever
-else the machine does changes from round to round.
+all sides, one after another; a ratio is the median over the rounds of the ratio within the round, because other load
+of the machine changes from round to round.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class BareController:
         self._socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         self._socket.rcvtimeo = int(ANSWER_TIMEOUT_S * 1000)
         if key is not None:
-            # No authenticator: whoever knows the public key is let in.
+            # No authenticator: every client that knows the public key is accepted.
             self._socket.curve_server = True
             self._socket.curve_secretkey = key.secret.encode()
             self._socket.curve_publickey = key.public.encode()

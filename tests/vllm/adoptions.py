@@ -126,7 +126,7 @@ def adopt_under_load(
         recomputed += adopted.recomputed_tokens
         load.top_up()
         tokens, end = engine.num_tokens, time.monotonic() + DEADLINE_S
-        while engine.num_tokens < tokens + 8 * (1 + version % 5):  # some tokens of each version, now more, now less
+        while engine.num_tokens < tokens + 8 * (1 + version % 5):  # a varying number of tokens of each version
             assert time.monotonic() < end, "the engine does not generate"
             load.step(0.005)
             load.top_up()

@@ -142,7 +142,7 @@ def test_invalid_requests_are_rejected(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=sentence):
         client.completions.create(model=served.model, **asked)
-    client.completions.create(model=served.model, prompt="a", max_tokens=2)  # it goes on
+    client.completions.create(model=served.model, prompt="a", max_tokens=2)  # the server still answers
 
 
 def test_request_without_the_api_key_is_rejected(served: Service) -> None:

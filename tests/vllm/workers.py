@@ -88,4 +88,4 @@ def _run(
         answer.send(traceback.format_exc())
     finally:
         answer.close()
-        os._exit(0)  # what the groups left running must not hold the process
+        os._exit(0)  # threads of the process groups must not keep the process alive

@@ -134,7 +134,7 @@ def test_unknown_options_are_rejected() -> None:
         batch_normalised([[1.0]], epsilon=-1.0)
 
 
-# The numbers were made once by the advantage estimators of verl 0.9.1 (`core_algos`), one token per completion.
+# The numbers were computed once by the advantage estimators of verl 0.9.1 (`core_algos`), one token per completion.
 REWARDS = [[1.0, 0.0, 0.25], [2.0, 2.0], [0.5, -1.0]]
 
 

@@ -135,7 +135,7 @@ def test_options_out_of_range_are_rejected() -> None:
         generalised_jsd(torch.zeros(1, 1), torch.zeros(1, 1), beta=-0.1)
 
 
-# The numbers were made once by running `GKDTrainer.generalized_jsd_loss` of TRL 1.16 in double precision.
+# The numbers were computed once by running `GKDTrainer.generalized_jsd_loss` of TRL 1.16 in double precision.
 @pytest.mark.parametrize(
     ("beta", "value", "slopes"),
     [

@@ -139,7 +139,7 @@ def test_options_out_of_range_are_rejected(call: Callable[[Pairs], object], text
         call(make_pairs(1, seed=0, reference=False))
 
 
-# The numbers were made once by running the code of TRL 1.16 (`DPOTrainer`, `RewardTrainer`) on these inputs.
+# The numbers were computed once by running the code of TRL 1.16 (`DPOTrainer`, `RewardTrainer`) on these inputs.
 @pytest.mark.parametrize(
     ("loss", "value", "slopes"),
     [

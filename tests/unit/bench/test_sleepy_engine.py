@@ -147,7 +147,7 @@ def test_paused_engine_samples_nothing(folder: Path) -> None:
         engine.pause()
         num_tokens = engine.num_tokens
         begin = time.monotonic()
-        while time.monotonic() - begin < 100 * DEVICE.step_s:  # it would have gone on
+        while time.monotonic() - begin < 100 * DEVICE.step_s:  # long enough to sample more without the pause
             assert not engine.ready
             assert engine.step() == []
         engine.add(request("h", seed=2))

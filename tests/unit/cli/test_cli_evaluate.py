@@ -242,8 +242,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
         (*INFER, "texts.jsonl", "--num-gpus", "two"),
         'invalid value for --num-gpus: unable to convert "two" into int; see starling infer --help',
     ),
-    "a run to take up, and settings": (("evaluate", "--resume", "model", "--limit", "3"), "FOLDER without --limit"),
-    "nothing to take up": (("infer", "--resume", "model"), "there is no run in model"),
+    "a run to resume, and settings": (("evaluate", "--resume", "model", "--limit", "3"), "FOLDER without --limit"),
+    "nothing to resume": (("infer", "--resume", "model"), "there is no run in model"),
     "a misspelt setting": ((*INFER, "texts.jsonl", "--rollout.max-row", "3"), "did you mean rollout.max_rows?"),
     "nothing recorded": (("policy", "--replay", "model", "rl.toml"), "model has no index.jsonl"),
     "too little recorded": (("policy", "--replay", "short", "rl.toml"), "short has 3 groups, and a step takes 16; set"),
@@ -276,7 +276,7 @@ def test_mistake_is_one_sentence_and_starts_no_run(
     assert not Path("runs").exists(), "a run was started"
 
 
-# --- which command is meant ----------------------------------------------------------------------------------------
+# --- choice of the command -----------------------------------------------------------------------------------------
 
 
 def test_evaluate_of_a_model_and_of_a_run_are_distinguished() -> None:

@@ -41,7 +41,7 @@ def endpoint_with_reply(folder: Path, reply: bytes) -> Iterator[list[str]]:
 
 def test_served_model_bypasses_the_proxies_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     body = json.dumps(MODELS).encode()
@@ -57,8 +57,8 @@ def test_served_model_bypasses_the_proxies_of_the_environment(tmp_path: Path, mo
 @pytest.mark.parametrize(
     "reply",
     [
-        b"",  # it ended while it was asked
-        b'HTTP/1.1 200 OK\r\ncontent-length: 99\r\nconnection: close\r\n\r\n{"data"',  # in the middle of its answer
+        b"",  # closed during the request
+        b'HTTP/1.1 200 OK\r\ncontent-length: 99\r\nconnection: close\r\n\r\n{"data"',  # closed during its reply
         b"HTTP/1.1 503 no\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 65\r\nconnection: close\r\n\r\n"
         b'{"data": [{"starling": {"version": -1, "max_model_len": 256}}]}  ',

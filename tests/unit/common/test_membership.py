@@ -47,7 +47,7 @@ def test_only_answers_to_own_messages_extend_the_lease() -> None:
         membership.welcomed(cause, SHARED, leases, 8.0)
         assert not membership.is_valid(10.1), cause
     membership.welcomed("rollout-0/7/2", SHARED, leases, 8.0)
-    membership.welcomed("rollout-0/7/1", SHARED, leases, 8.0)  # overtaken on its way
+    membership.welcomed("rollout-0/7/1", SHARED, leases, 8.0)  # overtaken by a later answer
     assert membership.is_valid(18.0)
 
 

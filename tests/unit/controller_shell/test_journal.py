@@ -223,7 +223,7 @@ def test_journal_resumes_pruning_after_a_crash(path: Path) -> None:
         journal.commit()
     assert num_contents(path) == 5 * 4
     with contextlib.closing(Journal(path)) as journal:
-        journal.prune(0)  # what was let go stays so
+        journal.prune(0)  # pruned contents are not restored
         journal.commit()
         assert journal.fetch(1) == ()
     assert num_contents(path) == 0
@@ -246,7 +246,7 @@ def test_read_journal_while_a_controller_writes(path: Path) -> None:
     assert list(read_journal(path)) == [scored("t0"), scored("t1")], "also after the last writer has closed"
 
 
-# --- a plain list is the model -------------------------------------------------------------------------------------
+# --- comparison with a list ----------------------------------------------------------------------------------------
 
 
 class Model:
@@ -314,7 +314,7 @@ def test_journal_equals_a_list_model(rng: random.Random, length: int) -> None:
                     journal.close()
                     journal = Journal(path)
                     if model.num_durable < len(model.kept) or model.pruned != model.durable_pruned:
-                        break  # the rest of the run would follow from what was lost
+                        break  # the later records would depend on the lost ones
             assert list(journal.read()) == model.read()
             for step in range(8):
                 assert journal.fetch(step) == model.fetch(step)
@@ -378,7 +378,7 @@ def test_journal_commits_survive_sigkill(path: Path, seed: int) -> None:
     rng, output = random.Random(f"kill {seed}"), 0
     for life in range(2):
         writer, stdout = start_writer(path, f"{seed} {life}")
-        for _ in range(rng.randint(1, 120)):  # killed in the midst of whatever comes after that commit
+        for _ in range(rng.randint(1, 120)):  # killed at some moment after that commit
             output = int(stdout.readline())
         writer.kill()
         output = max([output, *(int(line) for line in stdout.read().split("\n")[:-1])])

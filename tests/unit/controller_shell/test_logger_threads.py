@@ -193,7 +193,7 @@ def test_logger_thread_reports_a_failed_start(tmp_path: Path) -> None:
     assert (one.is_given_up, one.problem) == (True, "it cannot start: PermissionError: log in first")
 
 
-# --- all of a run --------------------------------------------------------------------------------------------------
+# --- all loggers of a run ------------------------------------------------------------------------------------------
 
 
 def committed(*steps: int) -> list[JournalEntry]:
@@ -254,7 +254,7 @@ def test_logger_fanout_isolates_loggers(tmp_path: Path, recording: Recording) ->
     assert recording.entered.wait(LONG_S)
     deadline, never = time.monotonic() + LONG_S, threading.Event()
     while good.steps() != [1, 2, 3] and time.monotonic() < deadline:
-        never.wait(0.005)  # all have one deadline, which the bad one uses up
+        never.wait(0.005)  # all loggers share one deadline, which the bad one uses up
     [lost] = fanout.close()
     assert (lost["logger"], lost["dropped"]) == ("bad", 3)
     assert good.steps() == [1, 2, 3]

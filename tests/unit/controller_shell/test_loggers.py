@@ -142,10 +142,10 @@ def test_trackio_has_the_run_in_its_database(tmp_path: Path, monkeypatch: pytest
     assert table[0] == ROWS[0]
 
 
-# --- one's own -----------------------------------------------------------------------------------------------------
+# --- user loggers --------------------------------------------------------------------------------------------------
 
 OWN = '''
-"""Loggers of somebody."""
+"""User loggers."""
 seen = []
 def log(step, metrics):
     seen.append((step, dict(metrics)))

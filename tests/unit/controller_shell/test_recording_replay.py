@@ -104,7 +104,7 @@ def test_replay_names_the_event_at_which_the_core_fails(path: Path) -> None:
     recorder.event(hello("reward-0", "reward", 1.0))
     for position in range(10):
         recorder.prompt("prompts", position, Rows("prompts").prompt(position))
-    # A layout that is announced and not there never gets past the codec.
+    # The codec never accepts an announced layout without its buffer.
     said = wire.Hello(role="rollout", host="here", pid=1, num_slots=4, has_layout=True)
     recorder.event(Received(2.0, "rollout-0", 1, said))
     recorder.close()

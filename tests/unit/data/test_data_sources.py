@@ -213,7 +213,7 @@ def odd():
 
 @pytest.fixture
 def factories(tmp_path: Path) -> Path:
-    path = tmp_path / "json.py"  # the name of a module that must not be replaced
+    path = tmp_path / "json.py"  # has the name of a module, which must not be shadowed
     path.write_text(FACTORIES, encoding="utf-8")
     return path
 

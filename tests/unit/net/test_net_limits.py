@@ -139,7 +139,7 @@ def test_operator_of_another_run_is_refused_with_the_reason(harness: HubHarness,
     assert str(found[0]) == f"the controller refuses operator-0: this is run {RUN}, not run-2"
 
 
-# --- how much ------------------------------------------------------------------------------------------------------
+# --- rates ---------------------------------------------------------------------------------------------------------
 
 SIZES = st.integers(0, 2_000)
 
@@ -228,7 +228,7 @@ def test_peer_that_does_not_read_costs_one_log_line_and_bounded_memory(harness: 
         harness.hub.send("rollout-0", score("score:1:1.1"))
         assert received(link, ReceivedCommand)
         stalled.rcvtimeo = 200
-        with contextlib.suppress(zmq.Again):  # it reads all that there is
+        with contextlib.suppress(zmq.Again):  # it reads everything
             while True:
                 stalled.recv_multipart()
         assert harness.hub.send("rollout-1", wire.RequestHello())
@@ -254,7 +254,7 @@ def test_refused_link_delivers_link_closed(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", NAMES)
     harness = HubHarness(tmp_path / "keys")
     try:
-        with running_link(harness.hub.address, tmp_path / "keys", "operator-0") as link:  # an operator says no Hello
+        with running_link(harness.hub.address, tmp_path / "keys", "operator-0") as link:  # operators send no hello
             harness.poll_until(lambda: harness.hub.dropped["role"] > 0)
             error = received(link, LinkClosed).error
         assert isinstance(error, RefusedError)

@@ -26,7 +26,7 @@ def test_hello_welcome_heartbeat(harness: HubHarness, keys: Path) -> None:
     with running_link(harness.hub.address, keys) as link:
         hello, message = harness.next(wire.Hello)
         assert (hello.envelope.sender, hello.buffers, message.version) == ("rollout-0", (b"layout",), 3)
-        harness.next(wire.Hello)  # it says so until it is welcomed
+        harness.next(wire.Hello)  # the hello is repeated until the welcome
         harness.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
         arrival, heartbeat = harness.next(wire.Heartbeat)
         assert (heartbeat.leases, heartbeat.version) == ((), 3)
@@ -88,7 +88,7 @@ def test_result_is_resent_until_released(harness: HubHarness, keys: Path, monkey
         harness.hub.send("rollout-0", wire.ReleaseLeases(leases=("score:1:0",)))
         harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == ())
         harness.events.clear()
-        for _ in range(5):  # a quarter of a second, in which it would have come twice
+        for _ in range(5):  # a quarter of a second, enough for two repetitions
             harness.next(wire.Heartbeat)
         assert not harness.events
 
@@ -249,7 +249,7 @@ def test_releases_to_one_peer_are_batched(harness: HubHarness, keys: Path) -> No
             received(link, ReceivedCommand)
         for lease in leases:
             harness.hub.release("rollout-0", (lease,))
-        harness.next(wire.Heartbeat)  # a hub has no thread: it is polled, as a controller does for ever
+        harness.next(wire.Heartbeat)  # a hub has no thread, so it is polled like by a controller
         harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == ())
         assert received(link, CancelledLeases).leases == leases, "in one message"
 
@@ -267,7 +267,7 @@ def test_pending_releases_are_sent_before_drain(harness: HubHarness, keys: Path)
 
 def test_no_release_is_sent_after_leave(harness: HubHarness, keys: Path) -> None:
     leases = tuple(f"score:{i}:0" for i in range(MAX_RELEASES))
-    with socket_of(harness.hub.address, keys) as socket:  # a link would close its connection, and who is first then?
+    with socket_of(harness.hub.address, keys) as socket:  # a link would close, in an undefined order
         socket.send_multipart(codec.pack(envelope(seq=1), wire.Hello(role="rollout", host="h", pid=1, num_slots=1)))
         socket.send_multipart(codec.pack(envelope(seq=2), wire.Leave(reason="it was drained")))
         harness.next(wire.Leave, "rollout-1")

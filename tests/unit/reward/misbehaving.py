@@ -51,7 +51,7 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
                 time.sleep(1000)
         case "hang-in-c":
             signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
-            ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock held
+            ctypes.PyDLL(None).sleep(1000)  # while holding the GIL
         case "hang-with-child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
             Path(detail).write_text(str(child.pid))
@@ -68,7 +68,7 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             subprocess.run(["echo", "noise"], check=True)
         case "fork":
             if os.fork() == 0:
-                return 7.0  # the child goes on as if it were the worker
+                return 7.0  # the forked child continues as if it were the worker
         case "close-all":
             os.closerange(3, 1000)
         case "write-into-line":

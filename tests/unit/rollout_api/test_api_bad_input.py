@@ -209,7 +209,7 @@ def test_slow_body_times_out(lone: LoneEngine) -> None:
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
         connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"model": '.encode())
         told = b""
-        while part := connection.recv(4096):  # until it is closed
+        while part := connection.recv(4096):  # until the connection is closed
             told += part
     assert told.startswith(b"HTTP/1.1 408 ")
     assert b"the body was not complete after 2 s; send it at once, or raise rollout.api.read_timeout_s" in told

@@ -188,7 +188,7 @@ def test_requests_beyond_limits_are_rejected(client: openai.OpenAI, lone: LoneEn
         client.completions.create(model=lone.model, prompt=[1, 5000], stream=True)
     with pytest.raises(openai.BadRequestError, match="prompt is empty; give at least one token"):
         client.completions.create(model=lone.model, prompt="")
-    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
+    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # the server still answers
 
 
 def test_concurrent_requests(lone: LoneEngine) -> None:
@@ -255,7 +255,7 @@ def test_disconnect_cancels_generation(lone: LoneEngine, client: openai.OpenAI, 
             assert time.monotonic() < until, "the engine did not start"
     sampled = idle(lone) - before
     assert sampled < 8 * ENDLESS["max_tokens"], "the completion was generated to its end"
-    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
+    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # the server still answers
 
 
 def test_client_cancellation_cancels_generation(lone: LoneEngine) -> None:

@@ -165,7 +165,7 @@ def test_asleep_rollout_does_nothing() -> None:
     rollout = rollout_at(2)
     rollout.generate(group("a"))
     assert rollout.sleep(Sleep(lease="sleep:1")) == [FallAsleep("sleep:1")]
-    rollout.finished("a")  # it was handed over
+    rollout.finished("a")  # its group was handed over
     assert not rollout.may_generate
     assert rollout.generate(group("b")) == []
     failed = "version 3 cannot be adopted asleep: wake this rollout first"
@@ -241,7 +241,7 @@ def test_lost_engine_is_replaced(loaded: int) -> None:
     rollout = rollout_at(0)
     rollout.generate(group("a"))
     assert rollout.lost() == []
-    rollout.finished("a")  # it was handed over
+    rollout.finished("a")  # its group was handed over
     assert (rollout.adoption, rollout.version, rollout.may_generate) == ("stale", -1, False)
     assert rollout.generate(group("b")) == []
     assert rollout.replaced(loaded) == ([] if loaded < 0 else [StartGroup(group("b"))])

@@ -44,7 +44,7 @@ class PreparationHarness:
         if prompt.id == "bad":
             raise ConfigError("it does not decode")
         if prompt.id == "worse":
-            raise KeyError("what nobody thought of")
+            raise KeyError("an unexpected error")
         return [len(prompt.id)], {}
 
 
@@ -83,7 +83,7 @@ def test_any_exception_costs_one_prompt(harness: PreparationHarness) -> None:
     harness.preparation.begin(group("bad"))
     assert harness.put.get(timeout=WITHIN_S).problem == "it does not decode"
     harness.preparation.begin(group("worse"))
-    problem = "it cannot be encoded (KeyError: 'what nobody thought of'): change it"
+    problem = "it cannot be encoded (KeyError: 'an unexpected error'): change it"
     assert harness.put.get(timeout=WITHIN_S) == PreparedPrompt(group("worse"), problem=problem)
     assert harness.preparation.begin(group("worse", media=False)) == PreparedPrompt(
         group("worse", media=False), problem=problem

@@ -432,7 +432,7 @@ class EngineConformance:
         "top_k": (lambda rig: rig.request([5], top_k=-1), "top_k is -1"),
         "huge top_k": (lambda rig: rig.request([5], top_k=1 << 63), "top_k is 9223372036854775808"),
         "stop token": (lambda rig: rig.request([5], stop_token_ids=(6, rig.vocab_size)), "stop token id"),
-        "scores of what goes on": (
+        "scores of a resumed group": (
             lambda rig: replace(rig.request([5, 6]), score_prompt=True, partial=(NOTHING,)),
             "leave score_prompt out",
         ),
@@ -455,7 +455,7 @@ class EngineConformance:
         with pytest.raises(RequestError, match="held already"):
             rig.engine.add(asked)
         rig.finish(asked)
-        rig.run(asked)  # it is free again
+        rig.run(asked)  # the lease is free again
 
     # --- interruptions ---------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def test_exclusive_group_is_bitwise_equal_after_any_interruption(
     undisturbed.add(asked)
     whole = drain(undisturbed)["g"]
     again = asked
-    for cut in cuts:  # each on an engine of its own, and each goes on from the one before
+    for cut in cuts:  # each on a new engine that resumes from the previous one
         engine = make_engine(exclusive=True)
         engine.add(again)
         done = 0

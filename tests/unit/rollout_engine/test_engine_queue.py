@@ -126,7 +126,7 @@ def test_generation_streams_repeated_tokens_once() -> None:
             engine_queue, [asked], decode=decode, stops=["never said"], timeout_s=60, streaming=False
         )
         task = asyncio.create_task(generation.all())
-        await asyncio.sleep(0)  # it asks
+        await asyncio.sleep(0)  # it sends its request
         engine_queue.serve(engine, admit=True)
         for _ in range(3):
             engine.step()

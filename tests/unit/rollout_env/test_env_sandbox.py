@@ -127,7 +127,7 @@ def test_cancelled_call_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
 
     asyncio.run(run())
     pid, _ = written_pids(file)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it is gone already
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
         assert psutil.Process(pid).wait(20) is None
 
 

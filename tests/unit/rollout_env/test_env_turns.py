@@ -69,7 +69,7 @@ def test_sequence_equals_rendered_conversation(style: str, replies: list[str]) -
     ids = encode(style, conversation_text(chosen, messages, of="it"))
     for reply in replies:
         if style == "llama3":
-            reply = reply.strip()  # its template would do that
+            reply = reply.strip()  # its template changes earlier messages
         ids += encode(style, reply + eos)
         messages.append({"role": "assistant", "content": reply})
         ids += encode_continuation(chosen, strip_end_token(text_between(chosen, messages, [USER], (), of="it"), eos))

@@ -132,7 +132,7 @@ def test_frame_processor_reads_the_files_of_transformers(tmp_path: Path) -> None
         read()
 
 
-# --- what cannot be ------------------------------------------------------------------------------------------------
+# --- invalid prompts -----------------------------------------------------------------------------------------------
 
 
 def refused(encoder: PromptEncoder, prompt: Prompt) -> str:

@@ -75,7 +75,7 @@ def add_adapters(model: torch.nn.Module, spec: AdapterSpec, *, seed: int) -> Non
     config = LoraConfig(**_arguments(spec))
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="peft")  # of what is refused below, or what peft did by itself
+            warnings.filterwarnings("ignore", module="peft")  # errors are checked below
             torch.manual_seed(seed)
             get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
