@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens, on_policy, rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.algorithm import Correction
 from starling.algo.loss.correct import correct
@@ -69,7 +70,7 @@ def test_every_bound_applies_to_some_tokens_of_the_cases(correction: Correction)
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000), st.sampled_from(CORRECTIONS))
 def test_on_policy_tokens_are_not_corrected(lengths: list[int], seed: int, correction: Correction) -> None:
     factor, metrics = correct(on_policy(make_tokens(lengths, seed)), [correction])
@@ -77,7 +78,7 @@ def test_on_policy_tokens_are_not_corrected(lengths: list[int], seed: int, corre
     assert all(value.max() == 0.0 for name, value in metrics.items() if name.endswith("_fraction"))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000), st.lists(st.sampled_from(CORRECTIONS), max_size=3))
 def test_corrections_multiply(lengths: list[int], seed: int, several: list[Correction]) -> None:
     tokens = make_tokens(lengths, seed)
@@ -87,7 +88,7 @@ def test_corrections_multiply(lengths: list[int], seed: int, several: list[Corre
     assert torch.equal(correct(tokens, several)[0], product)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(LENGTHS, st.integers(0, 1000))
 def test_unbounded_completion_weight_is_the_product_of_token_weights(lengths: list[int], seed: int) -> None:
     tokens = make_tokens(lengths, seed)

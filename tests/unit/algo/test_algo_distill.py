@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 from algo_batches import RAGGED, make_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.loss.distill import generalised_jsd, reverse_kl_advantages
 
@@ -107,7 +108,7 @@ def test_jsd_in_float32_equals_autograd_in_double_precision(beta: float) -> None
     torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 1000), st.floats(0.0, 1.0))
 def test_jsd_with_more_tokens_approaches_the_divergence_from_below(seed: int, beta: float) -> None:
     logits, teacher = distributions(seed, 2, 8, 8)

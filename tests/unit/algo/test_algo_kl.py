@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor
 
 from starling.algo.loss.regularisers import KlKind, entropy_bonus, kl_loss
@@ -64,7 +65,7 @@ def slope_of(total: Tensor, logits: Tensor) -> Tensor:
     return slope
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LOGITS, LOGITS, LOGITS)
 def test_expected_gradients_of_the_estimates(p: list[float], q: list[float], sampler: list[float]) -> None:
     logits = torch.tensor(p, dtype=torch.float64, requires_grad=True)
@@ -92,7 +93,7 @@ def test_expected_gradients_of_the_estimates(p: list[float], q: list[float], sam
     close(average("unbiased", other)[1], forwards, rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LOGITS)
 def test_entropy_bonus_has_the_gradient_of_the_entropy(p: list[float]) -> None:
     logits = torch.tensor(p, dtype=torch.float64, requires_grad=True)

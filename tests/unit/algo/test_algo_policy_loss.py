@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens, on_policy, rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.loss.aggregate import token_weights
 from starling.algo.loss.aipo import aipo
@@ -132,7 +133,7 @@ def test_ratio_metrics_are_those_of_the_old_policy(loss: Callable[[Tokens], Loss
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000))
 def test_on_policy_gradient_of_every_loss_equals_reinforce(lengths: list[int], seed: int) -> None:
     tokens = on_policy(make_tokens(lengths, seed))
@@ -143,7 +144,7 @@ def test_on_policy_gradient_of_every_loss_equals_reinforce(lengths: list[int], s
         assert terms.metrics.get("clip_fraction", torch.zeros(1)).max() == 0.0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000), st.data())
 def test_step_is_independent_of_microbatches(lengths: list[int], seed: int, data: st.DataObject) -> None:
     tokens = make_tokens(lengths, seed)
@@ -167,7 +168,7 @@ def select(tokens: Tokens, chosen: torch.Tensor) -> Tokens:
     return replace(tokens, logprobs=tokens.logprobs.detach()[chosen].requires_grad_(), **part)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(LENGTHS, st.integers(0, 1000))
 def test_gspo_gradient_equals_one_ratio_per_completion(lengths: list[int], seed: int) -> None:
     """The reference is the sequence objective (equation 5) in double precision, without the form of GSPO-token."""

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.loss.preference import Pairs, bradley_terry, dpo, ipo
 from starling.algo.loss.terms import LossTerms
@@ -81,7 +82,7 @@ def test_ipo_equals_its_formula(reference: bool) -> None:
     assert rejected_slopes == pytest.approx(by_rejected, rel=2e-6, abs=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 1000), st.booleans())
 def test_wrong_order_costs_more_and_shows_in_metrics(seed: int, reference: bool) -> None:
     pairs = make_pairs(5, seed, reference=reference)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from journal_writer import record_of
 from msgspec.structs import replace
+from property_tests import examples
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import PartialCompletionMeta, Status, TensorMeta, TrajectoryMeta
@@ -294,7 +295,7 @@ class Model:
 
 
 @given(st.randoms(use_true_random=False), st.integers(5, 60))
-@settings(max_examples=60, deadline=None)
+@examples(40)
 def test_journal_equals_a_list_model(rng: random.Random, length: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.db"

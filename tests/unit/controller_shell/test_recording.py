@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from recorded_run import HELD_OUT, PLAN, hello
 
 from starling.common.errors import ConfigError
@@ -72,7 +73,7 @@ def replayed(event: Event) -> Event:
 
 
 @given(st.lists(EVENTS, max_size=12), st.lists(RECORDS, max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_recording_reads_back_what_was_recorded(events: list[Event], past: list[JournalEntry]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events-3.rec"

@@ -12,9 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from msgspec import structs
+from property_tests import examples
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Status, TensorMeta, TrajectoryMeta
@@ -134,7 +134,7 @@ def test_trajectory_files_write_a_step_once(files: TrajectoryFiles, tmp_path: Pa
     assert len(read_index(tmp_path / FOLDER)) == 1
 
 
-@examples(deadline=None, max_examples=25)  # each example waits for the disk
+@examples(25)  # each example waits for the disk
 @given(cut=st.integers(1, 200), has_file=st.booleans())
 def test_trajectory_files_survive_a_crash_while_writing(
     tmp_path_factory: pytest.TempPathFactory, cut: int, has_file: bool

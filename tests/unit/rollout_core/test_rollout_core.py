@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property_tests import examples
 
 from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, PublishWeights, Sampling, Sleep, Wake
 from starling.rollout.core.machine import (
@@ -435,5 +435,5 @@ class Rollouts(RuleBasedStateMachine):
         assert held_back or ready <= set(self.engine)
 
 
-Rollouts.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+Rollouts.TestCase.settings = examples(120, stateful_step_count=40)
 TestRollouts = Rollouts.TestCase

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.rollout.engine.embedded.sampling import completion_key, draw, sampling_rows, truncate, uniforms
 
@@ -65,7 +66,7 @@ def test_draw_frequencies_and_support(temperature: float, top_p: float, top_k: i
     np.testing.assert_allclose(logprobs.numpy(), np.log(full[tokens.numpy()]), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.integers(1, 30),

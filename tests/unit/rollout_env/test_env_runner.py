@@ -140,7 +140,7 @@ def test_environment_need_not_catch_episode_over(engine: DrivenEngine, play: Any
     [
         ("exits", {}, "the environment raised SystemExit: 3", 0),
         ("cancels_its_own", {}, "the environment raised CancelledError", 0),
-        ("sleeps", {"timeout_s": 1.5}, "the environment took longer than 1.5 s", 2),
+        ("sleeps", {"timeout_s": 0.3}, "the environment took longer than 0.3 s", 2),
         ("returns_text", {}, "the environment returned a str: return a number, an EpisodeOutcome or None", 2),
         ("returns_nan", {}, "the environment returned nan as the reward: return a finite number", 2),
         ("speaks_wrongly", {}, "the environment raised EpisodeError: messages were added after a text", 0),
@@ -232,15 +232,15 @@ def test_reply_with_stop_text_ends_early(engine: DrivenEngine, play: Any) -> Non
 
 
 def test_time_limit_pauses_while_engine_cannot_generate(engine: DrivenEngine, play: Any) -> None:
-    runner = play("sleeps", timeout_s=1.0)
+    runner = play("sleeps", timeout_s=0.2)
     runner.set_paused(True)
     runner.begin(prepared_group(HELLO, IDS))
     assert runner.expire(time.monotonic() + 1000.0) == []
     with pytest.raises(queue.Empty):
-        engine.inbox.get(timeout=2.0)
+        engine.inbox.get(timeout=0.5)
     runner.set_paused(False)
     for made in wait_for_group(engine, runner).trajectories:
-        assert made.problem == "the environment took longer than 1 s"
+        assert made.problem == "the environment took longer than 0.2 s"
 
 
 def test_blocking_environment_costs_only_its_groups(engine: DrivenEngine, play: Any) -> None:

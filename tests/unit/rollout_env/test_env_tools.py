@@ -25,7 +25,7 @@ TOOLS: list[Any] = [
     f"{HERE}:fails",
     f"{HERE}:long",
     f"{HERE}:table",
-    {"function": f"{HERE}:never_returns", "timeout_s": 1.0},
+    {"function": f"{HERE}:never_returns", "timeout_s": 0.3},
     {"function": f"{HERE}:later", "name": "reverse", "description": "Turn it round.",
      "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}},
 ]  # fmt: skip
@@ -118,7 +118,7 @@ def test_model_gets_result_or_error(chosen: LoadedEnvironment, text: str, answer
 
 def test_hanging_tool_times_out(chosen: LoadedEnvironment, tmp_path: Path) -> None:
     outcome, one, _ = play(chosen, call("never_returns", file=str(tmp_path / "pids")), "well")
-    assert one.messages[2]["content"] == "Error: it took longer than 1 s"
+    assert one.messages[2]["content"] == "Error: it took longer than 0.3 s"
     assert one.end(outcome).status is Status.OK
 
 
@@ -205,7 +205,7 @@ def test_gym_without_end_stops_at_turn_limit() -> None:
         ({"environment": f"{HERE}:Broken"}, r"step\(\) returned '1': return \(text, a finite reward"),
         ({"environment": f"{HERE}:Silent"}, r"reset\(\) returned '3': return the text"),
         ({"arguments": {"least": 1}}, "TypeError: .*unexpected keyword argument 'least'"),
-        ({"arguments": {"slow": 3600.0}, "timeout_s": 2.0}, "it took longer than 2 s"),
+        ({"arguments": {"slow": 3600.0}, "timeout_s": 0.5}, "it took longer than 0.5 s"),
     ],
 )
 def test_gym_failures_are_described(changes: dict[str, Any], problem: str) -> None:

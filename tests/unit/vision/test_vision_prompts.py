@@ -38,9 +38,10 @@ from starling.rollout.shell.results import generated_message
 IMAGE, VIDEO = VOCABULARY["<|image_pad|>"], VOCABULARY["<|video_pad|>"]
 
 
-@pytest.fixture(params=FAMILIES)
-def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> PromptEncoder:
-    return make_encoder(write_folder(tmp_path, request.param, weights=False), make_model(request.param))
+@pytest.fixture(scope="module", params=FAMILIES)
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    folder = tmp_path_factory.mktemp("model")
+    return make_encoder(write_folder(folder, request.param, weights=False), make_model(request.param))
 
 
 def video(uri: object, fps: float = 0.0) -> Media:

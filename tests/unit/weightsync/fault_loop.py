@@ -52,6 +52,7 @@ def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lam
     report = Report()
     warm_up(draw)
     before, files, begin = resource_counts("self"), shared_files(), time.monotonic()
+    others = set(mp.active_children())
     pairs = {transport: FaultPair(transport, draw) for transport in TRANSPORTS}
     opened = resource_counts("self")
     try:
@@ -77,7 +78,7 @@ def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lam
     left = resource_counts("self")
     left.subtract(before)
     report.leaks += left
-    report.leaks["processes"] += len(mp.active_children())
+    report.leaks["processes"] += len(set(mp.active_children()) - others)
     report.leaks["shared files"] += len(shared_files() - files)
     report.leaks = +report.leaks
     report.seconds = time.monotonic() - begin

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from forks import forked
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from state_writers import write_or_read_shards
 from structlog.testing import capture_logs
 
@@ -69,7 +70,7 @@ def test_state_store_missing_metric_is_logged(tmp_path: Path) -> None:
     assert [(line["metric"], line["available"]) for line in lines] == [("loss", ["reward_mean"])]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(2, 4))
 def test_state_store_keeps_newest_written_states(tmp_path_factory: Any, versions: list[int], max_keep: int) -> None:
     states = StateStore(Storage(str(tmp_path_factory.mktemp("states"))), max_keep=max_keep)

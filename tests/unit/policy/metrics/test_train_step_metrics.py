@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from plain_rl import ALGORITHMS, CUT, RAGGED, gradients, logprobs_of, near
+from property_tests import examples
 from torch import Tensor
 from vocabulary import VOCABULARY
 
@@ -203,7 +203,7 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 SHAPE = st.tuples(st.integers(1, 8), LENGTHS)
 
 
-@examples(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(SHAPE, min_size=1, max_size=4).filter(lambda shapes: any(any(lengths) for _, lengths in shapes)),
     budget=st.integers(1, 80),

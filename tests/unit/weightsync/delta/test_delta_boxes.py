@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from delta_pieces import changed, random_piece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box, cut
@@ -35,7 +36,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.size, strict=True))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(80)
 @given(
     shape_and_part=parts(),
     seed=st.integers(0, 1 << 30),
