@@ -266,5 +266,5 @@ def test_queue_close_fails_waiting_requests() -> None:
     for future in (held, waiting):
         with pytest.raises(QueueClosedError, match="this replica leaves"):
             future.result(0)
-    with pytest.raises(QueueClosedError, match="ask another one"):
+    with pytest.raises(QueueClosedError, match="use another one"):
         ask(engine_queue, "late")
