@@ -264,7 +264,7 @@ def test_queue_close_fails_waiting_requests() -> None:
     assert cancelled.cancel()
     engine_queue.close()
     for future in (held, waiting):
-        with pytest.raises(QueueClosedError, match="this replica leaves"):
+        with pytest.raises(QueueClosedError, match="this replica is shutting down"):
             future.result(0)
     with pytest.raises(QueueClosedError, match="use another one"):
         ask(engine_queue, "late")
