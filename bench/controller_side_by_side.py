@@ -96,7 +96,7 @@ class Role:
         while b"\n" not in self._heard:
             descriptor = self.process.stdout.fileno()
             if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise SystemExit(f"{self._name} said nothing for {ANSWER_TIMEOUT_S:g} s")
+                raise SystemExit(f"{self._name} did not answer within {ANSWER_TIMEOUT_S:g} s")
             read = os.read(descriptor, 1 << 16)
             if not read:
                 raise SystemExit(f"{self._name} ended with {self.process.wait(ANSWER_TIMEOUT_S)}")
@@ -235,8 +235,8 @@ def run_rounds(measured: Measured, sides: dict[str, Side], num: int, scale: Scal
                     measured.rates[kind].append(side.command_rate(scale.num_commands))
             medians[kind].append(median(seconds))
             tails[kind].append(quantile(seconds, 0.99))
-        said = ", ".join(f"{kind} {1000 * medians[kind][-1]:.2f} ms" for kind in KINDS)
-        progress(f"round {number + 1} of {scale.rounds}, {num} rollouts: {said}")
+        latencies = ", ".join(f"{kind} {1000 * medians[kind][-1]:.2f} ms" for kind in KINDS)
+        progress(f"round {number + 1} of {scale.rounds}, {num} rollouts: {latencies}")
 
 
 def report(measured: Measured, scale: Scale) -> None:

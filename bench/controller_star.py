@@ -117,12 +117,12 @@ def run_controller(folder: Path) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is for the answers
     keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder))
     hub, forwarding = Hub("tcp://127.0.0.1:0", RUN, 1_700_000_000_000, keys), Forwarding()
-    wanted: deque[dict[str, int]] = deque()
-    threading.Thread(target=lambda: collect(wanted), daemon=True).start()
+    requests: deque[dict[str, int]] = deque()
+    threading.Thread(target=lambda: collect(requests), daemon=True).start()
     say(address=hub.address, **sizes())
     sent: list[str] = []
     while True:
-        match wanted.popleft() if wanted else {}:
+        match requests.popleft() if requests else {}:
             case {"commands": num}:
                 sent = send_commands(hub, num)
             case {"release": _}:
@@ -156,13 +156,13 @@ def send_commands(hub: Hub, num: int) -> list[str]:
     return leases
 
 
-def collect(wanted: deque[dict[str, int]]) -> None:
+def collect(requests: deque[dict[str, int]]) -> None:
     """Read requests of the benchmark."""
     try:
         while True:
-            wanted.append(hear())
+            requests.append(hear())
     finally:
-        wanted.append({"end": 0})
+        requests.append({"end": 0})
 
 
 def sizes() -> dict[str, int]:

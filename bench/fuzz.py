@@ -267,8 +267,8 @@ def fuzz_hub(folder: Path, num: int, seed: int) -> None:
         }
         unseen = max(0, num - worker.num_hostile)
         print_figure("fuzz", "hub_crashes", int(crashed), unit="crashes", goal=0, better="lower", detail=detail)
-        said = {"of": worker.sent, "hostile_unseen": unseen}
-        print_figure("fuzz", "valid_lost", worker.num_missing, unit="messages", goal=0, better="lower", detail=said)
+        counts = {"of": worker.sent, "hostile_unseen": unseen}
+        print_figure("fuzz", "valid_lost", worker.num_missing, unit="messages", goal=0, better="lower", detail=counts)
         print_memory("hub_growth", before, after)
         for process in hostile:
             process.kill()

@@ -11,8 +11,8 @@ def score(completion: str, reference: str, prompt_text: str, metadata: dict[str,
     The share is relative to the longer of the two texts, so that superfluous characters reduce it.
     """
     right = 0
-    for given, wanted in zip(completion, reference, strict=False):
-        if given != wanted:
+    for actual, expected in zip(completion, reference, strict=False):
+        if actual != expected:
             break
         right += 1
     share = right / max(len(completion), len(reference), 1)

@@ -245,8 +245,8 @@ class HubController:
                             self._welcome(arrival.envelope.sender)
                         continue
                     latencies.append(clock() - sent_at[len(latencies)])
-                    said = arrival.envelope
-                    cause = f"{said.sender}/{said.incarnation}/{said.seq}"
+                    hello = arrival.envelope
+                    cause = f"{hello.sender}/{hello.incarnation}/{hello.seq}"
                     if release:
                         hub.release(name, (answer.lease,))
                     if len(sent_at) < num:
@@ -301,8 +301,8 @@ def run_rounds(exchanges: dict[str, Exchange], num: int, rounds: int) -> dict[in
         for window in WINDOWS:
             for side, exchange in exchanges.items():
                 trials[window][side].append(exchange(num, window))
-        said = ", ".join(f"{side} {trials[1][side][-1].rate:.0f}" for side in exchanges)
-        progress(f"round {number + 1} of {rounds}: round trips/s with 1 in flight: {said}")
+        rates_text = ", ".join(f"{side} {trials[1][side][-1].rate:.0f}" for side in exchanges)
+        progress(f"round {number + 1} of {rounds}: round trips/s with 1 in flight: {rates_text}")
     return trials
 
 

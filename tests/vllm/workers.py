@@ -62,8 +62,8 @@ def in_workers(
     try:
         for rank, (_, answer) in enumerate(workers):
             assert answer.poll(DEADLINE_S), f"worker {rank} did not answer within {DEADLINE_S} s"
-            if said := answer.recv():
-                pytest.fail(f"worker {rank}: {said}")
+            if error := answer.recv():
+                pytest.fail(f"worker {rank}: {error}")
     finally:
         for worker, answer in workers:
             worker.kill()

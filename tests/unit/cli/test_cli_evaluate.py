@@ -267,12 +267,12 @@ def test_mistake_is_one_sentence_and_starts_no_run(
     Path("rl.toml").write_text(
         "[model]\npath = 'model'\n[data]\nsource = 'sums.jsonl'\n[[reward.scorers]]\nname = 'gsm8k'\n"
     )
-    argv, wanted = MISTAKES[mistake]
+    argv, expected = MISTAKES[mistake]
     assert main(list(argv)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1, captured.err
-    assert wanted in captured.err
+    assert expected in captured.err
     assert not Path("runs").exists(), "a run was started"
 
 

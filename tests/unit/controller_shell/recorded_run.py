@@ -114,14 +114,16 @@ def record_run(
     examples = RecordingPrompts(Rows("examples"), "examples", recorder)
     controller = Controller(PLAN, prompts, examples, HELD_OUT)
     due: deque[Event] = deque(hello(name, role, 1.0) for name, role in REPLICAS)
-    said: list[list[Command]] = []
-    while len(said) < max_events and not any(isinstance(command, FinishRun) for command in (said[-1] if said else ())):
-        now = 1.0 + 0.25 * len(said)
+    steps: list[list[Command]] = []
+    while len(steps) < max_events and not any(
+        isinstance(command, FinishRun) for command in (steps[-1] if steps else ())
+    ):
+        now = 1.0 + 0.25 * len(steps)
         event = due.popleft() if due else Ticked(now)
         recorder.event(event)
-        said.append(list(controller.step(event)))
-        for command in said[-1]:
+        steps.append(list(controller.step(event)))
+        for command in steps[-1]:
             if isinstance(command, Send) and (answered := answer(command.message)) is not None:
                 due.append(Received(now, command.peer, 1, *answered))
     recorder.close()
-    return controller, said
+    return controller, steps

@@ -95,8 +95,8 @@ def test_wandb_keeps_the_run_offline(tmp_path: Path) -> None:
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
-    told = [(row["step"], row.get("loss"), row.get("eval/reward_mean")) for row in history]
-    assert told == [(1, 0.5, None), (2, 0.25, None), (1, None, 0.75), (2, None, None)]
+    logged = [(row["step"], row.get("loss"), row.get("eval/reward_mean")) for row in history]
+    assert logged == [(1, 0.5, None), (2, 0.25, None), (1, None, 0.75), (2, None, None)]
     [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json")
     assert json.loads(table.read_text())["columns"] == ["prompt", "completion", "reward"]
 

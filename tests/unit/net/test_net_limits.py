@@ -145,10 +145,10 @@ SIZES = st.integers(0, 2_000)
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), SIZES), max_size=200))
-def test_allowance_bounds_messages_to_the_rate_plus_two_bursts(said: list[tuple[float, int]]) -> None:
+def test_allowance_bounds_messages_to_the_rate_plus_two_bursts(messages: list[tuple[float, int]]) -> None:
     limits = RateLimits(messages_per_s=3.0, bytes_per_s=500.0, burst_messages=5.0, burst_bytes=4_000.0)
     allowance, now, taken = PeerAllowance(limits, 0.0), 0.0, []
-    for pause_s, size in said:
+    for pause_s, size in messages:
         now += pause_s
         allowance.num_messages -= 1
         allowance.num_bytes -= size

@@ -168,7 +168,7 @@ def test_scorers_receive_everything_and_their_options() -> None:
 def test_scorers_get_completion_fields_they_take() -> None:
     """Completions with equal text are distinguished; a negative weight affects the reward and not the score."""
     scorers = [
-        {"name": f"{MISBEHAVING}:all_arguments", "label": "told", "options": {"unit": 2}},
+        {"name": f"{MISBEHAVING}:all_arguments", "label": "all", "options": {"unit": 2}},
         {"name": "overlong", "weight": -3.0, "options": {"max_tokens": 8, "buffer": 4}},
     ]
     completions = tuple(
@@ -285,9 +285,9 @@ def test_close_leaves_no_process_even_when_scorers_hang() -> None:
 def test_pool_reports_scorers_that_no_longer_import(tmp_path: Path) -> None:
     scorer = tmp_path / "vanishing.py"
     scorer.write_text("def f(c, r, p, m): return 1\n")
-    wanted = RewardSettings.model_validate({"scorers": [{"name": f"{scorer}:f"}], "num_workers": 3})
+    invalid_settings = RewardSettings.model_validate({"scorers": [{"name": f"{scorer}:f"}], "num_workers": 3})
     scorer.unlink()
-    with ScoringPool(wanted) as pool, pytest.raises(ConfigError, match=r"can be started.*there is no file"):
+    with ScoringPool(invalid_settings) as pool, pytest.raises(ConfigError, match=r"can be started.*there is no file"):
         pool.poll(PATIENCE_S)
 
 

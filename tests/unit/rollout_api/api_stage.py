@@ -117,9 +117,9 @@ def stage(model: Path, *flags: str) -> Iterator[EpisodeStage]:
 def check(model: Path, played: PlayedGroup, trajectory: Trajectory, temperature: float = 1.0) -> None:
     """Assert that the log-probabilities of a trajectory's sampled tokens equal the model's at their positions."""
     prompt, tokens = played.prompt_ids.tolist(), trajectory.token_ids.tolist()
-    wanted = forward_logprobs(model, prompt, tokens, temperature).numpy()
+    expected = forward_logprobs(model, prompt, tokens, temperature).numpy()
     mask = trajectory.loss_mask.astype(bool)
-    np.testing.assert_allclose(trajectory.logprobs[mask], wanted[mask], atol=1e-5)
+    np.testing.assert_allclose(trajectory.logprobs[mask], expected[mask], atol=1e-5)
     assert not trajectory.logprobs[~mask].any()
     assert mask[-1], "unanswered messages are not in the trajectory"
     assert torch.isfinite(torch.from_numpy(trajectory.logprobs)).all()

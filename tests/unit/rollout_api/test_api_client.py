@@ -34,12 +34,15 @@ def test_response_matches_sampled_tokens(client: openai.OpenAI, lone: LoneEngine
     assert len({choice.message.content for choice in answer.choices}) == 3, "completions of a request must differ"
     for choice in answer.choices:
         starling = choice.starling  # type: ignore[attr-defined]
-        told = choice.logprobs.content
-        assert "".join(one.token for one in told) in (choice.message.content, f"{choice.message.content}<eos>")
-        wanted = forward_logprobs(api_model, prompt, starling["token_ids"], 0.7)
-        torch.testing.assert_close(torch.tensor([one.logprob for one in told]), wanted, atol=1e-5, rtol=0)
-        assert starling["versions"] == [{"version": 0, "start": 0, "end": len(told)}]
-        assert choice.finish_reason == ("stop" if told[-1].token == "<eos>" else "length")
+        token_logprobs = choice.logprobs.content
+        assert "".join(one.token for one in token_logprobs) in (
+            choice.message.content,
+            f"{choice.message.content}<eos>",
+        )
+        expected = forward_logprobs(api_model, prompt, starling["token_ids"], 0.7)
+        torch.testing.assert_close(torch.tensor([one.logprob for one in token_logprobs]), expected, atol=1e-5, rtol=0)
+        assert starling["versions"] == [{"version": 0, "start": 0, "end": len(token_logprobs)}]
+        assert choice.finish_reason == ("stop" if token_logprobs[-1].token == "<eos>" else "length")
     assert answer.usage.prompt_tokens == len(prompt) == len("u:hello;a:")
     assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
 
@@ -79,12 +82,12 @@ def test_stop_text_ends_generation(client: openai.OpenAI, lone: LoneEngine, stre
     before, _ = lone.sampled()
     if stream:
         pieces = list(client.completions.create(**asked, stop=[stop, "never said"], stream=True))
-        said = "".join(piece.choices[0].text for piece in pieces)
+        returned_text = "".join(piece.choices[0].text for piece in pieces)
         finish, starling = pieces[-1].choices[0].finish_reason, pieces[-1].choices[0].starling  # type: ignore[union-attr]
     else:
         choice = client.completions.create(**asked, stop=stop).choices[0]
-        said, finish, starling = choice.text, choice.finish_reason, choice.starling  # type: ignore[attr-defined]
-    assert said == text[: text.index(stop)]
+        returned_text, finish, starling = choice.text, choice.finish_reason, choice.starling  # type: ignore[attr-defined]
+    assert returned_text == text[: text.index(stop)]
     assert finish == "stop"
     assert len(starling["token_ids"]) == text.index(stop) + 2, (
         "the tokens of the stop text are returned, its text is not"
@@ -105,8 +108,8 @@ def test_prompts_may_be_text_or_token_ids(client: openai.OpenAI, lone: LoneEngin
     assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in many.choices[:2]] == [choice.text for choice in by_text.choices]
     first = by_text.choices[0]
-    wanted = forward_logprobs(api_model, ids, first.starling["token_ids"], 1.0)  # type: ignore[attr-defined]
-    torch.testing.assert_close(torch.tensor(first.logprobs.token_logprobs), wanted, atol=1e-5, rtol=0)
+    expected = forward_logprobs(api_model, ids, first.starling["token_ids"], 1.0)  # type: ignore[attr-defined]
+    torch.testing.assert_close(torch.tensor(first.logprobs.token_logprobs), expected, atol=1e-5, rtol=0)
     assert first.logprobs.text_offset == list(range(9))
 
 
@@ -123,19 +126,23 @@ def test_echo_returns_prompt_logprobs(client: openai.OpenAI, lone: LoneEngine, a
     answer = client.completions.create(prompt=prompts, max_tokens=3, n=2, **asked)
     assert answer.usage.completion_tokens == 12
     for index, choice in enumerate(answer.choices):
-        prompt, told, starling = prompts[index // 2], choice.logprobs, choice.starling  # type: ignore[attr-defined]
+        prompt, token_logprobs, starling = prompts[index // 2], choice.logprobs, choice.starling  # type: ignore[attr-defined]
         assert choice.text.startswith(prompt)
-        assert "".join(told.tokens) in (choice.text, f"{choice.text}<eos>")
-        assert told.text_offset == [sum(map(len, told.tokens[:at])) for at in range(len(told.tokens))]
-        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None), "the first token has no log-probability"
+        assert "".join(token_logprobs.tokens) in (choice.text, f"{choice.text}<eos>")
+        assert token_logprobs.text_offset == [
+            sum(map(len, token_logprobs.tokens[:at])) for at in range(len(token_logprobs.tokens))
+        ]
+        assert (token_logprobs.token_logprobs[0], token_logprobs.top_logprobs[0]) == (None, None), (
+            "the first token has no log-probability"
+        )
         assert starling["prompt_version"] == 0
         ids = [*answer.starling["prompt_token_ids"][index // 2], *starling["token_ids"]]  # type: ignore[attr-defined]
-        wanted = forward_distributions(api_model, ids)
-        found = torch.tensor(told.token_logprobs[1:])
-        torch.testing.assert_close(found, wanted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-5, rtol=0)
-        best = torch.tensor([max(top.values()) for top in told.top_logprobs[1:]])
-        torch.testing.assert_close(best, wanted.max(-1).values, atol=1e-5, rtol=0)
-        likeliest = wanted.argmax(-1) == torch.tensor(ids[1:])
+        expected = forward_distributions(api_model, ids)
+        found = torch.tensor(token_logprobs.token_logprobs[1:])
+        torch.testing.assert_close(found, expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-5, rtol=0)
+        best = torch.tensor([max(top.values()) for top in token_logprobs.top_logprobs[1:]])
+        torch.testing.assert_close(best, expected.max(-1).values, atol=1e-5, rtol=0)
+        likeliest = expected.argmax(-1) == torch.tensor(ids[1:])
         assert (found == best).tolist() == likeliest.tolist(), "evaluation harnesses read the greedy token from it"
         assert likeliest[-3:].all()
 

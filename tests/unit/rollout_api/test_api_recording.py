@@ -57,7 +57,7 @@ Ask = Callable[..., Awaitable[RecordedTurn]]
 
 
 def recorded(
-    tokenizer: Any, said: ScriptedModel, play: Callable[[Recording, Ask], Awaitable[None]]
+    tokenizer: Any, model: ScriptedModel, play: Callable[[Recording, Ask], Awaitable[None]]
 ) -> tuple[Recording, Any]:
     """Run an episode with a recording; return the recording and the trajectory."""
 
@@ -71,7 +71,7 @@ def recorded(
             turn_max_tokens=0,
             max_model_len=2000,
         )
-        episode = TokenEpisode(task, 0, tokenizer, said.ask)
+        episode = TokenEpisode(task, 0, tokenizer, model.ask)
         recording = Recording(episode, lambda ids: decode(tokenizer, ids), make_call_reader("", None))
 
         async def ask(*messages: Any, **more: Any) -> RecordedTurn:
@@ -126,10 +126,10 @@ def test_cancelled_request_leaves_no_trace(tokenizer: Any) -> None:
             await asyncio.wait_for(ask(USER, answer, USER), 0.05)
         await ask(USER, answer, USER)
 
-    said = ScriptedModel(tokenizer, "a", None, "b")
-    recording, ended = recorded(tokenizer, said, play)
+    model = ScriptedModel(tokenizer, "a", None, "b")
+    recording, ended = recorded(tokenizer, model, play)
     assert recording.num_branches == 1
-    assert said.asked[1].prompt_ids == said.asked[2].prompt_ids
+    assert model.asked[1].prompt_ids == model.asked[2].prompt_ids
     assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:b"
 
 
@@ -140,26 +140,26 @@ def test_branches_have_own_seeds_and_leases(tokenizer: Any) -> None:
         await ask({"role": "user", "content": "else"})
         await ask(USER, {"role": "assistant", "content": "a"}, USER)
 
-    said = ScriptedModel(tokenizer, "a", "b", "c", "d", "e", "f")
-    recording, ended = recorded(tokenizer, said, play)
+    model = ScriptedModel(tokenizer, "a", "b", "c", "d", "e", "f")
+    recording, ended = recorded(tokenizer, model, play)
     assert recording.num_branches == 4
-    assert len({request.lease for request in said.asked}) == 6
-    assert len({request.sampling.seed for request in said.asked}) == 6
+    assert len({request.lease for request in model.asked}) == 6
+    assert len({request.sampling.seed for request in model.asked}) == 6
     assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:f"
 
 
 def test_request_after_episode_end_is_rejected(tokenizer: Any) -> None:
     async def play(recording: Recording, ask: Ask) -> None:
         waiting = asyncio.create_task(ask(USER))
-        await asyncio.wait_for(said.is_asked.wait(), DEADLINE_S)
+        await asyncio.wait_for(model.is_asked.wait(), DEADLINE_S)
         await recording.close()
         for late in (waiting, ask(USER)):
             with pytest.raises(ApiError, match="this episode has ended") as refused:
                 await late
             assert refused.value.status == 401
 
-    said = ScriptedModel(tokenizer, None)
-    recorded(tokenizer, said, play)
+    model = ScriptedModel(tokenizer, None)
+    recorded(tokenizer, model, play)
 
 
 @pytest.mark.parametrize(

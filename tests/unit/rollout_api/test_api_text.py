@@ -59,14 +59,14 @@ def test_joined_deltas_equal_decoded_text(ids: list[int], cuts: list[int]) -> No
 @example("aï", ["a"], [])  # one token ends the stop text and begins a character
 def test_stop_text_is_never_returned(text: str, stops: list[str], cuts: list[int]) -> None:
     ids = tokenizer().encode(text).ids
-    told, stream = streamed(ids, cuts, stops)
+    returned_text, stream = streamed(ids, cuts, stops)
     at = [found for stop in stops if (found := text.find(stop)) >= 0]
     assert stream.stopped == bool(at)
     if not at:
-        assert told == text
+        assert returned_text == text
         return
-    assert not any(stop in told for stop in stops)
-    assert text.startswith(told)
+    assert not any(stop in returned_text for stop in stops)
+    assert text.startswith(returned_text)
     needed = decode(ids[: stream.num_tokens])
     assert any(stop in needed for stop in stops)
     assert not any(stop in decode(ids[: stream.num_tokens - 1]) for stop in stops), (

@@ -29,7 +29,7 @@ def environment(name: str, *flags: str) -> tuple[str, ...]:
     return ("--rollout.environment.kind", "verifiers", "--rollout.environment.options", options, *flags)
 
 
-def said(stage: EpisodeStage, trajectory: Any) -> list[tuple[int, str]]:
+def text_runs(stage: EpisodeStage, trajectory: Any) -> list[tuple[int, str]]:
     """Return a trajectory's text in runs of sampled tokens and of others."""
     edges = np.flatnonzero(np.diff(trajectory.loss_mask)) + 1
     runs = zip(np.split(trajectory.loss_mask, edges), np.split(trajectory.token_ids, edges), strict=True)
@@ -44,7 +44,7 @@ def test_verifiers_single_turn(api_model: Path) -> None:
         assert decode(made.tokenizer, played.prompt_ids) == "s:be brief;u:hello;a:"
         for trajectory in played.trajectories:
             check(api_model, played, trajectory)
-            ((mask, text),) = said(made, trajectory)
+            ((mask, text),) = text_runs(made, trajectory)
             assert mask == 1
             assert trajectory.reward == pytest.approx(text.count("e") / max(1, len(text)))
             assert trajectory.metrics == {
@@ -61,7 +61,7 @@ def test_verifiers_several_turns(api_model: Path) -> None:
         for trajectory in played.trajectories:
             check(api_model, played, trajectory)
             assert trajectory.num_turns == 3
-            runs = said(made, trajectory)
+            runs = text_runs(made, trajectory)
             assert [mask for mask, _ in runs] == [1, 0, 1, 0, 1]
             assert [text for mask, text in runs if not mask] == [";u:more 1;a:", ";u:more 2;a:"]
             text = "".join(text for mask, text in runs if mask)

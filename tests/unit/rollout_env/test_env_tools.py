@@ -89,8 +89,11 @@ def test_tool_results_are_not_trained(chosen: LoadedEnvironment) -> None:
     (made,) = group_trajectories("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
     sampled = text_of(made.token_ids[made.loss_mask == 1].tolist())
     assert sampled == f"{first}<|im_end|>{last}<|im_end|>"
-    said = text_of(made.token_ids[made.loss_mask == 0].tolist())
-    assert said == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    environment_text = text_of(made.token_ids[made.loss_mask == 0].tolist())
+    assert (
+        environment_text
+        == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert (made.status, made.num_turns, made.reward) == (Status.OK, 2, None)
     assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "assistant"]
     assert one.messages[2] == {"role": "tool", "name": "add", "content": "42"}
