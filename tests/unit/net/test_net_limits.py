@@ -153,7 +153,7 @@ def test_allowance_bounds_messages_to_the_rate_plus_two_bursts(messages: list[tu
         allowance.num_messages -= 1
         allowance.num_bytes -= size
         if (allowance.num_messages < 0 or allowance.num_bytes < 0) and not allowance.refill(now):
-            allowance.give_back(size)
+            allowance.refund(size)
         else:
             taken.append((now, size))
         assert allowance.num_messages >= 0
