@@ -1,16 +1,15 @@
-"""What asynchrony is worth: the real services over devices that only take time, by staleness and by ratio.
+"""Speed-up by asynchrony: the real services on simulated devices, by staleness and by ratio.
 
     python bench/async.py [--quick] [--picture FILE.png]
 
-Controller, policy, reward service and two rollouts run as `starling run` starts them, with everything that they do in a
-real run: prompts, leases, completions over the wire, scores, steps, publications, adoptions. Only the devices are
-simulated: the engine (sleepy_engine.py) takes a GPU's time for each decode step, and completion lengths have a long
-tail; a training step sleeps (sleepy_training.py). So two cores do for a cluster, and what is lost against the ideal is
-lost by Starling.
+Controller, policy, reward service and two rollouts run as `starling run` starts them, with all traffic of a real run:
+prompts, leases, completions, scores, steps, publications, adoptions. Only the devices are simulated: the engine
+(sleepy_engine.py) takes a GPU's time for each decode step, and completion lengths have a long tail; a training step
+sleeps (sleepy_training.py). So two cores suffice for a cluster, and any loss against the ideal is Starling's.
 
 The *ratio* is that of the seconds in which the rollouts generate one step's groups by themselves to those of a training
 step. The *ideal* speed-up over synchronous training (staleness 0) is (generation + training) / max(full, training): a
-synchronous step has one after the other and waits for its longest completion; in an ideal asynchronous one both go on
+synchronous step has one after the other and waits for its longest completion; in an ideal asynchronous one both run
 side by side, and the rollouts, never without work, generate a step's tokens in `full` seconds, all their rows taken.
 That is more than generation + training over the longer of the two, which is in the detail as `ideal_overlap`. What no
 software at all would reach at each staleness is simulated (asynchronous_ideal.py) and drawn as a dotted line.
@@ -55,16 +54,16 @@ PROFILE: Final = Profile(step_s=0.01, fixed_share=0.5, max_rows=16, median_lengt
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurement."""
 
     ratios: tuple[float, ...]
     staleness: tuple[int, ...]
     train_s: float
     num_steps: int
     first: int
-    """The step after which the clock runs; until then the pipeline fills."""
+    """Step after which time is measured; until then the pipeline fills."""
     last: int
-    """The step at whose end it stops; afterwards the pipeline runs empty."""
+    """Last measured step; afterwards the pipeline drains."""
     run_timeout_s: float
 
 
@@ -74,7 +73,7 @@ QUICK = Scale((1.0,), (0, 2), 0.6, 14, 3, 11, 120.0)
 
 @dataclass(frozen=True)
 class Point:
-    """One run: seconds of a step, measured and without any software."""
+    """One run: seconds per step, measured and simulated without software."""
 
     measured_s: float
     simulated_s: float
@@ -152,7 +151,7 @@ def recipe_of(work: Work, max_staleness: int, folder: Path) -> dict[str, Any]:
 
 
 def measure_run(work: Work, max_staleness: int, scale: Scale) -> Point:
-    """Run once, and compare with what it would be without any software."""
+    """Run once, and simulate the same run without software overhead."""
     with tempfile.TemporaryDirectory(prefix="starling-async-") as temporary:
         folder = Path(temporary)
         file = folder / "recipe.toml"
@@ -169,7 +168,7 @@ def measure_run(work: Work, max_staleness: int, scale: Scale) -> Point:
 
 
 def check_tokens(work: Work, steps: list[dict[str, Any]]) -> None:
-    """See that the devices did the work that is simulated, to the token."""
+    """Assert that the run generated exactly the simulated tokens."""
     for number, step in enumerate(steps):
         first = number * work.prompts_per_step
         expected = sum(sum(work.lengths(group)) for group in range(first, first + work.prompts_per_step))
@@ -177,7 +176,7 @@ def check_tokens(work: Work, steps: list[dict[str, Any]]) -> None:
 
 
 def run_logged(command: list[str], folder: Path, timeout_s: float) -> None:
-    """Run a command to its end, and show what it said should it fail."""
+    """Run a command to its end, and show its log if it fails."""
     with (folder / "output.log").open("w+") as log:
         done = subprocess.run(
             command,
@@ -212,7 +211,7 @@ def measure(scale: Scale) -> dict[float, dict[int, Point]]:
 
 
 def ideal_speed_up(work: Work) -> float:
-    """Return how much faster than a synchronous step an ideal asynchronous one is."""
+    """Return the speed-up of an ideal asynchronous step over a synchronous one."""
     return (work.batch_s + work.train_s) / max(work.full_s, work.train_s)
 
 

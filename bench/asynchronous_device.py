@@ -1,9 +1,8 @@
-"""How long a simulated GPU takes for which tokens. Pure: time is what the caller says it is.
+"""Timing model of a simulated GPU. Pure: the caller passes the time.
 
-All running rows get their next token in one decode step, which takes a while for reading the weights and a while for
-each row: the first part is why rows that are left over at the end of a batch are dear. Rows join and leave between
-two steps, as in any engine with continuous batching. Nothing happens in a row until it ends but that it grows, so any
-number of steps are taken at once.
+All running rows get their next token in one decode step, whose time has a fixed part for reading the weights and a part
+per row: because of the fixed part, the last rows of a batch are expensive. Rows join and leave between two steps, as in
+any engine with continuous batching. Rows only grow until they end, so many steps are computed at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Profile:
-    """A device, and the lengths of what is generated on it."""
+    """Speed of a device, and the distribution of completion lengths."""
 
     step_s: float
     """Seconds of a decode step with `max_rows` rows."""
@@ -64,7 +63,7 @@ class Device:
         self.running: list[Row] = []
         self.waiting: deque[Row] = deque()
         self.num_tokens = 0
-        """Sampled since it was made."""
+        """Number of tokens sampled so far."""
         self.version = -1
         """The weight version that samples the next token."""
         self._at = 0.0

@@ -1,4 +1,4 @@
-"""What a run would take if nothing but the devices took time: the same groups, lengths and bounds, and no software."""
+"""Simulated duration of a run without software overhead: the same groups, lengths and bounds on ideal services."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from starling.controller.core.plan import draw_seed
 
 @dataclass(frozen=True)
 class Work:
-    """What is generated and trained, and on how many devices."""
+    """Groups to generate and train, and the devices."""
 
     profile: Profile
     train_s: float
     num_steps: int
     num_rollouts: int
     num_slots: int
-    """Groups that a rollout may be given at a time."""
+    """Slots of a rollout."""
     prompts_per_step: int
     group_size: int
     max_tokens: int

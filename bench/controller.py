@@ -1,16 +1,16 @@
-"""The controller's core: events a second, with and without its journal, and what a replica costs.
+"""Benchmark of the controller's core: events per second with and without the journal, and memory per replica.
 
     python bench/controller.py [--quick] [--profile]
 
-A whole run is played against the real core: replicas that answer at once join, generate, score, train, publish, adopt
-and heartbeat (`controller_cluster.py`). Timed is what `Controller.step` takes, and with the journal what appending and
-committing take besides, on the disk of the working folder; the replicas' own time is not. One group of completions is
-8 x 256 tokens, 20 KB in the journal.
+A whole run is driven through the real core by replicas that answer at once (`controller_cluster.py`): they join,
+generate, score, train, publish, adopt and send heartbeats. Measured are `Controller.step` and, with the journal,
+appending and committing on the disk of the working folder; the replicas' own time is excluded. One group of completions
+has 8 x 256 tokens, 20 KB in the journal.
 
-    events_per_second          the core alone, 1,024 rollouts
+    events_per_second          core alone, 1,024 rollouts
     events_per_second_durable  with the journal, one transaction for up to 64 events
     growth_256_to_8192         time per event with 8,192 rollouts over that with 256, once all have joined
-    seconds_10000_replicas     10,000 rollouts, 10 steps, from the first hello to the last farewell
+    seconds_10000_replicas     10,000 rollouts, 10 steps, from the first hello to the last goodbye
     bytes_per_replica          resident memory of a member, by tracemalloc
 """
 
@@ -38,15 +38,15 @@ from starling.controller.core.machine import Controller
 from starling.controller.shell.journal.journal import Journal
 
 TOGETHER = 64
-"""Events whose records one transaction takes, when the journal is on."""
+"""Events per transaction of the journal."""
 
 
-def play(
+def measure_run(
     num_rollouts: int, num_steps: int, journal: Journal | None = None, *, from_version: int = 0
 ) -> tuple[int, float]:
-    """Play a run. Returns the number of events, and the seconds that the core (and the journal) took for them.
+    """Run to the end; return the number of events and the seconds that the core (and the journal) took.
 
-    Counted is what comes after `from_version` was made; from 0, everything.
+    Events before the completion of version `from_version` are not counted; 0 counts all.
     """
     plan = plan_for(num_rollouts, num_steps)
     prompts = Prompts()
@@ -58,7 +58,7 @@ def play(
         begin = clock()
         commands = step(event)
         if journal is not None:
-            keep(journal, commands)
+            write_to_journal(journal, commands)
             if num % TOGETHER == 0:
                 journal.commit()
         if controller.state.version >= from_version:
@@ -71,8 +71,8 @@ def play(
     return num, spent
 
 
-def keep(journal: Journal, commands: Sequence[Command]) -> None:
-    """Hand the journal what is for it."""
+def write_to_journal(journal: Journal, commands: Sequence[Command]) -> None:
+    """Append the records among `commands` to the journal."""
     for command in commands:
         if isinstance(command, Write):
             journal.append(command.record, command.payload)
@@ -81,23 +81,23 @@ def keep(journal: Journal, commands: Sequence[Command]) -> None:
 
 
 def rate(num_rollouts: int, num_steps: int, *, from_version: int = 0) -> float:
-    """Return events a second of the core alone."""
+    """Return events per second of the core alone."""
     gc.collect()
-    num, spent = play(num_rollouts, num_steps, from_version=from_version)
+    num, spent = measure_run(num_rollouts, num_steps, from_version=from_version)
     return num / spent
 
 
 def durable_rate(num_rollouts: int, num_steps: int) -> float:
-    """Return events a second with the journal."""
+    """Return events per second with the journal."""
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-journal-") as folder:
         journal = Journal(Path(folder) / "journal.sqlite")
-        num, spent = play(num_rollouts, num_steps, journal)
+        num, spent = measure_run(num_rollouts, num_steps, journal)
         journal.close()
     return num / spent
 
 
 def bytes_per_replica(num: int) -> float:
-    """Return what one more rollout takes in memory, all being members with work in hand."""
+    """Return the memory of one more rollout, all of them members with leased groups."""
     sizes = []
     for size in (num, 2 * num):
         plan = plan_for(size, 1)
@@ -125,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.profile:
         profile = cProfile.Profile()
-        profile.runcall(play, 1024, 3)
+        profile.runcall(measure_run, 1024, 3)
         pstats.Stats(profile).sort_stats("tottime").print_stats(35)
         return
     collect_seldom()  # as the controller's process does
@@ -135,7 +135,7 @@ def main() -> None:
     for number in range(rounds):
         rates["alone"].append(rate(1024, 3))
         rates["durable"].append(durable_rate(1024, 3))
-        # Without the joins, of which a short run of many has more to each event than a long one of few.
+        # Excludes joins, whose share of all events depends on the number of replicas.
         rates["256"].append(rate(256, 33, from_version=1))
         rates["8192"].append(rate(8192, 2, from_version=1))
         progress(f"round {number + 1}: " + ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in rates.items()))
@@ -153,7 +153,7 @@ def main() -> None:
     show("growth_256_to_8192", growth, "ratio", 1.3, {})
     steps = 2 if arguments.quick else 10
     begin = time.perf_counter()
-    num, spent = play(10_000, steps)
+    num, spent = measure_run(10_000, steps)
     more = {"events": num, "core_s": round(spent, 2), "steps": steps}
     show("seconds_10000_replicas", time.perf_counter() - begin, "s", 60, more)
     show("bytes_per_replica", bytes_per_replica(500), "bytes", None, {})

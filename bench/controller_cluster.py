@@ -1,4 +1,4 @@
-"""Replicas for `bench/controller.py`: they answer at once and cost next to nothing; the core is what is timed."""
+"""Replicas for `bench/controller.py` that answer at once at negligible cost, so that the core dominates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from starling.weightsync.plan.offer import RankOffer, digest_of, holds_of, make_
 
 GROUP_SIZE = 8
 TOKENS = 256
-"""Of one completion: 10 bytes each in the four buffers of a group."""
+"""Tokens of a completion; each has 10 bytes in the four buffers of a group."""
 SLOTS = 4
 HEARTBEATS_PER_GROUP = 1
-"""A rollout of a large model takes seconds for a group, and heartbeats once a second."""
+"""Heartbeats per generated group: a large model takes seconds for a group, and sends a heartbeat each second."""
 
 
 class Prompts:
-    """Prompts by position, made once."""
+    """Prompt source with generated, cached prompts."""
 
     def __init__(self) -> None:
         self._prompt = wire.Prompt(id="train/0/0", text="x" * 200)
@@ -34,7 +34,7 @@ class Prompts:
 
 
 def plan_for(num_rollouts: int, num_steps: int, groups_per_rollout: int = 1) -> RunPlan:
-    """Return a run in which each rollout generates so many groups of each step."""
+    """Return the plan of a run in which each rollout generates `groups_per_rollout` groups per step."""
     return RunPlan(
         seed=0,
         sampling=wire.Sampling(max_tokens=TOKENS),
@@ -49,7 +49,7 @@ def plan_for(num_rollouts: int, num_steps: int, groups_per_rollout: int = 1) -> 
 
 
 def layout_of(replica: str) -> Layout:
-    """Return one rank that holds one small tensor: plans are not what is timed."""
+    """Return a layout of one rank with one small tensor, as planning is not measured."""
     shard = Shard(tensor=0, box=Box(offset=(0,), size=(4,)), storage="w", offset_bytes=0, strides=(1,))
     spec = TensorSpec(name="w", shape=(4,), dtype="float32")
     return Layout(replica=replica, tensors=(spec,), ranks=(RankLayout(place=Place(host="h"), shards=(shard,)),))
@@ -57,12 +57,12 @@ def layout_of(replica: str) -> Layout:
 
 @dataclass
 class Cluster:
-    """All replicas of a run, as a queue of what they say next."""
+    """All replicas of a run, as a queue of their next messages."""
 
     plan: RunPlan
     controller: Controller
     act: Callable[[Sequence[Command]], None] = lambda commands: None
-    """Gets the commands of each event, before they are answered."""
+    """Called with the commands of each event, before they are answered."""
     now: float = 0.0
     finished: FinishRun | None = None
     num_events: int = 0
@@ -71,7 +71,7 @@ class Cluster:
     _versions: dict[str, int] = field(default_factory=dict)
 
     def join(self) -> None:
-        """Have everybody say hello."""
+        """Queue the hello of every replica."""
         roles = [("policy", 1), ("reward", self.plan.num_rewards), ("rollout", self.plan.num_rollouts)]
         for role, num in roles:
             for index in range(num):
@@ -90,7 +90,7 @@ class Cluster:
                 self._said.append((name, hello, layout))
 
     def events(self) -> Iterator[Event]:
-        """Return what happens next, until the run is over."""
+        """Yield the next events until the end of the run."""
         num = 0
         while self._said:
             name, message, buffers = self._said.popleft()
@@ -108,18 +108,18 @@ class Cluster:
         return wire.Heartbeat(leases=held, version=self._versions[name])
 
     def take(self, commands: Sequence[Command]) -> None:
-        """Let the replicas answer what they were told."""
+        """Queue the replicas' answers to `commands`."""
         self.act(commands)
         for command in commands:
             match command:
                 case Send(peer=peer, message=message):
-                    self._hear(peer, message)
+                    self._answer(peer, message)
                 case FinishRun():
                     self.finished = command
                 case Fetch(step=step):
                     raise AssertionError(f"step {step} is read again: {Fetched}")
 
-    def _hear(self, peer: str, message: wire.Down) -> None:
+    def _answer(self, peer: str, message: wire.Down) -> None:
         if isinstance(message, wire.ReleaseLeases):
             for lease in message.leases:
                 self._held[peer].pop(lease, None)

@@ -1,4 +1,4 @@
-"""The other side of controller_side_by_side.py: a controller over HTTP and Redis, reduced to its traffic.
+"""Reference side of controller_side_by_side.py: a controller over HTTP and Redis, reduced to its traffic.
 
     python controller_http.py controller | policy API REDIS | rollouts API NUM
 
@@ -9,9 +9,9 @@ and checks them with pydantic again. Commands go by the stream ``<replica>_comma
 fetched from ``/api/next_prompt``; a policy acknowledges steps at ``/api/policy/train_ack``. Token ids and
 log-probabilities are lists of lists, one short list for each token, because they may hold alternatives.
 
-Left out, all of it to the good of this side: the connection that is opened anew for each request (a session is kept),
-the controller's filters, tokenizer and log lines, the hand-over from thread to thread in the policy, and persistence.
-Given to it: uvloop and httptools. A heartbeat a minute for each replica does not count; each posts one at its start.
+Omitted in favour of this side: a new connection for each request (a session is reused), the controller's filters,
+tokenizer and log lines, the hand-over between threads in the policy, and persistence. Added: uvloop and httptools. The
+heartbeat of each replica, one per minute, is negligible; each posts one at its start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ START_TIMEOUT_S = 20.0
 HTTP_TIMEOUT_S = 60.0
 
 
-# --- what travels --------------------------------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------------------------
 
 
 class Register(BaseModel):
@@ -61,13 +61,13 @@ class Register(BaseModel):
 
 
 class Heartbeat(BaseModel):
-    """A replica lives."""
+    """Heartbeat of a replica."""
 
     replica_name: str
 
 
 class TrainAck(BaseModel):
-    """A policy has made a step."""
+    """A policy has trained a step."""
 
     replica_name: str
     weight_step: int
@@ -105,7 +105,7 @@ class RolloutRequest(BaseModel):
 
 
 class Rollout(BaseModel):
-    """One completion, as a policy gets it."""
+    """One completion, as sent to a policy."""
 
     prompt: str | None = None
     prompt_idx: int = -1
@@ -123,7 +123,7 @@ class Rollout(BaseModel):
 
 @dataclass(frozen=True)
 class DataFetch:
-    """Train a step: the command that a policy gets most often."""
+    """Train a step: the most frequent command to a policy."""
 
     replica_name: str
     items_count: int
@@ -144,7 +144,7 @@ class DataFetch:
 
 
 def payload_of(result: Result, index: int, *, tokens: bool) -> Payload:
-    """Return what a rollout posts of one group."""
+    """Return a rollout's request body for one group."""
     return Payload(
         prompt=result.prompt,
         prompt_idx=index,
@@ -183,7 +183,7 @@ def rollouts_of(payload: Payload) -> list[Rollout]:
 
 
 def serve(stream: redis.Redis, replicas: dict[str, str]) -> FastAPI:
-    """Return the controller's HTTP side; it adds what comes to the policy's stream before it answers."""
+    """Return the controller's HTTP app; it adds results to the policy's stream before it answers."""
     app = FastAPI()
 
     @app.post("/api/register")
@@ -217,7 +217,7 @@ def serve(stream: redis.Redis, replicas: dict[str, str]) -> FastAPI:
 
 
 def send_commands(stream: redis.Redis, num: int) -> None:
-    """Publish commands to the policy, one after another, and say when that began."""
+    """Publish commands to the policy one by one; report the start time."""
     begin = time.monotonic_ns()
     for number in range(num):
         command = DataFetch(POLICY, 128, number, 1000, 128_000, uuid_value=str(uuid.uuid4()))
@@ -227,7 +227,7 @@ def send_commands(stream: redis.Redis, num: int) -> None:
 
 
 def run_controller() -> None:
-    """Start a Redis that keeps nothing, serve until standard input ends, and take Redis along."""
+    """Start Redis without persistence, serve until standard input ends, and stop Redis."""
     with tempfile.TemporaryDirectory(prefix="starling-redis-") as folder:
         redis_port = free_port()
         options = f"--port {redis_port} --bind 127.0.0.1 --appendonly no --dir {folder} --save".split()
@@ -240,7 +240,7 @@ def run_controller() -> None:
 
 
 def serve_with(redis_port: int) -> None:
-    """Serve beside the Redis at `redis_port`."""
+    """Serve with the Redis at `redis_port`."""
     stream = connect(redis_port)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     api = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -251,7 +251,7 @@ def serve_with(redis_port: int) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
 
-        def obey() -> None:
+        def handle_commands() -> None:
             try:
                 while True:
                     if num := hear().get("commands"):
@@ -259,7 +259,7 @@ def serve_with(redis_port: int) -> None:
             finally:
                 server.should_exit = True
 
-        threading.Thread(target=obey, daemon=True).start()
+        threading.Thread(target=handle_commands, daemon=True).start()
         say(api=api, redis=redis_port, versions=versions(stream), **sizes())
         await server.serve(sockets=[listener])
 
@@ -267,7 +267,7 @@ def serve_with(redis_port: int) -> None:
 
 
 def versions(stream: redis.Redis) -> dict[str, str]:
-    """Return the versions of what this side stands on."""
+    """Return the versions of this side's software."""
     packages = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "requests", "redis", "msgpack")
     return {
         "redis-server": stream.info("server")["redis_version"],
@@ -276,7 +276,7 @@ def versions(stream: redis.Redis) -> dict[str, str]:
 
 
 def sizes() -> dict[str, int]:
-    """Return how many bytes a group and a command take."""
+    """Return the bytes of a group and of a command."""
     found = {}
     for name, tokens in (("tokens", True), ("text", False)):
         payload = payload_of(make_result(0), 0, tokens=tokens)
@@ -326,7 +326,7 @@ class HttpLine:
         self._session.post(self._api + path, json=body.model_dump(), timeout=HTTP_TIMEOUT_S).raise_for_status()
 
     def acquire(self) -> None:
-        """Poll for the next prompt; here there always is one."""
+        """Poll for the next prompt, of which there always is one."""
         answer = self._session.get(self._api + "/api/next_prompt", params={"n": 1}, timeout=HTTP_TIMEOUT_S)
         answer.raise_for_status()
         for payload in answer.json()["payloads_list"]:
@@ -339,7 +339,7 @@ class HttpLine:
 
 
 def run_policy(api: str, redis_port: int) -> None:
-    """Be the policy: read what it is told to wait for, and say when it had it decoded."""
+    """Run the policy: read the expected messages, and report when each was decoded."""
     line, stream = HttpLine(api, POLICY, "POLICY"), connect(redis_port)
     latest = {"rollout": b"0-0", "command": b"0-0"}
 
@@ -373,7 +373,7 @@ def run_policy(api: str, redis_port: int) -> None:
 
 
 def main() -> None:
-    """Be one of the processes of this side."""
+    """Run one of the processes of this side."""
     role, *rest = sys.argv[1:]
     if role == "controller":
         run_controller()

@@ -1,4 +1,4 @@
-"""A result's way to the policy, and commands to a replica: Starling's star beside HTTP and Redis streams.
+"""Latency of results to the policy and rate of commands to a replica: Starling compared with HTTP and Redis streams.
 
     OMP_NUM_THREADS=1 python bench/controller_side_by_side.py [--quick]
 
@@ -10,14 +10,14 @@ Both sides run real processes on one host, over TCP: a controller, a policy, and
   controller-http-requirements.txt, and needs `redis-server` on the PATH (Debian: redis-server).
 
 A burst: every rollout has a result (8 completions of 256 tokens, with ids and log-probabilities, as lists) at the same
-instant. A result counts from there until the policy has decoded all of it, through whatever the side does to carry it;
-fetching the next prompt, acknowledging the step and releasing leases happen between the bursts. `text` is theirs
-without token ids and log-probabilities, its default: then the policy still has the tokens to find again, which is not
-counted. Commands are sent one after another to one replica, as many as go, until it has decoded the last.
+instant. Its latency lasts from there until the policy has decoded all of it; fetching the next prompt, acknowledging
+the step and releasing leases happen between bursts. `text` is their default without token ids and log-probabilities;
+the policy would then have to tokenize the texts again, which is not measured. Commands are sent to one replica at the
+highest possible rate, until it has decoded the last one.
 
-Neither controller decides or stores anything here, nor scores. In every round each side has its turn, while the other
-is stopped (SIGSTOP); one burst warms up and does not count. A ratio is the median over the rounds of the ratio within
-the round. The processor time that a side needs for a result is a figure of its own: other load changes it less.
+Neither controller makes decisions, stores or scores. In every round the sides run alternately, while the other one is
+suspended (SIGSTOP); a first burst warms up and is not counted. A ratio is the median over the rounds of the ratio in
+the round. CPU time per result is a separate figure, which depends less on other load.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ GOAL = 5.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurement."""
 
     rounds: int
     bursts: dict[int, int]
-    """Bursts of a round, by the number of rollouts."""
+    """Number of bursts per round, by number of rollouts."""
     num_commands: int
 
 
@@ -68,35 +68,35 @@ QUICK = Scale(5, {1: 20, 8: 5, 64: 1}, 2000)
 
 
 class Role:
-    """One process of a side, with which lines of JSON are exchanged."""
+    """A process of one side; the benchmark exchanges JSON lines with it."""
 
     def __init__(self, command: list[str], group: int) -> None:
-        """Start it in the process group `group`; 0 for one of its own."""
+        """Start the process in process group `group`; 0 for a new one."""
         self._name = " ".join(Path(word).name for word in command[1:3])
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=group)
         self._heard = b""
 
     def say(self, **message: Any) -> None:
-        """Tell it something."""
+        """Send a JSON line."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
         self.process.stdin.flush()
 
     def close(self) -> None:
-        """Tell it that nothing more will be said."""
+        """Close its standard input."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def hear(self) -> dict[str, Any]:
-        """Return what it says next, or end the benchmark when it says nothing for too long."""
+        """Return its next JSON line; end the benchmark after a timeout."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while b"\n" not in self._heard:
             descriptor = self.process.stdout.fileno()
             if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise SystemExit(f"{self._name} said nothing for {ANSWER_TIMEOUT_S:g} s")
+                raise SystemExit(f"{self._name} did not answer within {ANSWER_TIMEOUT_S:g} s")
             read = os.read(descriptor, 1 << 16)
             if not read:
                 raise SystemExit(f"{self._name} ended with {self.process.wait(ANSWER_TIMEOUT_S)}")
@@ -110,7 +110,7 @@ class Side:
     """The processes of one side."""
 
     def __init__(self, script: list[str], keys: Path | None, num_rollouts: int) -> None:
-        """Start a controller, a policy and so many rollouts; with `keys` for those who need keys."""
+        """Start a controller, a policy and `num_rollouts` rollouts, with `keys` on the side that needs them."""
         self.num_rollouts = num_rollouts
         folder = [] if keys is None else [str(keys)]
         self._roles = [Role([*script, "controller", *folder], 0)]
@@ -123,7 +123,7 @@ class Side:
             self._policy.hear()
             self._rollouts = self._start([*script, "rollouts", where[0], *folder, str(num_rollouts)])
             self._rollouts.hear()
-        except BaseException:  # no process of a side that did not begin may stay
+        except BaseException:  # leave no process of a side that failed to start
             self.close()
             raise
 
@@ -132,7 +132,7 @@ class Side:
         return self._roles[-1]
 
     def burst(self, *, tokens: bool) -> list[float]:
-        """Have every rollout deliver one result. Returns the seconds that each took to the policy."""
+        """Let every rollout deliver one result; return the latency of each in seconds."""
         self._policy.say(results=self.num_rollouts)
         self._rollouts.say(tokens=tokens)
         ready, decoded = self._rollouts.hear()["ready"], self._policy.hear()["decoded"]
@@ -140,7 +140,7 @@ class Side:
         return [(after - before) / 1e9 for before, after in zip(ready, decoded, strict=True)]
 
     def cpu_seconds(self) -> float:
-        """Return what all processes of the side have computed so far, in every thread."""
+        """Return the CPU seconds of all processes and threads of the side so far."""
         spent_ns = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class Side:
         return spent_ns / 1e9
 
     def command_rate(self, num: int) -> float:
-        """Send `num` commands to the policy. Returns how many it has decoded per second."""
+        """Send `num` commands to the policy; return the rate at which it decodes them."""
         self._policy.say(commands=num)
         self._controller.say(commands=num)
         begin = self._controller.hear()["began"]
@@ -161,7 +161,7 @@ class Side:
 
     @contextlib.contextmanager
     def turn(self) -> Any:
-        """Let the side run, and stop it afterwards."""
+        """Resume the side, and suspend it afterwards."""
         os.killpg(self._group, signal.SIGCONT)
         try:
             yield
@@ -169,7 +169,7 @@ class Side:
             os.killpg(self._group, signal.SIGSTOP)
 
     def __enter__(self) -> Self:
-        """Stand still until it is this side's turn."""
+        """Suspend the side until its first measurement."""
         os.killpg(self._group, signal.SIGSTOP)
         return self
 
@@ -178,7 +178,7 @@ class Side:
         self.close()
 
     def close(self) -> None:
-        """End every process of the side: the controller takes what it has started along, then all are killed."""
+        """End the controller, which ends its children, then kill all processes of the side."""
         os.killpg(self._group, signal.SIGCONT)
         self._roles[0].close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,14 +191,14 @@ class Side:
 
 @dataclass
 class Measured:
-    """What the rounds gave."""
+    """Measurements of all rounds."""
 
     medians: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """By number of rollouts and kind, one for each round; seconds."""
+    """Median latency in seconds per round, by number of rollouts and kind."""
     tails: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """The same for the 99th percentile."""
+    """99th percentile of the latency, likewise."""
     cpu: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """Processor seconds of the whole side for each result, prompts and acknowledgements included."""
+    """CPU seconds of the whole side per result, prompts and acknowledgements included."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -219,7 +219,7 @@ def measure(scale: Scale, python: Path) -> Measured:
 
 
 def run_rounds(measured: Measured, sides: dict[str, Side], num: int, scale: Scale) -> None:
-    """Take sharing with `num` rollouts; with one of them also with commands."""
+    """Measure the sides alternately with `num` rollouts; commands only with one rollout."""
     medians = measured.medians[num] = {kind: [] for kind in KINDS}
     tails = measured.tails[num] = {kind: [] for kind in KINDS}
     cpu = measured.cpu[num] = {kind: [] for kind in KINDS}
@@ -235,8 +235,8 @@ def run_rounds(measured: Measured, sides: dict[str, Side], num: int, scale: Scal
                     measured.rates[kind].append(side.command_rate(scale.num_commands))
             medians[kind].append(median(seconds))
             tails[kind].append(quantile(seconds, 0.99))
-        said = ", ".join(f"{kind} {1000 * medians[kind][-1]:.2f} ms" for kind in KINDS)
-        progress(f"round {number + 1} of {scale.rounds}, {num} rollouts: {said}")
+        latencies = ", ".join(f"{kind} {1000 * medians[kind][-1]:.2f} ms" for kind in KINDS)
+        progress(f"round {number + 1} of {scale.rounds}, {num} rollouts: {latencies}")
 
 
 def report(measured: Measured, scale: Scale) -> None:
@@ -288,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute once the environment is there")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # to end the processes that were started, also then
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # to end all started processes on an interrupt, too
     if shutil.which("redis-server") is None:
         report_missing("redis-server is not on the PATH: install it, on Debian with `apt-get install redis-server`")
         return

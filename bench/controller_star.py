@@ -2,11 +2,10 @@
 
     python controller_star.py controller KEYS | policy ADDRESS KEYS | rollouts ADDRESS KEYS NUM
 
-A rollout makes arrays of its result and the message of them as the service does, and answers its lease; the controller
-decodes the message, passes the group on to the policy as a step, without touching its buffers, releases the lease and
-deals the rollout its next group; the policy reads the group as the service does. `Forwarding` is all that the
-controller decides here: the real core, which also scores groups, seals steps and writes a journal, has the same place
-between `Hub.poll` and `Hub.send`.
+A rollout converts its result to arrays and a message like the service, and answers its lease; the controller decodes
+the message, forwards the group to the policy as a step without touching its buffers, releases the lease and sends the
+rollout its next group; the policy reads the group like the service. `Forwarding` replaces the controller's core, which
+also scores groups, freezes steps and writes a journal, between `Hub.poll` and `Hub.send`.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from starling.common.wire.messages import Down, Status
 RUN = "bench/attempt-1/0badcafe"
 SEND_WITHIN_S = 10.0
 POLL_S = 0.05
-"""How soon the controller sees what it is told on standard input, while nothing is measured."""
+"""Interval at which the controller reads standard input between measurements."""
 ANSWER_TIMEOUT_S = 60.0
 SILENCE_S = 3600.0
-"""While the other side is measured this one stands still."""
+"""Longer than this side is suspended while the other one is measured."""
 HEARTBEAT_S, LEASE_S = 1.0, 60.0
 VERSION = 7
 
@@ -45,14 +44,14 @@ VERSION = 7
 
 
 class Forwarding:
-    """Decides what follows from a message: who is to be told what, with which buffers, and what is released."""
+    """Decides the commands and releases that follow from a message."""
 
     def __init__(self) -> None:
-        """Nothing was said yet."""
+        """Start without replicas."""
         self._num_leases = 0
         self._met: set[str] = set()
         self._open: set[str] = set()
-        """Groups in the making. Who stood still sends a result again before it hears that it came; it counts once."""
+        """Leases of groups being generated. A resumed rollout may send a result twice; it counts once."""
 
     def step(self, arrival: ReceivedMessage) -> list[tuple[str, Down, tuple[bytes, ...]]]:
         """Return the messages that follow from `arrival`."""
@@ -109,21 +108,21 @@ class Forwarding:
 
 
 def data_fetch(number: int) -> messages.TrainStep:
-    """Return a command like the other side's: to train a step, in about as many bytes."""
+    """Return a command to train a step, with about as many bytes as the other side's."""
     return messages.TrainStep(lease=lease_id("train", number, 2, number), step=number, num_steps=1000, ordinal=number)
 
 
 def run_controller(folder: Path) -> None:
-    """Pass on what comes, and send commands when told to."""
+    """Forward results, and send commands on request."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is for the answers
     keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder))
     hub, forwarding = Hub("tcp://127.0.0.1:0", RUN, 1_700_000_000_000, keys), Forwarding()
-    wanted: deque[dict[str, int]] = deque()
-    threading.Thread(target=lambda: collect(wanted), daemon=True).start()
+    requests: deque[dict[str, int]] = deque()
+    threading.Thread(target=lambda: collect(requests), daemon=True).start()
     say(address=hub.address, **sizes())
     sent: list[str] = []
     while True:
-        match wanted.popleft() if wanted else {}:
+        match requests.popleft() if requests else {}:
             case {"commands": num}:
                 sent = send_commands(hub, num)
             case {"release": _}:
@@ -142,13 +141,13 @@ def run_controller(folder: Path) -> None:
 
 
 def send_commands(hub: Hub, num: int) -> list[str]:
-    """Send commands to the policy, one after another, and say when that began. Returns their leases."""
+    """Send commands to the policy one by one; report the start time, and return their leases."""
     begin = time.monotonic_ns()
     leases = []
-    for number in range(begin, begin + num):  # so that no lease is given out twice
+    for number in range(begin, begin + num):  # so that leases are unique
         command = data_fetch(number)
         deadline = time.monotonic() + SEND_WITHIN_S
-        while not hub.send(POLICY, command):  # as many wait as may; the policy has to take some first
+        while not hub.send(POLICY, command):  # the queue is full; the policy has to read some first
             if time.monotonic() > deadline:
                 raise SystemExit(f"{command.lease} was not sent within {SEND_WITHIN_S:g} s")
             time.sleep(0.0002)
@@ -157,17 +156,17 @@ def send_commands(hub: Hub, num: int) -> list[str]:
     return leases
 
 
-def collect(wanted: deque[dict[str, int]]) -> None:
-    """Note what this process is told."""
+def collect(requests: deque[dict[str, int]]) -> None:
+    """Read requests of the benchmark."""
     try:
         while True:
-            wanted.append(hear())
+            requests.append(hear())
     finally:
-        wanted.append({"end": 0})
+        requests.append({"end": 0})
 
 
 def sizes() -> dict[str, int]:
-    """Return how many bytes a group and a command take."""
+    """Return the bytes of a group and of a command."""
     message, buffers = group_of("generate:t1:1.1", make_result(0))
     envelope = messages.Envelope(protocol=1, run=RUN, sender="rollout-0", incarnation=1_700_000_000_000, seq=1000)
     return {
@@ -180,8 +179,11 @@ def sizes() -> dict[str, int]:
 
 
 def group_of(lease: str, result: Result) -> tuple[messages.GroupGenerated, tuple[bytes, ...]]:
-    """Return the message for a result, and its buffers, made as the rollout service makes them."""
-    from starling.rollout.engine.base import Completion, GroupResult  # torch, which the controller has no use for
+    """Return the message of a result and its buffers, encoded like in the rollout service."""
+    from starling.rollout.engine.base import (  # imports torch, which the controller does not need
+        Completion,
+        GroupResult,
+    )
     from starling.rollout.shell.results import generated_message
 
     completions = tuple(
@@ -200,7 +202,7 @@ def group_of(lease: str, result: Result) -> tuple[messages.GroupGenerated, tuple
 
 
 def open_link(address: str, folder: Path, name: str, role: messages.Role) -> ControllerLink:
-    """Return the started line of one replica."""
+    """Return a started link of one replica."""
     settings = LinkSettings(
         name=name, run=RUN, controller=address, key=curve.load_key(folder / f"{name}.json"), silence_s=SILENCE_S
     )
@@ -210,7 +212,7 @@ def open_link(address: str, folder: Path, name: str, role: messages.Role) -> Con
 
 
 def next_command(link: ControllerLink) -> ReceivedCommand:
-    """Return the next command, and skip what else comes."""
+    """Return the next command, and skip other messages."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while time.monotonic() < deadline:
         match link.receive(deadline - time.monotonic()):
@@ -222,7 +224,7 @@ def next_command(link: ControllerLink) -> ReceivedCommand:
 
 
 class StarLine:
-    """One rollout's line."""
+    """A rollout's link to the controller."""
 
     def __init__(self, address: str, folder: Path, index: int) -> None:
         """Connect."""
@@ -234,19 +236,19 @@ class StarLine:
         self._link.work(self._lease)
 
     def deliver(self, result: Result, *, tokens: bool) -> None:
-        """Answer the lease; the tokens always go along."""
+        """Answer the lease; the tokens are always sent."""
         self._link.answer(self._lease, *group_of(self._lease, result))
 
 
 def run_policy(address: str, folder: Path) -> None:
-    """Be the policy: receive what it is told to wait for, and say when it had it decoded."""
+    """Run the policy: receive the expected messages, and report when each was decoded."""
     from starling.policy.train.data.groups import groups_from_wire
 
     link = open_link(address, folder, POLICY, "policy")
     say(joined=POLICY)
     while True:
         told = hear()
-        if "commands" in told:  # which the controller releases: the other side does not answer them either
+        if "commands" in told:  # the controller releases the leases; the other side sends no answers either
             for _ in range(told["commands"]):
                 next_command(link)
             say(decoded=time.monotonic_ns())
@@ -265,7 +267,7 @@ def run_policy(address: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Be one of the processes of this side."""
+    """Run one of the processes of this side."""
     role, *rest = sys.argv[1:]
     folder = Path(rest[-1] if role != "rollouts" else rest[1])
     if role == "controller":

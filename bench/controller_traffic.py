@@ -1,8 +1,8 @@
-"""What both sides of controller_side_by_side.py carry, and how their processes are told to begin.
+"""Payloads of both sides of controller_side_by_side.py, and the protocol between the benchmark and their processes.
 
-Runs in the environment of either side, so it needs the standard library only. A process of a side is told on standard
-input, and answers on standard output, in lines of JSON; all stamps are nanoseconds of CLOCK_MONOTONIC, which the
-processes of one host share.
+Runs in the environments of both sides, so it needs the standard library only. Processes get requests on standard input
+and answer on standard output, in lines of JSON; all stamps are nanoseconds of CLOCK_MONOTONIC, which the processes of
+one host share.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NUM_TOKENS = 256
 PROMPT_TOKENS = 64
 VOCABULARY = 150_000
 WARNING_NS = 5_000_000
-"""From the word to the burst, so that the policy listens and every rollout is awake."""
+"""Delay from the request to the burst, so that the policy listens and all rollouts are awake."""
 WARNING_EACH_NS = 200_000
-"""The same for each rollout."""
+"""Additional delay per rollout."""
 
 _GO = struct.Struct("=q?")
 _STAMP = struct.Struct("=iq")
@@ -63,12 +63,12 @@ def _single(value: float) -> float:
 
 
 def say(**message: Any) -> None:
-    """Tell the benchmark something."""
+    """Send a JSON line to the benchmark."""
     print(json.dumps(message), flush=True)
 
 
 def hear() -> dict[str, Any]:
-    """Return what the benchmark says next; it says nothing more when it is gone, and then this process exits."""
+    """Return the benchmark's next JSON line; exit this process when the benchmark has ended."""
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)
@@ -84,16 +84,16 @@ class Rollout(Protocol):
         ...
 
     def deliver(self, result: Result, *, tokens: bool) -> None:
-        """Hand a result in; without `tokens` only its texts, where a side knows that way."""
+        """Deliver a result; without `tokens` only its texts, if the side supports that."""
         ...
 
 
 def lead_rollouts(num: int, open_line: Callable[[int], Rollout]) -> None:
-    """Be `num` rollouts, a forked process each, that all have a result at the same instant whenever told so.
+    """Run `num` rollouts in forked processes, which all have a result at the same instant on request.
 
-    Says `armed` when each has its next prompt; told ``{"tokens": ...}`` it says when each result was ready.
+    Sends `armed` when each has its next prompt; on ``{"tokens": ...}`` it reports when each result was ready.
     """
-    # A pipe for each of the two reports: who is fast is armed again before who is slow has delivered.
+    # One pipe for each of the two reports: a fast rollout is armed again before a slow one has delivered.
     (armed, arms), (ready, readies) = os.pipe(), os.pipe()
     words: list[int] = []
     for index in range(num):
@@ -133,7 +133,7 @@ def _be_rollout(index: int, hears: int, reports: tuple[int, int], open_line: Cal
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
-        os._exit(0)  # what a process does at its exit is not the fork's to do
+        os._exit(0)  # skip exit handlers in the fork
 
 
 def _collect(num: int, pipe: int) -> list[int]:

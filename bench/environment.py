@@ -1,4 +1,4 @@
-"""Environments of their own for what the benchmarks compare with: made once, and kept in bench/.cache."""
+"""Cached Python environments for the software that benchmarks compare with, in bench/.cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CACHE = Path(__file__).resolve().parent / ".cache"
 
 
 def environment_python(name: str, requirements: Path, *, torch: bool = False) -> Path:
-    """Return the Python of environment `name`, which is made when it is missing or its requirements have changed.
+    """Return the Python of environment `name`, which is created if it is missing or its requirements have changed.
 
-    With `torch` the requirements hold torch, of which the build for the CPU is taken; only uv can choose it.
+    With `torch` the requirements include torch, installed as its CPU build, which only uv can select.
     """
     folder = CACHE / name
     python, stamp = folder / "bin" / "python", folder / "installed.txt"

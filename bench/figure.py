@@ -1,9 +1,9 @@
-"""What every benchmark prints: one JSON object per figure, one per line, and nothing else on standard output.
+"""Output of every benchmark: one JSON object per figure and line, and nothing else on standard output.
 
     {"bench": "wire", "figure": "...", "value": 0.8, "unit": "ratio", "goal": 0.7, "better": "higher", "detail": {...}}
 
-A figure that could not be measured has the value null and says why in `detail.reason`. Progress goes to standard
-error.
+A figure that could not be measured has the value null and the reason in `detail.reason`. Progress is printed to
+standard error.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def print_figure(
 
 
 def progress(text: str) -> None:
-    """Say on standard error what is being measured."""
+    """Print the progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """Return `value` with so many significant digits."""
+    """Return `value` rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
 
 
@@ -63,5 +63,5 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on: the cores, and how busy others keep them."""
+    """Return the number of cores and the load of the machine, on which figures depend."""
     return {"num_cores": len(os.sched_getaffinity(0)), "load_1m": round(os.getloadavg()[0], 2)}

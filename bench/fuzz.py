@@ -3,12 +3,12 @@
     python bench/fuzz.py [--quick | --frames N] [--seed S]
 
 - The decoder gets every message, as both ends decode it; anything but a `WireError` is a failure.
-- The hub is a process of its own, with CURVE and without limits on how much a peer says, so that every message reaches
-  the decoder. At it: two peers with valid keys (one that claims another's name and role, one that says mutations of
-  what it may say), one without a key, and one that throws bytes at the port. None of them reads what it is told. A
-  valid policy makes round trips all the while: each of its messages must arrive, once, and be answered. The memory of
-  the hub is taken after a tenth of the messages and at the end.
-- A flood of good messages, far above the limits that hold by default: the same policy must not lose a message.
+- The hub runs in its own process, with CURVE and without rate limits, so that every message reaches the decoder. Its
+  peers: two with valid keys (one that uses another's name and role, one that sends mutations of its allowed messages),
+  one without a key, and one that sends bytes to the port. None of them reads answers. A valid policy makes round trips
+  meanwhile: each of its messages must arrive once and be answered. The memory of the hub is measured after a tenth of
+  the messages and at the end.
+- A flood of valid messages, far above the default limits: the same policy must not lose a message.
 
 Prints one figure for each; the goals are zero failures, zero lost messages, and memory that does not grow.
 """
@@ -52,11 +52,11 @@ UNLIMITED = RateLimits(messages_per_s=1e9, bytes_per_s=1e12)
 ANSWER_WITHIN_S = 30.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_GROWTH_MIB = 16.0
-"""What may be in use more at the end: a kilobyte for each message that leaked would be a hundred times as much."""
+"""Allowed growth; leaking a kilobyte per message would be a hundred times as much."""
 
 
 def envelope(sender: str, seq: int) -> Envelope:
-    """Return the envelope of a good message."""
+    """Return the envelope of a valid message."""
     return Envelope(protocol=PROTOCOL_VERSION, run=RUN, sender=sender, incarnation=1, seq=seq)
 
 
@@ -92,7 +92,7 @@ def fuzz_decoder(num: int, seed: int) -> None:
 
 
 def print_memory(figure: str, before: float, after: float) -> None:
-    """Print by how much a process grew."""
+    """Print the memory growth of a process."""
     detail = {"before_mib": rounded(before), "after_mib": rounded(after)}
     print_figure("fuzz", figure, after - before, unit="MiB", goal=MAX_GROWTH_MIB, better="lower", detail=detail)
 
@@ -101,7 +101,7 @@ def print_memory(figure: str, before: float, after: float) -> None:
 
 
 def serve_hub(folder: Path, *, limited: bool) -> None:
-    """Answer the valid peer, with what was heard and dropped so far, until this process is killed."""
+    """Answer the valid peer with the received and dropped messages so far, until this process is killed."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder), folder)
     hub = Hub("tcp://127.0.0.1:0", RUN, 1, keys, limits=DEFAULT_RATE_LIMITS if limited else UNLIMITED)
@@ -118,11 +118,11 @@ def serve_hub(folder: Path, *, limited: bool) -> None:
                 hub.send(name, messages.OperatorReply(request=message.lease, ok=True, text="", data=data))
 
 
-# --- whoever means no good -----------------------------------------------------------------------------------------
+# --- hostile peers -------------------------------------------------------------------------------------------------
 
 
 def be_hostile(kind: str, address: str, folder: Path, seed: int, num: int) -> None:
-    """Say `num` messages, and read nothing."""
+    """Send `num` messages, and read nothing."""
     if kind == "bytes":
         throw_bytes(address, seed, num)
         return
@@ -141,14 +141,14 @@ def be_hostile(kind: str, address: str, folder: Path, seed: int, num: int) -> No
         with suppress(zmq.Again):
             line.send_multipart(frames)
     if kind in ("thief", "own"):
-        # To go with answers unread would reset the connection, and the hub's kernel would forget what it has not read.
+        # Closing with unread answers would reset the connection, and the hub would lose messages that it has not read.
         sys.stdin.read()
     line.close()
     context.term()
 
 
 def throw_bytes(address: str, seed: int, num: int) -> None:
-    """Open connection after connection and say what is no ZMTP, or nearly."""
+    """Open connections and send bytes that are not, or almost, ZMTP."""
     draw = random.Random(seed)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + b"\x00" + bytes(31)
@@ -172,7 +172,7 @@ class Worker:
     last: dict[str, Any] = field(default_factory=dict)
 
     def round_trip(self) -> None:
-        """Say one thing, and wait for the answer to it."""
+        """Send one message, and wait for its answer."""
         self.sent += 1
         lease, begin = f"train:{self.sent}:1.{self.sent}", time.perf_counter()
         message = messages.StepTrained(lease=lease, step=self.sent, metrics={"loss": 1.0})
@@ -187,7 +187,7 @@ class Worker:
         self.lost += 1
 
     def work(self, seconds: float) -> None:
-        """Make round trips for so long, and not as many as there can be: others use the machine too."""
+        """Make round trips for `seconds`, at a limited rate to leave CPU time to the hub."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.round_trip()
@@ -195,19 +195,19 @@ class Worker:
 
     @property
     def num_missing(self) -> int:
-        """Messages that were not answered, or that the hub did not hear, or heard more than once."""
+        """Number of messages that were not answered, or not received exactly once by the hub."""
         return max(self.lost, abs(self.sent - self.last.get("heard", {}).get(VALID, 0)))
 
     @property
     def num_hostile(self) -> int:
-        """Messages of others that the hub has seen."""
+        """Number of other peers' messages that the hub has received."""
         heard = sum(self.last.get("heard", {}).values()) + sum(self.last.get("dropped", {}).values())
         return heard - self.last.get("heard", {}).get(VALID, 0)
 
 
 @contextmanager
 def running_hub(folder: Path, *, limited: bool) -> Iterator[tuple[subprocess.Popen[str], Worker, Path]]:
-    """A hub, a worker that has been heard, and the hub's log."""
+    """Run a hub and a connected worker; yields them with the hub's log."""
     log = folder / f"hub-{'limited' if limited else 'open'}.log"
     command = [sys.executable, __file__, "--hub", "limited" if limited else "open", str(folder)]
     with log.open("w") as file, ExitStack() as stack:
@@ -228,14 +228,14 @@ def running_hub(folder: Path, *, limited: bool) -> Iterator[tuple[subprocess.Pop
 
 
 def hostile_process(kind: str, folder: Path, seed: int, num: int) -> subprocess.Popen[bytes]:
-    """Start somebody who means no good."""
+    """Start a hostile peer."""
     address = (folder / "address").read_text()
     command = [sys.executable, __file__, "--hostile", kind, address, str(folder), str(seed), str(num)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def fuzz_hub(folder: Path, num: int, seed: int) -> None:
-    """Say `num` messages to a hub, half of them under another's name, and print what became of it."""
+    """Send `num` messages to a hub, half of them under another peer's name, and print the figures."""
     kinds = {"thief": num // 2, "own": num - num // 2, "stranger": max(num // 100, 10), "bytes": max(num // 500, 10)}
     with running_hub(folder, limited=False) as (hub, worker, log):
         begin = time.monotonic()
@@ -267,8 +267,8 @@ def fuzz_hub(folder: Path, num: int, seed: int) -> None:
         }
         unseen = max(0, num - worker.num_hostile)
         print_figure("fuzz", "hub_crashes", int(crashed), unit="crashes", goal=0, better="lower", detail=detail)
-        said = {"of": worker.sent, "hostile_unseen": unseen}
-        print_figure("fuzz", "valid_lost", worker.num_missing, unit="messages", goal=0, better="lower", detail=said)
+        counts = {"of": worker.sent, "hostile_unseen": unseen}
+        print_figure("fuzz", "valid_lost", worker.num_missing, unit="messages", goal=0, better="lower", detail=counts)
         print_memory("hub_growth", before, after)
         for process in hostile:
             process.kill()
@@ -276,7 +276,7 @@ def fuzz_hub(folder: Path, num: int, seed: int) -> None:
 
 
 def flood_hub(folder: Path, num: int) -> None:
-    """Let one peer say far more than it may, and print what the others notice."""
+    """Let one peer exceed its rate limit by far, and print the effect on the others."""
     with running_hub(folder, limited=True) as (_, worker, log):
         worker.work(0.5)
         quiet, worker.latencies = worker.latencies, []
@@ -299,7 +299,7 @@ def flood_hub(folder: Path, num: int) -> None:
 
 
 def main() -> None:
-    """Fuzz, or be one of those who take part."""
+    """Run the fuzzer, or one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="50,000 messages instead of 1,000,000")
     parser.add_argument("--frames", type=int, default=0, help="so many messages")

@@ -52,7 +52,7 @@ RUN_TIMEOUT_S = 1200.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurement."""
 
     algorithms: tuple[str, ...]
     seeds: int
@@ -67,7 +67,7 @@ QUICK = Scale(("grpo", "aipo"), 1, 30)
 
 
 def prepare() -> Path:
-    """Return the checkpoint that all runs begin with, made once and kept."""
+    """Return the cached checkpoint from which all runs start; create it on the first call."""
     recipe = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.toml"
     folder = CACHE / f"learning-{abs(hash_of(recipe.read_bytes())):x}"
     if not folder.exists():
@@ -102,7 +102,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def learn(checkpoint: Path, algorithm: str, staleness: int, seed: int, num_steps: int) -> list[float]:
-    """Train once. Returns the mean reward of each step's samples."""
+    """Train once; return the mean reward of each step's samples."""
     import torch
     from transformers import AutoTokenizer
 
@@ -223,7 +223,7 @@ def smooth(curve: list[float]) -> list[float]:
 
 
 def collapsed(curve: list[float]) -> bool:
-    """Say whether what was learnt was lost again."""
+    """Whether the reward collapsed."""
     course = smooth(curve)
     return course[-1] < 0.5 * max(course) or course[-1] < fmean(curve[:5]) - 0.02
 

@@ -1,4 +1,4 @@
-"""Seconds until a model has learnt something: Starling side by side with TRL's GRPOTrainer, on the CPU.
+"""Seconds until a model reaches a reward: Starling compared with TRL's GRPOTrainer, on the CPU.
 
     python bench/loop.py [--quick] [--rounds N]
 
@@ -10,13 +10,13 @@ policy, a reward service and two rollouts, one thread each, at most one version 
 environment of its own that is made here from trl-requirements.txt (bench/.cache/trl), once with one thread and once
 with a thread for each core; the faster of the two counts.
 
-The clock runs until the mean reward of the training completions, over the last 10 steps, reaches a threshold. Two
-figures come of it: from the start of the process (`starling run`, or python), with all imports and loading; and from
-the moment when the first completion can be sampled. The sides take turns; each round has a seed of its own.
+The clock runs until the mean reward of the training completions, over the last 10 steps, reaches a threshold. There are
+two figures: from the start of the process (`starling run`, or python), with all imports and loading; and from the time
+when the first completion can be sampled. The sides run alternately; each round has its own seed.
 
 The learning rate was chosen for TRL: of 1e-4, 2e-4, 3e-4 and 5e-4 the one with which it needs the fewest steps.
-With --quick there is one round, in which TRL has a thread for each core. That takes less than a minute once the
-environment and the checkpoint are there, which are kept in bench/.cache.
+`--quick` runs one round, in which TRL has a thread for each core. It takes less than a minute once environment and
+checkpoint are in bench/.cache.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ WARM_UP: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurement."""
 
     rounds: int
     num_steps: int
@@ -83,8 +83,8 @@ QUICK = Scale(1, 130, 0.60, FULL.trl_threads[-1:])
 
 
 @dataclass(frozen=True)
-class Course:
-    """One run: when it was started, when it could sample, and each step's end and mean reward."""
+class RunTimes:
+    """One run: its start, the time when it could sample, and each step's end and mean reward."""
 
     started: float
     begun: float
@@ -104,11 +104,11 @@ class Course:
         return (self.ends[-1] - self.begun) / len(self.ends)
 
 
-# --- what both sides start from ------------------------------------------------------------------------------------
+# --- common inputs -------------------------------------------------------------------------------------------------
 
 
 def prepare() -> tuple[Path, Path]:
-    """Return the prompts and the checkpoint, made once and kept."""
+    """Return the cached prompts and checkpoint; create them on the first call."""
     recipe = {
         "run": {"name": "warm-up", "kind": "sft"},
         "launch": {"num_rollouts": 0, "num_rewards": 0, "screen": "plain"},
@@ -149,14 +149,14 @@ def data_section(data: Path) -> dict[str, Any]:
 
 
 def run_starling(recipe: dict[str, Any], folder: Path) -> float:
-    """Run a recipe to its end. Returns when it was started."""
+    """Run a recipe to its end; return its start time."""
     recipe["run"]["folder"] = str(folder)
     file = folder / "recipe.toml"
     file.write_text(tomli_w.dumps(recipe))
     return run_logged([str(Path(sys.executable).with_name("starling")), "run", str(file)], folder)
 
 
-def starling_course(data: Path, checkpoint: Path, seed: int, scale: Scale) -> Course:
+def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale) -> RunTimes:
     """Train once with Starling."""
     recipe = {
         "run": {"name": "loop", "kind": "rl", "seed": seed},
@@ -183,13 +183,13 @@ def starling_course(data: Path, checkpoint: Path, seed: int, scale: Scale) -> Co
     steps = [line for line in lines if line["kind"] == "step"]
     # The checkpoint is version 0; once it is published, the rollouts pull it and begin.
     begun = next(line["time"] for line in lines if line["kind"] == "published")
-    return Course(started, begun, [step["time"] for step in steps], [step["reward_mean"] for step in steps])
+    return RunTimes(started, begun, [step["time"] for step in steps], [step["reward_mean"] for step in steps])
 
 
 # --- TRL -----------------------------------------------------------------------------------------------------------
 
 
-def trl_course(python: Path, data: Path, checkpoint: Path, seed: int, scale: Scale, num_threads: int) -> Course:
+def time_trl(python: Path, data: Path, checkpoint: Path, seed: int, scale: Scale, num_threads: int) -> RunTimes:
     """Train once with TRL."""
     with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
         folder = Path(temporary)
@@ -211,11 +211,11 @@ def trl_course(python: Path, data: Path, checkpoint: Path, seed: int, scale: Sca
         command = [str(python), str(HERE / "loop_trl.py"), str(folder / "settings.json")]
         started = run_logged(command, folder, OMP_NUM_THREADS=str(num_threads))
         first, *steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    return Course(started, first["time"], [step["time"] for step in steps], [step["reward"] for step in steps])
+    return RunTimes(started, first["time"], [step["time"] for step in steps], [step["reward"] for step in steps])
 
 
 def run_logged(command: list[str], folder: Path, **environment: str) -> float:
-    """Run a command to its end, and show what it said should it fail. Returns when it was started."""
+    """Run a command to its end, and show its log if it fails; return its start time."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (folder / "output.log").open("w+") as log:
         started = time.time()
@@ -237,45 +237,45 @@ def run_logged(command: list[str], folder: Path, **environment: str) -> float:
 # --- the figures ---------------------------------------------------------------------------------------------------
 
 
-def measure(scale: Scale) -> dict[str, list[Course]]:
-    """Return the courses of each side, by its name."""
+def measure(scale: Scale) -> dict[str, list[RunTimes]]:
+    """Return the runs of each side by name."""
     python = environment_python("trl", REQUIREMENTS, torch=True)
     data, checkpoint = prepare()
-    courses: dict[str, list[Course]] = {}
+    run_times: dict[str, list[RunTimes]] = {}
     for seed in range(scale.rounds):
-        runs = {"starling": starling_course(data, checkpoint, seed, scale)}
+        runs = {"starling": time_starling(data, checkpoint, seed, scale)}
         for num_threads in dict.fromkeys(scale.trl_threads):
-            runs[f"trl_{num_threads}"] = trl_course(python, data, checkpoint, seed, scale, num_threads)
-        for side, course in runs.items():
-            courses.setdefault(side, []).append(course)
-            step = course.reached(scale.threshold)
+            runs[f"trl_{num_threads}"] = time_trl(python, data, checkpoint, seed, scale, num_threads)
+        for side, times in runs.items():
+            run_times.setdefault(side, []).append(times)
+            step = times.reached(scale.threshold)
             progress(
-                f"round {seed + 1} of {scale.rounds}, {side}: {course.begun - course.started:.1f} s to the first "
-                f"step, {course.step_s:.3f} s a step, {scale.threshold} at step {step}"
+                f"round {seed + 1} of {scale.rounds}, {side}: {times.begun - times.started:.1f} s to the first "
+                f"step, {times.step_s:.3f} s a step, {scale.threshold} at step {step}"
             )
-    return courses
+    return run_times
 
 
-def summary(courses: list[Course], threshold: float) -> dict[str, Any]:
+def summary(run_times: list[RunTimes], threshold: float) -> dict[str, Any]:
     """Return the medians of one side; null where a run did not reach the threshold."""
-    steps = [course.reached(threshold) for course in courses]
-    reached = [(course, step) for course, step in zip(courses, steps, strict=True) if step is not None]
-    whole = [course.ends[step - 1] - course.started for course, step in reached]
-    learning = [course.ends[step - 1] - course.begun for course, step in reached]
-    complete = len(reached) == len(courses)
+    steps = [times.reached(threshold) for times in run_times]
+    reached = [(times, step) for times, step in zip(run_times, steps, strict=True) if step is not None]
+    whole = [times.ends[step - 1] - times.started for times, step in reached]
+    learning = [times.ends[step - 1] - times.begun for times, step in reached]
+    complete = len(reached) == len(run_times)
     return {
         "seconds_from_start": rounded(median(whole)) if complete else None,
         "seconds_from_first_step": rounded(median(learning)) if complete else None,
-        "start_seconds": rounded(median(course.begun - course.started for course in courses)),
-        "seconds_per_step": rounded(median(course.step_s for course in courses)),
+        "start_seconds": rounded(median(times.begun - times.started for times in run_times)),
+        "seconds_per_step": rounded(median(times.step_s for times in run_times)),
         "steps_needed": steps,
-        "final_reward": rounded(median(sum(course.rewards[-WINDOW:]) / WINDOW for course in courses)),
+        "final_reward": rounded(median(sum(times.rewards[-WINDOW:]) / WINDOW for times in run_times)),
     }
 
 
-def report(courses: dict[str, list[Course]], scale: Scale) -> None:
-    """Print the figures: against the better of TRL's settings."""
-    sides = {side: summary(runs, scale.threshold) for side, runs in courses.items()}
+def report(run_times: dict[str, list[RunTimes]], scale: Scale) -> None:
+    """Print the figures, compared with the faster of TRL's settings."""
+    sides = {side: summary(runs, scale.threshold) for side, runs in run_times.items()}
     trl = min((side for side in sides if side != "starling"), key=lambda side: float(sides[side]["seconds_per_step"]))
     detail = {
         "sides": sides,

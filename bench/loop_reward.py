@@ -1,4 +1,4 @@
-"""The reward of `loop.py`, one function for both sides; it imports nothing."""
+"""Reward function of `loop.py` for both sides; imports nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def score(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
-    """Return half a point for the whole answer, and half for the share of it that is right from the first character on.
+    """Return 0.5 for the whole answer, plus 0.5 times the share of its longest correct prefix.
 
-    The share has the longer of the two texts as its base, so that superfluous characters lower it.
+    The share is relative to the longer of the two texts, so that superfluous characters reduce it.
     """
     right = 0
-    for given, wanted in zip(completion, reference, strict=False):
-        if given != wanted:
+    for actual, expected in zip(completion, reference, strict=False):
+        if actual != expected:
             break
         right += 1
     share = right / max(len(completion), len(reference), 1)

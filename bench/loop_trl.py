@@ -1,4 +1,4 @@
-"""One run of TRL's GRPOTrainer, as `loop.py` asks for it: run by the Python of TRL's own environment.
+"""One run of TRL's GRPOTrainer for `loop.py`, in the Python environment of TRL.
 
     python loop_trl.py SETTINGS.json
 
@@ -44,7 +44,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
 
 def main() -> None:
-    """Train as the settings say."""
+    """Train with the settings of the command line."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(settings["num_threads"])
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def arguments(settings: dict[str, Any]) -> GRPOConfig:
-    """Return TRL's arguments for the same arithmetic as Starling's, without anything that only costs time."""
+    """Return TRL's arguments for the same arithmetic as Starling's, without costly extras."""
     return GRPOConfig(
         output_dir=settings["folder"],
         seed=settings["seed"],

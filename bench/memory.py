@@ -1,4 +1,4 @@
-"""Peak memory of the log-probabilities and of a whole training step, beside all logits at once, and what it costs.
+"""Peak memory of log-probabilities and of a training step, compared with all logits at once, and the time it costs.
 
     OMP_NUM_THREADS=1 python bench/memory.py [--quick]
 

@@ -1,4 +1,4 @@
-"""Messages that are not ours, or not quite: recorded ones, changed at random. The same seed makes the same messages."""
+"""Malformed messages: recorded ones with random mutations, deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ ODD: Final[tuple[Any, ...]] = (
 
 
 class Mutator:
-    """Makes one message after the other."""
+    """Generator of mutated messages."""
 
     def __init__(self, seed: int, run: str, sender: str) -> None:
-        """Say what `sender` could say in `run`, and much that it could not."""
+        """Mutate messages of `sender` in `run`, valid and invalid ones."""
         self._random = random.Random(seed)
         self._run, self._sender = run, sender
         self._seq = 0
@@ -130,7 +130,7 @@ class Mutator:
 
 
 def decode(frames: list[bytes]) -> None:
-    """Do what both ends do with a message. Raises WireError for one that neither takes for its own."""
+    """Decode a message as both ends do. Raises WireError for an invalid one."""
     codec.unpack_envelope(frames)
     try:
         codec.unpack_up(frames)

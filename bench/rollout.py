@@ -50,7 +50,7 @@ ANSWER_S: Final = 600.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurement."""
 
     num_layers: int
     hidden_size: int
@@ -82,7 +82,7 @@ def jobs_of(num: int, seed: int) -> list[Job]:
 
 
 def make_model(folder: Path, scale: Scale) -> Path:
-    """Write the model's folder, without weights: both sides begin with random ones. Returns its path."""
+    """Write the model's folder without weights, as both sides start from random ones; return its path."""
     from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
     heads = scale.hidden_size // 64

@@ -1,4 +1,4 @@
-"""Minimal controller and policy for `rollout.py`: one rollout process, its prompts and its weights.
+"""Minimal controller and policy for `rollout.py`, with one rollout process.
 
 The process is what `starling rollout` starts. It connects to a real `Hub`, encrypted, and pulls from a real
 `Publisher`. This module replaces the decisions of the controller's core: which group is next, and when to adopt.

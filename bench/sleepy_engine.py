@@ -1,12 +1,12 @@
-"""An engine that takes the time of a GPU and none of the processor: the rollout of `async.py`.
+"""An engine that simulates the time of a GPU without using the CPU, for the rollouts of `async.py`.
 
     [rollout]
     engine = "bench/sleepy_engine.py:SleepyEngine"
 
-What it samples is drawn from the seed of each group, lengths included (`asynchronous_device.Profile`, read from
-`sleepy.json` in the model's folder). Its weights are real: the tensors of the folder's model, which it pulls, puts in
-place and attests as any engine does. Tokens appear as time passes, whether or not anybody calls, as in an engine with
-processes of its own; who holds it is woken when a row has ended.
+Tokens and lengths are drawn from the seed of each group (`asynchronous_device.Profile`, read from `sleepy.json` in the
+model's folder). Its weights are real: the tensors of the folder's model, which it pulls, switches and attests like any
+engine. Tokens are generated as time passes, independently of calls, as in an engine with its own processes; `wake` is
+called when a row has ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 from asynchronous_device import Device, Profile, Row
 
+from starling.algo.architecture import context_length
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import (
@@ -36,7 +37,6 @@ from starling.rollout.engine.base import (
     RequestError,
 )
 from starling.rollout.engine.embedded.model import build_model, live_tensors
-from starling.rollout.engine.model_config import context_length
 from starling.rollout.engine.validation import check_request
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.offer import Offer
@@ -199,10 +199,10 @@ class SleepyEngine:
         return AdoptionReport(version, root == self._offer.root, root)
 
     def sleep(self) -> None:
-        """It holds no device memory."""
+        """Do nothing: the engine uses no device memory."""
 
     def wake_up(self) -> None:
-        """Nor has it to take any back."""
+        """Do nothing: no device memory was released."""
 
     def tensors(self) -> Mapping[str, Any]:
         """Return the live weights by Hugging Face name."""

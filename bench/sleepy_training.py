@@ -1,4 +1,4 @@
-"""A step that takes the time of a GPU: the training and the reward of `async.py`.
+"""Simulated training step and constant reward for `async.py`.
 
 [policy.algorithm]
 name = "bench/sleepy_training.py:algorithm"
@@ -15,7 +15,7 @@ from starling.algo.algorithm import Algorithm
 
 
 def sleep(groups: Sequence[Sequence[float]], *, train_s: float = 0.0) -> list[list[float]]:
-    """Take `train_s` seconds, once a step, and let one completion of it be learnt from: enough for a new version."""
+    """Sleep `train_s` seconds per step; one completion has an advantage, so that the weights change."""
     time.sleep(train_s)
     advantages = [[0.0] * len(rewards) for rewards in groups]
     advantages[0][0] = 1.0
@@ -23,7 +23,7 @@ def sleep(groups: Sequence[Sequence[float]], *, train_s: float = 0.0) -> list[li
 
 
 def score(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
-    """Return a reward that says nothing."""
+    """Return a constant reward."""
     return 0.0
 
 

@@ -7,7 +7,7 @@ loss (mean over all response tokens), the same AdamW, one update per step. Their
 `transformers.Trainer` with its collator) and `GRPOTrainer`'s loss on prepared samples; both pad, since their packing
 needs an attention kernel for GPUs. Each is tried with microbatches of several sizes, and its fastest counts. Ours packs
 rows under a token budget, computes a prompt once for completions that share it, and leaves out the logits that nothing
-is learnt from. The sides take turns; figures are ratios of medians. Before, both make a step from the same weights:
+is learnt from. The sides run alternately; figures are ratios of medians. First both train a step from the same weights:
 their losses and gradient norms must agree, or nothing is measured.
 
 A GPU's figures, with the share of its peak that is reached (MFU), are in docs/performance.md when they were taken.
@@ -50,7 +50,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured."""
+    """Size of the measurement."""
 
     rounds: int
     num_examples: int
@@ -103,7 +103,7 @@ def write_work(folder: Path, scale: Scale) -> int:
 
 
 def ours(folder: Path) -> dict[str, Callable[[], dict[str, float]]]:
-    """Return what makes one step of each kind with Starling's trainers."""
+    """Return functions that train one step of each kind with Starling's trainers."""
     import torch
 
     from starling.policy.settings.algorithm import AlgorithmSettings
@@ -137,7 +137,7 @@ def ours(folder: Path) -> dict[str, Callable[[], dict[str, float]]]:
 
 
 class Theirs:
-    """A process of TRL's environment, which makes a step when it is told to."""
+    """A process in TRL's environment that trains a step on request."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -165,7 +165,7 @@ class Theirs:
         raise SystemExit(f"TRL's side ended:\n{self._log.read()[-4000:]}")
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(ANSWER_TIMEOUT_S)

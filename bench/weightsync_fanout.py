@@ -416,9 +416,9 @@ def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
 
 
 def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources) -> tuple[float, list[Any]]:
-    """Bring a version to replicas; return the seconds until the last one has it, and the report of each.
+    """Distribute a version to replicas; return the seconds until the last one has it, and the report of each.
 
-    Offers of relays are handed on as a controller would do it.
+    Offers of relays are forwarded as by a controller.
     """
     begin = time.perf_counter()
     pulling = {replica.pipe: number for number, replica in enumerate(replicas[: len(sources)])}

@@ -45,9 +45,11 @@ def measure(source: str, destination: str, *, relays: bool) -> dict[str, Any]:
     begin = time.perf_counter()
     config = PRESETS[MODEL]
     held = compact_layout(model_layout(config, source, dtype="bfloat16"), "policy-0")
-    wanted = compact_layout(model_layout(config, destination if relays else flat(destination), dtype="bfloat16"), "r-0")
+    destination_layout = compact_layout(
+        model_layout(config, destination if relays else flat(destination), dtype="bfloat16"), "r-0"
+    )
     described = time.perf_counter()
-    plan = make_plan(held, wanted)
+    plan = make_plan(held, destination_layout)
     planned = time.perf_counter()
     data = encode(plan)
     part = encode(plan.of_rank(0))

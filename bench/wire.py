@@ -9,15 +9,15 @@ answers it; both messages take about 300 bytes. What is compared:
   thread that waits in `recv`. The messages exist before the clock starts: what a service does to make them is not
   counted. Every message is encoded, enveloped, decoded and checked as a typed struct, and every sender is
   authenticated.
-- `link`: the same with the whole `ControllerLink`: its thread, its lease book, its queue to the working thread, and
+- `link`: the same with the whole `ControllerLink`: its thread, its lease table, its queue to the working thread, and
   the release of each lease, a third message that the others do without.
-- `bare`: a ROUTER and a DEALER with CURVE, and frames of the same sizes as opaque bytes that nobody encodes or reads.
+- `bare`: a ROUTER and a DEALER with CURVE, and frames of the same sizes with opaque bytes, never encoded or read.
 - `plain`: the same without CURVE (only in the details).
 
 Prints one figure for each of 1, 16 and 64 commands in flight: round trips per second of ours over those of bare
 pyzmq, and the same for the 99th percentile of the latency, and for the whole `ControllerLink`. Each round measures
-all sides, one after another; a ratio is the median over the rounds of the ratio within the round, because whatever
-else the machine does changes from round to round.
+all sides, one after another; a ratio is the median over the rounds of the ratio within the round, because other load
+of the machine changes from round to round.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ RUN = "bench/attempt-1/0badcafe"
 WINDOWS = (1, 16, 64)
 SIDES = ("bare", "ours", "link", "plain")
 NAMES = {"bare": "policy-0", "ours": "policy-1", "link": "policy-2"}
-"""Whose keys the sides have: what they answer is what a policy says."""
+"""Names with keys; the answers are messages of a policy."""
 UNLIMITED = RateLimits(messages_per_s=1e9, bytes_per_s=1e12)
-"""No replica says so much as these do."""
+"""Rate limits disabled: these replicas send more than any real one."""
 ANSWER_TIMEOUT_S = 10.0
 METRIC_NAMES = (
     "loss entropy grad_norm reward_mean reward_std clip_fraction approx_kl num_tokens learning_rate staleness_mean "
@@ -138,7 +138,7 @@ def envelope(sender: str, seq: int) -> Envelope:
 
 
 def sized_frames(message: Any, sender: str) -> list[bytes]:
-    """Return frames as ours are, for those who do not encode."""
+    """Return frames of the same sizes as ours, for sides that do not encode."""
     return [bytes(frame) for frame in codec.pack(envelope(sender, 1000), message)]
 
 
@@ -164,7 +164,7 @@ class BareController:
         self._socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         self._socket.rcvtimeo = int(ANSWER_TIMEOUT_S * 1000)
         if key is not None:
-            # No authenticator: whoever knows the public key is let in.
+            # No authenticator: every client that knows the public key is accepted.
             self._socket.curve_server = True
             self._socket.curve_secretkey = key.secret.encode()
             self._socket.curve_publickey = key.public.encode()
@@ -245,8 +245,8 @@ class HubController:
                             self._welcome(arrival.envelope.sender)
                         continue
                     latencies.append(clock() - sent_at[len(latencies)])
-                    said = arrival.envelope
-                    cause = f"{said.sender}/{said.incarnation}/{said.seq}"
+                    hello = arrival.envelope
+                    cause = f"{hello.sender}/{hello.incarnation}/{hello.seq}"
                     if release:
                         hub.release(name, (answer.lease,))
                     if len(sent_at) < num:
@@ -293,7 +293,7 @@ def measure(num: int, rounds: int) -> dict[int, dict[str, list[Trial]]]:
 
 
 def run_rounds(exchanges: dict[str, Exchange], num: int, rounds: int) -> dict[int, dict[str, list[Trial]]]:
-    """Take turns: in every round every side once, for each window."""
+    """Measure alternately: every side once per round and window."""
     for exchange in exchanges.values():
         exchange(num // 10, 1)
     trials: dict[int, dict[str, list[Trial]]] = {window: {side: [] for side in exchanges} for window in WINDOWS}
@@ -301,8 +301,8 @@ def run_rounds(exchanges: dict[str, Exchange], num: int, rounds: int) -> dict[in
         for window in WINDOWS:
             for side, exchange in exchanges.items():
                 trials[window][side].append(exchange(num, window))
-        said = ", ".join(f"{side} {trials[1][side][-1].rate:.0f}" for side in exchanges)
-        progress(f"round {number + 1} of {rounds}: round trips/s with 1 in flight: {said}")
+        rates_text = ", ".join(f"{side} {trials[1][side][-1].rate:.0f}" for side in exchanges)
+        progress(f"round {number + 1} of {rounds}: round trips/s with 1 in flight: {rates_text}")
     return trials
 
 
@@ -336,7 +336,7 @@ def report(trials: dict[int, dict[str, list[Trial]]], num: int) -> None:
 
 
 def main() -> None:
-    """Measure, or be a replica."""
+    """Run the benchmark, or a replica process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer round trips; some seconds")
     parser.add_argument("--replica", nargs=3, metavar=("SIDE", "ADDRESS", "KEYS"), help=argparse.SUPPRESS)

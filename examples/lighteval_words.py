@@ -1,8 +1,8 @@
-"""A task of lighteval with a dataset of its own: words are to be spelt backwards.
+"""A lighteval task on a local dataset: spell words backwards.
 
     lighteval endpoint litellm endpoint.yaml "words|0" --custom-tasks examples/lighteval_words.py
 
-`WORDS` in the environment names the folder of the dataset, here one file `validation.jsonl` with lines such as
+The environment variable `WORDS` names the folder of the dataset, with a file `validation.jsonl` of lines such as
 ``{"question": "cat>", "answer": "tac"}``.
 """
 
@@ -14,7 +14,7 @@ from lighteval.tasks.requests import Doc
 
 
 def prompt(row: dict[str, str], task_name: str = "") -> Doc:
-    """Return a row as lighteval asks it."""
+    """Return the lighteval document of a row."""
     return Doc(task_name=task_name, query=row["question"], choices=[row["answer"]], gold_index=0)
 
 

@@ -1,8 +1,8 @@
-"""A trainer and an engine that know nothing of the rest of Starling: weights go from one process to the other.
+"""Weight sync between two processes, a trainer and an engine, without the rest of Starling.
 
     python examples/weightsync_two_processes.py [ucx|tcp|local|nccl|gloo]
 
-The engine keeps the trainer's two projections fused in one tensor, which is an affair of its layout alone.
+The engine stores the trainer's two projections fused in one tensor; only its layout has to describe that.
 """
 
 import multiprocessing
@@ -53,8 +53,8 @@ def generate(trainer: Connection) -> None:
 
 
 if __name__ == "__main__":
-    ours, theirs = multiprocessing.Pipe()
-    engine = multiprocessing.get_context("spawn").Process(target=generate, args=(theirs,))
+    trainer_end, engine_end = multiprocessing.Pipe()
+    engine = multiprocessing.get_context("spawn").Process(target=generate, args=(engine_end,))
     engine.start()
-    train(ours, sys.argv[1] if len(sys.argv) > 1 else "ucx")
+    train(trainer_end, sys.argv[1] if len(sys.argv) > 1 else "ucx")
     engine.join(DEADLINE_S)

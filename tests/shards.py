@@ -61,7 +61,7 @@ class Shard:
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 
 SHARDS = (
-    Shard("unit", ("tests/unit", "tests/scenarios"), 6.5),
+    Shard("unit", ("tests/unit", "tests/scenarios"), 3.5),
     Shard("processes", ("tests/processes",), 1.6, services=True),
     Shard("sim", ("tests/sim",), 0.9),
     Shard("system", ("tests/system",), 7.0, services=True),

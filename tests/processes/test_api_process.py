@@ -66,7 +66,7 @@ def test_api_server_starts_and_ends_with_its_replica(hub: FakeHub, trained_model
         stream = client.completions.create(model="tiny", prompt="q", max_tokens=4000, temperature=0, stream=True)
         next(stream)
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="this replica leaves; ask another one") as failed:
+        with pytest.raises(openai.APIError, match="this replica is shutting down; use another one") as failed:
             list(stream)
         assert failed.value.code == "stopping"
         assert exit_code(process) == 0

@@ -44,7 +44,7 @@ def bucket() -> Iterator[Bucket]:
         try:
             assert server.stderr is not None
             address = next(found[0] for line in server.stderr if (found := re.search(r"http://[0-9.:]+", line)))
-            threading.Thread(target=server.stderr.read, daemon=True).start()  # or it stops when the pipe is full
+            threading.Thread(target=server.stderr.read, daemon=True).start()  # an unread pipe would block the server
             options = {**OPTIONS, "endpoint_url": address}
             s3fs.S3FileSystem(**options).mkdir("bucket")
             table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())

@@ -131,7 +131,7 @@ class Command:
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure does."""
         for process in self.processes():
-            with suppress(psutil.NoSuchProcess):  # gone already with one that was killed before it
+            with suppress(psutil.NoSuchProcess):  # it has ended with a process killed before it
                 process.kill()
 
     def kill_leftovers(self) -> None:

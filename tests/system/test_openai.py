@@ -74,7 +74,7 @@ def test_openai_agent_is_trained_by_changing_its_base_url(tmp_path: Path) -> Non
             try:
                 answers.append(client.completions.create(model=address["model"], prompt="a>", max_tokens=3))
             except openai.APIError:
-                return command.process.poll() is not None  # it leaves
+                return command.process.poll() is not None  # the rollout is leaving
             return True
 
         command.wait_until(is_answered, "an answer to a client outside the run", 180)

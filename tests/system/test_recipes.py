@@ -26,7 +26,7 @@ def metrics(attempt: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_every_recipe_resolves(tmp_path: Path) -> None:
-    pretrained = tmp_path / "pretrained"  # what that recipe begins with is made by another one
+    pretrained = tmp_path / "pretrained"  # stands for the checkpoint of another recipe
     pretrained.mkdir()
     (pretrained / "config.json").write_text("{}")
     (pretrained / "model.safetensors").touch()
@@ -91,9 +91,9 @@ def check_dpo(pretrained: Path, folder: Path) -> None:
     assert command.wait() == 0, command.transcript()
     steps = metrics(folder / "runs/dpo/attempt-1", "step")
     assert len(steps) == 60
-    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4)  # it is its own reference
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
     accuracy = [step["accuracy"] for step in steps]
-    assert sum(accuracy[-10:]) / 10 > 0.75  # of pairs that it has not seen
+    assert sum(accuracy[-10:]) / 10 > 0.75  # pairs are scored before they are trained on
     assert (folder / "runs/dpo/attempt-1/checkpoints/step-60/model.safetensors").exists()
 
 

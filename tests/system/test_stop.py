@@ -137,7 +137,7 @@ def at_a_random_moment(folder: Path) -> None:
     """Either a checkpoint of the last step or nothing to save, whenever the signal arrives."""
     with run(make_workdir(folder, rl={"num_steps": ENDLESS})) as command:
         moment_s = random.uniform(0.2, 8.0)
-        print(f"Ctrl-C after {moment_s:.3f} s")  # shown when the test fails, to try that moment again
+        print(f"Ctrl-C after {moment_s:.3f} s")  # shown when the test fails, to repeat this moment
         time.sleep(moment_s)
         command.interrupt()
         code = command.wait()

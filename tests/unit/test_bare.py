@@ -1,4 +1,4 @@
-"""What decides and what describes imports in an interpreter that has nothing of what acts."""
+"""The pure packages import in an interpreter without third-party and I/O modules."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_pure_modules_import_in_a_bare_interpreter(package: str) -> None:
     done = import_bare(package, missing=MISSING)
     assert done.returncode == 0, done.stderr
     at_least = 2 if package.endswith((".core", ".wire")) else 1
-    assert int(done.stdout) >= at_least, "its modules were not found"
+    assert int(done.stdout) >= at_least, "no modules of the package were found"
 
 
-def test_the_interpreter_is_bare() -> None:
-    """The tool can tell: a module that needs what is missing does not import."""
+def test_bare_interpreter_lacks_the_missing_modules() -> None:
+    """A module that needs a missing module does not import."""
     assert "ModuleNotFoundError: import of zmq halted" in import_bare("starling.common.net", missing=("zmq",)).stderr
     assert "import of torch halted" in import_bare("starling.algo.loss", missing=("torch",)).stderr

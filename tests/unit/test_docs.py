@@ -1,4 +1,4 @@
-"""The pages link to what exists, and name files and commands that exist."""
+"""Links, files and modules in the documentation exist."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MEMBERS = ("common", "weightsync", "algo", "cli", "sim", "controller", "policy",
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str) -> None:
+def test_links_point_to_existing_files(page: str) -> None:
     for target in re.findall(r"\]\(([^)\s#]+)", (ROOT / page).read_text()):
         if "://" not in target and not target.startswith("mailto:"):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_modules_that_are_named_exist(page: str) -> None:
-    """`controller/core/machine.py` stands for the file below the member's folder; other paths start at the root."""
+def test_named_modules_exist(page: str) -> None:
+    """`controller/core/machine.py` is relative to the member's folder; other paths start at the root."""
     for name in re.findall(r"`([\w./-]+\.py)`", (ROOT / page).read_text()):
         if "/" in name and not name.startswith("path/"):
             assert any(file == name or file.endswith(f"/{name}") for file in FILES), f"{page} names {name}"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_dotted_modules_that_are_named_exist(page: str) -> None:
+def test_named_dotted_modules_exist(page: str) -> None:
     for name in re.findall(rf"`(starling\.(?:{'|'.join(MEMBERS)})(?:\.[a-z_0-9]+)*)`", (ROOT / page).read_text()):
         path = name.replace(".", "/")
         parent = path.rsplit("/", 1)[0]

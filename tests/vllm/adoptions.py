@@ -126,7 +126,7 @@ def adopt_under_load(
         recomputed += adopted.recomputed_tokens
         load.top_up()
         tokens, end = engine.num_tokens, time.monotonic() + DEADLINE_S
-        while engine.num_tokens < tokens + 8 * (1 + version % 5):  # some tokens of each version, now more, now less
+        while engine.num_tokens < tokens + 8 * (1 + version % 5):  # a varying number of tokens of each version
             assert time.monotonic() < end, "the engine does not generate"
             load.step(0.005)
             load.top_up()
@@ -178,7 +178,7 @@ def main() -> None:
     lora = LoraSettings(targets=ATTENTION) if options.lora else None
     with tempfile.TemporaryDirectory() as name:
         seeds = [0 if options.lora else seed for seed in range(NUM_CHECKPOINTS)]
-        folders = [checkpoint(Path(name) / str(index), options.processes, seed) for index, seed in enumerate(seeds)]
+        folders = [checkpoint(Path(name) / str(index), options.family, seed) for index, seed in enumerate(seeds)]
         models = [
             read_model(folder) if lora is None else adapted_model(folder, lora, seed)
             for seed, folder in enumerate(folders)

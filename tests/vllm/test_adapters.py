@@ -143,7 +143,7 @@ def test_cache_mode_determines_what_is_exact(
     old_is_exact: bool,
     new_is_exact: bool,
 ) -> None:
-    prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
+    prompt = random_prompt(140, 9)  # longer than a block of the cache, so that the block is shared
     before = running.engine.version
     after = before + 1
     old, new = spanning(running, publisher, mode, prompt)
@@ -155,7 +155,7 @@ def test_cache_mode_determines_what_is_exact(
             assert here.any()
             worst = max(worst, float(np.abs(completion.logprobs - wanted)[here].max()))
         assert (worst < 1e-4) == exact
-    adopt(running, publisher)  # recompute: what follows shares nothing that older adapters computed
+    adopt(running, publisher)  # recompute: later tokens share no cache computed by older adapters
 
 
 def test_versions_pulled_in_place_are_exact(
@@ -261,7 +261,7 @@ def test_arguments_list_the_adapted_layers(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path, "llama", 0), lora=VARIED)
     made = launch.arguments(spec, adapters.read(spec), on_cpu=True)
     assert (made["load_format"], made["enable_lora"], made["max_loras"]) == ("auto", True, 1)
-    assert made["max_lora_rank"] == 16  # the least of those that there are, for 12
+    assert made["max_lora_rank"] == 16  # the least rank that vLLM supports, for 12
     assert made["lora_target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     spec = spec_of(tmp_path, lora=VARIED, vllm={"engine_args": {"max_loras": 2}})
     with pytest.raises(ConfigError, match="'max_loras', which other settings decide"):
@@ -284,7 +284,7 @@ def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
         "rl.num-steps": "3",
         "rl.prompts-per-step": "2",
         "rl.group-size": "4",
-        "rl.max-staleness": "0",  # then trainer and rollout are compared in each step
+        "rl.max-staleness": "0",  # so that trainer and rollout are compared in each step
         "evaluation.at-start": "false",
         "evaluation.at-end": "false",
         "reward.scorers": '[{name = "reward.py:reward"}]',

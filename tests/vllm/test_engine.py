@@ -105,7 +105,7 @@ def test_engine_starts_without_a_version(engine: EngineDriver) -> None:
 def test_logprobs_equal_a_forward_pass(running: EngineDriver, models: list[Any], sampling: dict[str, Any]) -> None:
     version = running.engine.version
     others = [request(f"other-{t}", [1, 2, 3], 2, temperature=t, top_p=0.8) for t in (0.0, 0.5, 1.0)]
-    for other in others:  # rows that are sampled in another way, in the same batch
+    for other in others:  # rows with other sampling parameters in the same batch
         running.engine.add(other)
     prompt = random_prompt(9, 3)
     result = running.generate(prompt, 3, max_tokens=24, **sampling)
@@ -230,13 +230,13 @@ def test_cache_mode_determines_what_is_exact(
     old_is_exact: bool,
     new_is_exact: bool,
 ) -> None:
-    prompt = random_prompt(140, 9)  # more than a block of the cache, so that it is shared
+    prompt = random_prompt(140, 9)  # longer than a block of the cache, so that the block is shared
     before = running.engine.version
     old, new = spanning(running, publisher, mode, prompt)
     assert differences(models, old, before) < 1e-4
     assert (differences(models, old, before + 1) < 1e-4) == old_is_exact
     assert (differences(models, new, before + 1) < 1e-4) == new_is_exact
-    adopt(running, publisher)  # recompute: what follows shares nothing that older weights computed
+    adopt(running, publisher)  # recompute: later tokens share no cache computed by older weights
 
 
 def test_waiting_groups_share_no_old_cache_under_salt(

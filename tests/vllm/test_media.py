@@ -237,6 +237,6 @@ def test_models_that_vllm_would_compute_differently_are_rejected(tmp_path: Path)
 
 def test_untransposed_experts_are_rejected(tmp_path: Path) -> None:
     write_model(tmp_path, sized("qwen3_vl_moe"), 0)
-    publish_experts(tmp_path / "model.safetensors")  # once more, and so back again
+    publish_experts(tmp_path / "model.safetensors")  # a second transposition restores the file
     with pytest.raises(ConfigError, match=r"gate_up_proj in .* has transformers' shape \[4, 64, 128\]"):
         VllmEngine(spec_of(tmp_path, load_weights=True))

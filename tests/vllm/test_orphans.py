@@ -19,7 +19,7 @@ def replica(folder: Path, pipe: Connection) -> None:
     with engine_driver(folder, vllm={"tensor_parallel_size": 2}):
         ours = engine_processes()
         pipe.send(([process.pid for process in ours], shared_memory(ours)))
-        pipe.recv()  # for ever
+        pipe.recv()  # never ends by itself
 
 
 def test_engine_processes_end_with_their_replica(tmp_path: Path) -> None:
@@ -32,14 +32,14 @@ def test_engine_processes_end_with_their_replica(tmp_path: Path) -> None:
         assert mine.poll(2 * DEADLINE_S)
         pids, files = mine.recv()
         left = [psutil.Process(pid) for pid in pids]
-        assert len(left) >= 3  # vLLM's own, and two workers
+        assert len(left) >= 3  # vLLM's engine process and two workers
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         end = time.monotonic() + DEADLINE_S
         while left := [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
             assert time.monotonic() < end, left
             psutil.wait_procs(left, 0.2)
-        files = {file for file in files if file.name.startswith("vllm_")}  # others Python's tracker removes, at its end
+        files = {file for file in files if file.name.startswith("vllm_")}  # Python's tracker removes others
         assert files
         assert not [file for file in files if file.exists()]
     finally:

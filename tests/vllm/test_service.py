@@ -23,7 +23,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 ADD: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 WORLD = '''
 class World:
-    """Says where one is; what is said to it counts."""
+    """Reports the room; rewards the length of actions."""
 
     def reset(self, *, seed, options):
         self._left, self._letters = 2, 0
@@ -92,12 +92,12 @@ def test_completions_of_several_prompts_with_a_stop_string(
     assert first.text != text
     if stream:
         *_, last = pieces = list(client.completions.create(**asked, stop=[stop, "never said"], stream=True))
-        said, choice = "".join(piece.choices[0].text for piece in pieces), last.choices[0]
+        returned_text, choice = "".join(piece.choices[0].text for piece in pieces), last.choices[0]
         logprobs = [value for piece in pieces if (found := piece.choices[0].logprobs) for value in found.token_logprobs]
     else:
         choice = client.completions.create(**asked, stop=stop).choices[0]
-        said, logprobs = choice.text, choice.logprobs.token_logprobs  # type: ignore[union-attr]
-    assert said == text[: text.index(stop)]
+        returned_text, logprobs = choice.text, choice.logprobs.token_logprobs  # type: ignore[union-attr]
+    assert returned_text == text[: text.index(stop)]
     assert choice.finish_reason == "stop"
     assert served.check(encoded(client, served, "abc"), choice.starling, logprobs) == {served.version}  # type: ignore[union-attr]
 
@@ -142,7 +142,7 @@ def test_invalid_requests_are_rejected(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=sentence):
         client.completions.create(model=served.model, **asked)
-    client.completions.create(model=served.model, prompt="a", max_tokens=2)  # it goes on
+    client.completions.create(model=served.model, prompt="a", max_tokens=2)  # the server still answers
 
 
 def test_request_without_the_api_key_is_rejected(served: Service) -> None:
@@ -202,10 +202,10 @@ def test_tool_calls_are_parsed(served: Service, client: openai.OpenAI) -> None:
         call = choice.message.tool_calls[0]
         assert call.type == "function"
         assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
-    said = calling[0].message.model_dump(exclude_none=True)
-    assert said["tool_calls"]
-    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
-    second = client.chat.completions.create(messages=[*HELLO, said, result], **asked)
+    returned_text = calling[0].message.model_dump(exclude_none=True)
+    assert returned_text["tool_calls"]
+    result = {"role": "tool", "tool_call_id": returned_text["tool_calls"][0]["id"], "content": "3"}
+    second = client.chat.completions.create(messages=[*HELLO, returned_text, result], **asked)
     prompt = second.starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
     first = answer.starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
     assert prompt[: len(first)] == first

@@ -62,8 +62,8 @@ def in_workers(
     try:
         for rank, (_, answer) in enumerate(workers):
             assert answer.poll(DEADLINE_S), f"worker {rank} did not answer within {DEADLINE_S} s"
-            if said := answer.recv():
-                pytest.fail(f"worker {rank}: {said}")
+            if error := answer.recv():
+                pytest.fail(f"worker {rank}: {error}")
     finally:
         for worker, answer in workers:
             worker.kill()
@@ -88,4 +88,4 @@ def _run(
         answer.send(traceback.format_exc())
     finally:
         answer.close()
-        os._exit(0)  # what the groups left running must not hold the process
+        os._exit(0)  # threads of the process groups must not keep the process alive

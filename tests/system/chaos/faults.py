@@ -110,7 +110,7 @@ class Target:
             case Hold(name=name, seconds=seconds):
                 process = self.command.process_titled(name)
                 process.suspend()
-                time.sleep(seconds)  # that is the fault
+                time.sleep(seconds)  # the fault itself, no synchronisation
                 process.resume()
                 recovery = Recovery(fault, self._wait_for_next_step())
             case FillDisk(seconds=seconds):

@@ -164,8 +164,8 @@ def contradictions(history: JournalHistory, lines: Sequence[Mapping[str, Any]]) 
             found.append(f"{kind}: the metrics tell of steps {again} twice")
         if unknown := sorted(set(steps) - set(history.committed)):
             found.append(f"{kind}: the metrics tell of steps {unknown}, which were never committed")
-        wanted = set(history.committed) if kind == "step" else {s for s in history.committed if prompts.get(s)}
-        if len(missing := sorted(wanted - set(steps))) > max(0, len(history.incarnations) - 1):
+        expected = set(history.committed) if kind == "step" else {s for s in history.committed if prompts.get(s)}
+        if len(missing := sorted(expected - set(steps))) > max(0, len(history.incarnations) - 1):
             found.append(f"{kind}: steps {missing} are not in the metrics")
     for line in lines:
         if line["kind"] == "trained" and tuple(line["prompts"]) != tuple(prompts.get(line["step"], ())):

@@ -98,7 +98,7 @@ class Observation:
         for text in whole.splitlines():
             try:
                 found.append(json.loads(text))
-            except ValueError:  # a full disk cut it short
+            except ValueError:  # truncated by a full disk
                 continue
         return found
 

@@ -28,7 +28,7 @@ FAULTS = [
 
 def test_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
     seed = random.randrange(1_000_000)
-    print(f"seed {seed}")  # shown when the test fails, to try that order again
+    print(f"seed {seed}")  # shown when the test fails, to repeat this order
     with chaos_run(tmp_path) as run:
         for fault in random.Random(seed).sample(FAULTS, len(FAULTS)):
             print(run.inject(fault))

@@ -11,11 +11,11 @@ from torch import Tensor
 from starling.algo.loss.terms import LossTerms, Tokens
 
 RAGGED = [[1], [1, 5, 0, 33], [7, 1, 1, 2], [64, 1, 0, 3, 12]]
-"""Tokens of each completion: single ones, empty ones, very different ones."""
+"""Tokens of each completion: one, none, and very different numbers."""
 
 
 def make_tokens(lengths: Sequence[int], seed: int = 0, *, new: float = 0.3, old: float = 0.2) -> Tokens:
-    """Tokens of completions of these lengths; `new` and `old` say how far log-probabilities moved since the rollout."""
+    """Return tokens of completions; `new` and `old` bound the change of log-probabilities since the rollout."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     rollout = -3.0 * torch.rand(num_tokens, generator=generator)
@@ -32,20 +32,20 @@ def make_tokens(lengths: Sequence[int], seed: int = 0, *, new: float = 0.3, old:
 
 
 def on_policy(tokens: Tokens) -> Tokens:
-    """The same tokens as if the trained weights had sampled them."""
+    """Return the same tokens as if sampled by the trained weights."""
     now = tokens.logprobs.detach()
     return replace(tokens, old_logprobs=now.clone(), rollout_logprobs=now.clone())
 
 
 def gradient(terms: LossTerms, tokens: Tokens, weights: Tensor | None = None) -> Tensor:
-    """The derivative of the weighted sum of losses by each log-probability."""
+    """Return the derivative of the weighted sum of losses with respect to each log-probability."""
     total = terms.loss.sum() if weights is None else (terms.loss * weights).sum()
     (result,) = torch.autograd.grad(total, tokens.logprobs, retain_graph=True, allow_unused=True)
     return torch.zeros_like(tokens.logprobs) if result is None else result
 
 
 def rows(tokens: Tokens) -> list[list[tuple[float, float, float, float]]]:
-    """For each completion its tokens: log-probability, old, rollout, advantage, as double-precision numbers."""
+    """Return for each completion its tokens: new, old and rollout log-probability, and advantage, as doubles."""
     table: list[list[tuple[float, float, float, float]]] = [[] for _ in range(tokens.num_sequences)]
     columns = (tokens.logprobs, tokens.old_logprobs, tokens.rollout_logprobs, tokens.advantages)
     for owner, *values in zip(tokens.sequence.tolist(), *(column.tolist() for column in columns), strict=True):

@@ -1,4 +1,4 @@
-"""Losses here are tiny: one thread each, so that tests do not fight for the cores."""
+"""One thread per process, because the losses are tiny and tests run in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages against the standard library's statistics, and their rules for groups that say nothing."""
+"""Advantages, compared with the standard library's statistics, and for groups without a learning signal."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ REWARDS = st.lists(st.floats(-100.0, 100.0), min_size=2, max_size=16)
 
 
 @given(REWARDS)
-def test_std_scale_is_grpo_with_the_sample_deviation(rewards: list[float]) -> None:
+def test_std_scale_equals_grpo_with_the_sample_deviation(rewards: list[float]) -> None:
     mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
     expected = [(reward - mean) / (std + 1e-4) for reward in rewards]
     assert group_relative(rewards) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @given(REWARDS)
-def test_none_scale_is_the_difference_from_the_mean(rewards: list[float]) -> None:
+def test_none_scale_equals_the_difference_from_the_mean(rewards: list[float]) -> None:
     mean = statistics.fmean(rewards)
     expected = [reward - mean for reward in rewards]
     assert group_relative(rewards, scale="none") == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @given(REWARDS)
-def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(rewards: list[float]) -> None:
+def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(rewards: list[float]) -> None:
     advantages = group_relative(rewards)
     assert math.fsum(advantages) == pytest.approx(0.0, abs=1e-8)
     ranked = [advantage for _, advantage in sorted(zip(rewards, advantages, strict=True))]
@@ -39,24 +39,24 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_the_rewards(rewards: list[
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_equal_rewards_and_a_group_of_one_have_advantages_of_exactly_zero(reward: float, size: int) -> None:
+def test_equal_rewards_and_groups_of_one_have_zero_advantages(reward: float, size: int) -> None:
     assert group_relative([reward] * size) == [0.0] * size
     assert group_relative([reward] * size, scale="none") == [0.0] * size
 
 
-def test_known_values() -> None:
+def test_advantages_of_known_values() -> None:
     # Mean 0.5, sample deviation sqrt(1/3).
     expected = [0.8660254, -0.8660254, -0.8660254, 0.8660254]
     assert group_relative([1.0, 0.0, 0.0, 1.0], epsilon=0.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
+def test_non_finite_reward_is_rejected_by_name(bad: float) -> None:
     with pytest.raises(ValueError, match=f"reward 1 of the group is {bad}"):
         group_relative([1.0, bad])
 
 
-def test_an_empty_group_and_a_negative_epsilon_are_refused() -> None:
+def test_empty_group_and_negative_epsilon_are_rejected() -> None:
     with pytest.raises(ValueError, match="one reward per completion"):
         group_relative([])
     with pytest.raises(ValueError, match="epsilon is -1"):
@@ -74,13 +74,13 @@ EACH: dict[str, Advantage] = {
 
 
 @given(GROUPS)
-def test_groups_are_normalised_each_by_itself(groups: list[list[float]]) -> None:
+def test_groups_are_normalised_separately(groups: list[list[float]]) -> None:
     assert group_normalised(groups) == [group_relative(group) for group in groups]
     assert group_normalised(groups, scale="none") == [group_relative(group, scale="none") for group in groups]
 
 
 @given(GROUPS)
-def test_leave_one_out_is_the_difference_from_the_mean_of_the_others(groups: list[list[float]]) -> None:
+def test_leave_one_out_equals_the_difference_from_the_mean_of_the_others(groups: list[list[float]]) -> None:
     for group, advantages in zip(groups, leave_one_out(groups), strict=True):
         for index, advantage in enumerate(advantages):
             others = group[:index] + group[index + 1 :]
@@ -89,7 +89,7 @@ def test_leave_one_out_is_the_difference_from_the_mean_of_the_others(groups: lis
 
 
 @given(GROUPS.filter(lambda groups: len({reward for group in groups for reward in group}) > 1))
-def test_the_batch_is_normalised_as_one(groups: list[list[float]]) -> None:
+def test_batch_normalisation_spans_all_groups(groups: list[list[float]]) -> None:
     rewards = [reward for group in groups for reward in group]
     mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
     expected = [[(reward - mean) / (std + 1e-4) for reward in group] for group in groups]
@@ -98,34 +98,34 @@ def test_the_batch_is_normalised_as_one(groups: list[list[float]]) -> None:
 
 
 @given(GROUPS)
-def test_with_a_group_baseline_every_group_sums_to_zero(groups: list[list[float]]) -> None:
+def test_group_baseline_makes_each_group_sum_to_zero(groups: list[list[float]]) -> None:
     for group, advantages in zip(groups, batch_normalised(groups, baseline="group"), strict=True):
         assert len(group) == len(advantages)
         assert math.fsum(advantages) == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_rewards_that_say_nothing_have_advantages_of_exactly_zero(name: str) -> None:
+def test_equal_rewards_have_zero_advantages(name: str) -> None:
     assert EACH[name]([[0.1, 0.1, 0.1], [0.1], [0.1, 0.1]]) == [[0.0] * 3, [0.0], [0.0] * 2]
     assert EACH[name]([[3.0]]) == [[0.0]]
     assert EACH[name]([]) == []
 
 
-def test_a_group_of_one_takes_part_in_the_batch_only_without_a_group_baseline() -> None:
+def test_group_of_one_has_advantages_only_without_a_group_baseline() -> None:
     assert batch_normalised([[1.0], [0.0, 0.0]], epsilon=0.0)[0][0] == pytest.approx(1.1547005)
     assert batch_normalised([[1.0], [0.0, 0.5]], baseline="group")[0] == [0.0]
 
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_cannot_be_compared_is_named_with_its_group(name: str, bad: float) -> None:
+def test_invalid_rewards_are_rejected_with_their_group(name: str, bad: float) -> None:
     with pytest.raises(ValueError, match=f"reward 1 of group 1 is {bad}: drop a completion whose scoring failed"):
         EACH[name]([[1.0], [0.0, bad]])
     with pytest.raises(ValueError, match="group 1 has no rewards"):
         EACH[name]([[1.0], []])
 
 
-def test_choices_that_do_not_exist_are_named() -> None:
+def test_unknown_options_are_rejected() -> None:
     with pytest.raises(ValueError, match="scale is 'mad': give std or none"):
         group_normalised([[1.0]], scale="mad")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="baseline is 'critic': give none or group"):
@@ -134,7 +134,7 @@ def test_choices_that_do_not_exist_are_named() -> None:
         batch_normalised([[1.0]], epsilon=-1.0)
 
 
-# The numbers were made once by the advantage estimators of verl 0.9.1 (`core_algos`), one token per completion.
+# The numbers were computed once by the advantage estimators of verl 0.9.1 (`core_algos`), one token per completion.
 REWARDS = [[1.0, 0.0, 0.25], [2.0, 2.0], [0.5, -1.0]]
 
 
@@ -164,5 +164,5 @@ REWARDS = [[1.0, 0.0, 0.25], [2.0, 2.0], [0.5, -1.0]]
         ),
     ],
 )
-def test_numbers_of_a_published_implementation(advantages: list[list[float]], expected: list[float]) -> None:
+def test_advantages_equal_a_published_implementation(advantages: list[list[float]], expected: list[float]) -> None:
     assert [value for group in advantages for value in group] == pytest.approx(expected, abs=1e-7)

@@ -21,7 +21,7 @@ def weights(lengths: list[int], kind: Aggregate, constant: int = 7) -> np.ndarra
 
 
 @given(LENGTHS)
-def test_the_weights_of_all_tokens_sum_to_one_for_a_mean(lengths: list[int]) -> None:
+def test_weights_of_a_mean_sum_to_one(lengths: list[int]) -> None:
     assert np.dot(weights(lengths, "token_mean"), lengths) == pytest.approx(1.0)
     filled = sum(length > 0 for length in lengths)
     assert np.dot(weights(lengths, "sequence_mean_token_mean"), lengths) == pytest.approx(filled / len(lengths))
@@ -30,8 +30,8 @@ def test_the_weights_of_all_tokens_sum_to_one_for_a_mean(lengths: list[int]) -> 
 
 
 @given(LENGTHS, st.lists(st.floats(-3.0, 3.0), min_size=12, max_size=12))
-def test_weights_are_the_means_that_their_names_say(lengths: list[int], levels: list[float]) -> None:
-    """With one loss per completion, each of its tokens having it."""
+def test_weights_equal_the_named_means(lengths: list[int], levels: list[float]) -> None:
+    """All tokens of a completion have the same loss."""
     losses = levels[: len(lengths)]
     total = sum(loss * length for loss, length in zip(losses, lengths, strict=True))
     means = sum(loss for loss, length in zip(losses, lengths, strict=True) if length)
@@ -47,7 +47,7 @@ def test_weights_are_the_means_that_their_names_say(lengths: list[int], levels: 
 
 
 @given(LENGTHS, st.data())
-def test_the_weights_of_a_part_are_those_that_the_whole_step_gives_it(lengths: list[int], data: st.DataObject) -> None:
+def test_weights_of_a_part_equal_those_of_the_whole_step(lengths: list[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(lengths)))
     for kind in KINDS:
         counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths), "constant": 7}
@@ -65,7 +65,7 @@ def test_the_weights_of_a_part_are_those_that_the_whole_step_gives_it(lengths: l
         ("mean", {"num_tokens": 1, "num_sequences": 1}, "aggregate is 'mean': give token_mean, "),
     ],
 )
-def test_counts_out_of_range_are_named(kind: Aggregate, counts: dict[str, int], text: str) -> None:
+def test_counts_out_of_range_are_rejected(kind: Aggregate, counts: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         token_weights([1], kind, **counts)
     with pytest.raises(ValueError, match="completion 1 has -2 tokens"):

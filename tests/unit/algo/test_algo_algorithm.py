@@ -1,4 +1,4 @@
-"""Algorithms: the built-in ones step, one's own is found, and options that nobody takes are named."""
+"""Algorithms: built-in ones train, user algorithms are imported, and unknown options are rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def raw(groups: Sequence[Sequence[float]], *, factor: float = 1.0, shift: float 
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_built_in_algorithm_makes_a_step(name: str) -> None:
+def test_built_in_algorithm_has_useful_gradients(name: str) -> None:
     algorithm = find(name)
     loss, advantage = functions(algorithm, {})
     lengths = [3, 1, 5, 2]
@@ -64,10 +64,10 @@ def test_every_built_in_algorithm_makes_a_step(name: str) -> None:
     assert torch.isfinite(slopes).all()
     assert slopes.abs().sum() > 0.0
     moved = slopes * torch.sign(tokens.advantages)
-    assert (moved <= 0.0).all(), "a token of a good completion becomes likelier, of a bad one less likely"
+    assert (moved <= 0.0).all(), "tokens of good completions must become more likely, those of bad ones less likely"
 
 
-def test_options_go_to_the_function_that_takes_them() -> None:
+def test_options_are_passed_to_the_function_that_has_them() -> None:
     algorithm = Algorithm(half, raw, options={"factor": 3.0})
     loss, advantage = functions(algorithm, {"shift": 1.0})
     tokens = make_tokens([4])
@@ -77,13 +77,13 @@ def test_options_go_to_the_function_that_takes_them() -> None:
     assert torch.equal(loss(tokens).loss, half(tokens, factor=5.0).loss)
 
 
-def test_bind_leaves_what_a_function_does_not_take() -> None:
+def test_bind_ignores_options_that_a_function_lacks() -> None:
     assert bind(raw, {"shift": 1.0, "clip_low": 0.1})([[0.0]]) == [[1.0]]
     assert bind(leave_one_out, {"clip_low": 0.1})([[1.0, 0.0]]) == [[1.0, -1.0]]
 
 
 @pytest.mark.parametrize("option", ["clip_hgih", "tokens", "groups"])
-def test_an_option_that_nobody_takes_is_named_with_those_that_are(option: str) -> None:
+def test_unknown_option_is_rejected_with_the_known_ones(option: str) -> None:
     expected = (
         f"there is no option '{option}': ppo_clip takes clip_low, clip_high, dual_clip, and leave_one_out takes none"
     )
@@ -91,12 +91,12 @@ def test_an_option_that_nobody_takes_is_named_with_those_that_are(option: str) -
         functions(find("rloo"), {option: 0.3})
 
 
-def test_defaults_of_an_algorithm_are_checked_as_well() -> None:
+def test_default_options_of_an_algorithm_are_checked() -> None:
     with pytest.raises(ConfigError, match="there is no option 'scale': half takes factor, and leave_one_out"):
         functions(Algorithm(half, leave_one_out, options={"scale": "std"}), {})
 
 
-def test_names_are_resolved_late() -> None:
+def test_algorithm_names_are_resolved_lazily() -> None:
     algorithm = Algorithm("starling.algo.loss.nowhere:loss")
     with pytest.raises(ConfigError, match=r"'starling\.algo\.loss\.nowhere:loss' cannot be imported"):
         functions(algorithm, {})
@@ -107,7 +107,7 @@ def test_names_are_resolved_late() -> None:
 
 
 @pytest.mark.parametrize("attribute", ["own", "Shelf.own"])
-def test_an_algorithm_of_ones_own_comes_from_a_file(tmp_path: Path, attribute: str) -> None:
+def test_user_algorithm_is_loaded_from_a_file(tmp_path: Path, attribute: str) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     algorithm = find(f"{tmp_path}/mine.py:{attribute}")
     loss, advantage = functions(algorithm, {"shift": 1.0})
@@ -118,7 +118,9 @@ def test_an_algorithm_of_ones_own_comes_from_a_file(tmp_path: Path, attribute: s
     assert functions(by_text, {}).advantage([[1.0]]) == [[1.0]]
 
 
-def test_an_algorithm_comes_from_a_module_or_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_algorithm_is_loaded_from_a_module_or_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "outside_algorithm.py").write_text(OWN)
     info = tmp_path / "outside_algorithm-1.0.dist-info"
     info.mkdir()
@@ -146,18 +148,18 @@ def test_an_algorithm_comes_from_a_module_or_an_entry_point(tmp_path: Path, monk
         ("starling.algo:own", "no 'own' in there; it has nothing to call"),
     ],
 )
-def test_what_cannot_be_found_is_named(name: str, text: str) -> None:
+def test_missing_algorithm_is_rejected_by_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         find(name)
 
 
-def test_a_file_that_fails_says_how(tmp_path: Path) -> None:
+def test_failing_file_is_reported_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('out of tea')")
     with pytest.raises(ConfigError, match=r"cannot be imported: RuntimeError: out of tea\."):
         find(f"{tmp_path}/broken.py:own")
 
 
-def test_decoupled_ppo_divides_by_the_proximal_policy_and_drops_far_tokens() -> None:
+def test_decoupled_ppo_uses_the_proximal_policy_and_drops_far_tokens() -> None:
     algorithm = find("decoupled_ppo")
     assert algorithm.old == "proximal"
     assert algorithm.corrections == (Correction("mask", "token", high=5.0),)

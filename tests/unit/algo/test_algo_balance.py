@@ -1,4 +1,4 @@
-"""Balancing: every item once, the bounds of the method, and greedy division beside it."""
+"""Balancing: every item is in one part, the bounds of the method hold, and a comparison with greedy division."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loads(costs: list[int], parts: list[list[int]]) -> list[int]:
 
 
 def greedy(costs: list[int], num_parts: int) -> int:
-    """The greatest load when each item, costliest first, goes to the least loaded part (Graham, 1969)."""
+    """Return the largest load when each item, in descending cost, goes to the least loaded part (Graham, 1969)."""
     parts = [0] * num_parts
     for item_cost in sorted(costs, reverse=True):
         parts[parts.index(min(parts))] += item_cost
@@ -28,7 +28,7 @@ def greedy(costs: list[int], num_parts: int) -> int:
 
 
 def best(costs: list[int], num_parts: int, *, equal_sizes: bool = False) -> int:
-    """The least possible greatest load, by trying every division."""
+    """Return the least possible largest load, by trying every division."""
     least = sum(costs)
     for owners in itertools.product(range(num_parts), repeat=len(costs)):
         sizes = [owners.count(part) for part in range(num_parts)]
@@ -39,7 +39,7 @@ def best(costs: list[int], num_parts: int, *, equal_sizes: bool = False) -> int:
 
 
 @given(COSTS, st.integers(1, 8), st.booleans())
-def test_each_item_is_in_one_part_and_the_result_is_deterministic(costs: list[int], n: int, equal: bool) -> None:
+def test_balance_puts_each_item_in_one_part_deterministically(costs: list[int], n: int, equal: bool) -> None:
     parts = balance(costs, n, equal_sizes=equal)
     assert len(parts) == n
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
@@ -50,13 +50,13 @@ def test_each_item_is_in_one_part_and_the_result_is_deterministic(costs: list[in
 
 
 @given(COSTS.filter(bool), st.integers(1, 8))
-def test_the_spread_is_at_most_the_greatest_cost(costs: list[int], n: int) -> None:
+def test_spread_is_at_most_the_largest_cost(costs: list[int], n: int) -> None:
     spread = loads(costs, balance(costs, n))
     assert max(spread) - min(spread) <= max(costs)
 
 
 @given(COSTS.filter(bool), st.integers(1, 8))
-def test_with_equal_sizes_the_spread_is_at_most_that_of_a_run_of_neighbours(costs: list[int], n: int) -> None:
+def test_spread_with_equal_sizes_is_at_most_that_of_neighbouring_items(costs: list[int], n: int) -> None:
     spread = loads(costs, balance(costs, n, equal_sizes=True))
     ranked = sorted(costs, reverse=True)
     ranked += [0] * (-len(ranked) % n)
@@ -64,26 +64,26 @@ def test_with_equal_sizes_the_spread_is_at_most_that_of_a_run_of_neighbours(cost
 
 
 @given(FEW, st.integers(1, 3))
-def test_the_greatest_load_is_within_the_known_ratio_of_the_best(costs: list[int], n: int) -> None:
+def test_largest_load_is_within_the_known_ratio_of_the_optimum(costs: list[int], n: int) -> None:
     ours = max(loads(costs, balance(costs, n)))
     assert ours >= best(costs, n)
     assert 3 * n * ours <= (4 * n - 1) * best(costs, n)
 
 
 @given(FEW, st.integers(1, 3))
-def test_with_equal_sizes_the_greatest_load_is_at_most_twice_the_best(costs: list[int], n: int) -> None:
+def test_largest_load_with_equal_sizes_is_at_most_twice_the_optimum(costs: list[int], n: int) -> None:
     ours = max(loads(costs, balance(costs, n, equal_sizes=True)))
     least = best(costs, n, equal_sizes=True)
     assert least <= ours <= 2 * least
 
 
 @given(COSTS.filter(bool), st.integers(1, 8))
-def test_it_is_never_worse_than_greedy_by_more_than_is_known(costs: list[int], n: int) -> None:
+def test_balance_is_at_most_the_known_factor_worse_than_greedy(costs: list[int], n: int) -> None:
     ours = max(loads(costs, balance(costs, n)))
     assert 3 * n * ours <= (4 * n - 1) * greedy(costs, n)
 
 
-def test_on_typical_lengths_it_is_far_more_even_than_greedy() -> None:
+def test_balance_of_typical_lengths_is_far_more_even_than_greedy() -> None:
     draw = random.Random(7)
     ours = theirs = 0.0
     for _ in range(20):
@@ -94,7 +94,7 @@ def test_on_typical_lengths_it_is_far_more_even_than_greedy() -> None:
     assert ours < 0.5 * theirs
 
 
-def test_known_cases() -> None:
+def test_balance_of_known_cases() -> None:
     # The textbook case: two-way differencing of 8, 7, 6, 5, 4 ends with a difference of 2 (16 and 14).
     assert sorted(loads([8, 7, 6, 5, 4], balance([8, 7, 6, 5, 4], 2))) == [14, 16]
     assert balance([], 2) == [[], []]
@@ -103,7 +103,7 @@ def test_known_cases() -> None:
     assert balance([3, 1, 2], 1) == [[0, 1, 2]]
 
 
-def test_arguments_out_of_range_are_named() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="num_parts is 0"):
         balance([1], 0)
     with pytest.raises(ValueError, match="cost 1 is -1"):

@@ -1,4 +1,4 @@
-"""Off-policy corrections against loops over completions, and their laws."""
+"""Off-policy corrections, compared with loops over completions, and their invariants."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens, on_policy, rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.algorithm import Correction
 from starling.algo.loss.correct import correct
@@ -27,7 +28,7 @@ CORRECTIONS = [
 
 
 def reference(row: list[tuple[float, float, float, float]], correction: Correction) -> list[tuple[float, float]]:
-    """Factor of each token of a completion, and whether the bound decides it."""
+    """Return the factor of each token of a completion, and whether the bound determines it."""
     if correction.kind == "sequence_mask":
         drift = math.fsum(rollout - new for new, _, rollout, _ in row) / max(len(row), 1)
         out = [advantage < 0.0 and drift > correction.high for *_, advantage in row]
@@ -60,7 +61,7 @@ def test_factors_equal_a_loop_over_completions(lengths: list[int], correction: C
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.kind}-{c.level}")
-def test_every_bound_decides_some_tokens_of_the_cases(correction: Correction) -> None:
+def test_every_bound_applies_to_some_tokens_of_the_cases(correction: Correction) -> None:
     batches = [make_tokens(lengths, seed=12) for lengths in RAGGED]
     decided = [d for tokens in batches for row in rows(tokens) for _, d in reference(row, correction)]
     assert 0.0 < sum(decided) < len(decided)
@@ -69,15 +70,15 @@ def test_every_bound_decides_some_tokens_of_the_cases(correction: Correction) ->
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000), st.sampled_from(CORRECTIONS))
-def test_tokens_of_the_same_weights_are_not_corrected(lengths: list[int], seed: int, correction: Correction) -> None:
+def test_on_policy_tokens_are_not_corrected(lengths: list[int], seed: int, correction: Correction) -> None:
     factor, metrics = correct(on_policy(make_tokens(lengths, seed)), [correction])
     assert factor.tolist() == [1.0] * sum(lengths)
     assert all(value.max() == 0.0 for name, value in metrics.items() if name.endswith("_fraction"))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000), st.lists(st.sampled_from(CORRECTIONS), max_size=3))
 def test_corrections_multiply(lengths: list[int], seed: int, several: list[Correction]) -> None:
     tokens = make_tokens(lengths, seed)
@@ -87,21 +88,19 @@ def test_corrections_multiply(lengths: list[int], seed: int, several: list[Corre
     assert torch.equal(correct(tokens, several)[0], product)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(LENGTHS, st.integers(0, 1000))
-def test_the_unbounded_weight_of_a_completion_is_the_product_of_its_tokens(lengths: list[int], seed: int) -> None:
+def test_unbounded_completion_weight_is_the_product_of_token_weights(lengths: list[int], seed: int) -> None:
     tokens = make_tokens(lengths, seed)
     whole, _ = correct(tokens, [Correction("truncate", "sequence", high=1e9)])
     each, _ = correct(tokens, [Correction("truncate", "token", high=1e9)])
     for index in range(len(lengths)):
-        mine = tokens.sequence == index
-        if mine.any():
-            assert whole[mine].tolist() == pytest.approx(
-                [float(each[mine].double().prod())] * int(mine.sum()), rel=1e-5
-            )
+        own = tokens.sequence == index
+        if own.any():
+            assert whole[own].tolist() == pytest.approx([float(each[own].double().prod())] * int(own.sum()), rel=1e-5)
 
 
-def test_a_masked_completion_has_no_gradient_and_others_keep_theirs() -> None:
+def test_masked_completion_has_no_gradient_and_others_are_unchanged() -> None:
     tokens = make_tokens([3, 2])
     stale = replace(
         tokens,
@@ -112,11 +111,11 @@ def test_a_masked_completion_has_no_gradient_and_others_keep_theirs() -> None:
     factor, metrics = correct(stale, [Correction("sequence_mask", high=0.2)])
     assert gradient(ppo_clip(stale), stale, factor).tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0, 1.0])
     assert metrics["sequence_mask_fraction"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
-    praised, _ = correct(replace(stale, advantages=-stale.advantages), [Correction("sequence_mask", high=0.2)])
-    assert praised.tolist() == [1.0] * 5
+    raised, _ = correct(replace(stale, advantages=-stale.advantages), [Correction("sequence_mask", high=0.2)])
+    assert raised.tolist() == [1.0] * 5
 
 
-def test_decoupled_ppo_is_ppo_against_the_proximal_policy_times_a_bounded_weight() -> None:
+def test_decoupled_ppo_equals_ppo_on_the_proximal_policy_times_a_bounded_weight() -> None:
     """Equation 5 of arXiv:2505.24298 in double precision, tokens above the cap dropped."""
     tokens = make_tokens([4, 1, 20], seed=9)
     factor, _ = correct(tokens, [Correction("mask", high=1.25)])
@@ -142,6 +141,6 @@ def test_decoupled_ppo_is_ppo_against_the_proximal_policy_times_a_bounded_weight
         ({"kind": "truncate", "low": 0.5}, r"low is 0\.5: a correction of the kind truncate has no lower bound"),
     ],
 )
-def test_bounds_out_of_range_are_named(arguments: dict[str, float], text: str) -> None:
+def test_bounds_out_of_range_are_rejected(arguments: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Correction(**arguments)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Distillation against loops in double precision and published numbers."""
+"""Distillation, compared with loops in double precision and with published numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import math
 import pytest
 import torch
 from algo_batches import RAGGED, make_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.loss.distill import generalised_jsd, reverse_kl_advantages
 
 
 @pytest.mark.parametrize("lengths", RAGGED)
 @pytest.mark.parametrize("discount", [0.0, 0.9, 1.0])
-def test_advantages_equal_a_sum_over_the_tokens_that_follow(lengths: list[int], discount: float) -> None:
+def test_advantages_equal_a_sum_over_the_following_tokens(lengths: list[int], discount: float) -> None:
     tokens = make_tokens(lengths, seed=4)
     actual = reverse_kl_advantages(tokens.rollout_logprobs, tokens.old_logprobs, tokens.sequence, discount=discount)
     student, teacher = tokens.rollout_logprobs.tolist(), tokens.old_logprobs.tolist()
@@ -48,7 +49,7 @@ def reference_jsd(student: list[float], teacher: list[float], beta: float) -> fl
 
 
 def distributions(seed: int, num_tokens: int, kept: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a student, and logarithms of a teacher, with the teacher's likeliest tokens first."""
+    """Return a student's logits and a teacher's log-probabilities, in descending order of the teacher's."""
     generator = torch.Generator().manual_seed(seed)
     student = 2.0 * torch.randn(num_tokens, vocabulary, generator=generator)
     teacher = (2.0 * torch.randn(num_tokens, vocabulary, generator=generator)).log_softmax(-1)
@@ -69,7 +70,7 @@ def test_jsd_with_the_rest_as_one_outcome_equals_a_loop(beta: float, kept: int) 
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_gradient_of_jsd_equals_finite_differences(beta: float) -> None:
+def test_jsd_gradient_equals_finite_differences(beta: float) -> None:
     logits, teacher = distributions(6, 3, 4, 7)
     (slope,) = torch.autograd.grad(
         generalised_jsd(logits.log_softmax(-1)[:, :4], teacher, beta=beta).loss.sum(), logits
@@ -86,8 +87,8 @@ def test_the_gradient_of_jsd_equals_finite_differences(beta: float) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-def test_values_and_gradients_equal_those_in_double_precision(beta: float) -> None:
-    """The definition in probabilities, differentiated by autograd in double precision: 1e-6 from float32."""
+def test_jsd_in_float32_equals_autograd_in_double_precision(beta: float) -> None:
+    """The reference is the definition in probabilities; the tolerance is 1e-6."""
     generator = torch.Generator().manual_seed(3)
     student, teacher = (torch.randn(6, 12, generator=generator).log_softmax(-1)[:, :7] for _ in range(2))
     mine, exact = student.clone().requires_grad_(), student.double().requires_grad_()
@@ -107,9 +108,9 @@ def test_values_and_gradients_equal_those_in_double_precision(beta: float) -> No
     torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 1000), st.floats(0.0, 1.0))
-def test_more_tokens_come_closer_to_the_divergence_from_below(seed: int, beta: float) -> None:
+def test_jsd_with_more_tokens_approaches_the_divergence_from_below(seed: int, beta: float) -> None:
     logits, teacher = distributions(seed, 2, 8, 8)
     losses = []
     for kept in (1, 3, 6, 8):
@@ -120,14 +121,14 @@ def test_more_tokens_come_closer_to_the_divergence_from_below(seed: int, beta: f
         assert (fewer <= more + 1e-6).all()
 
 
-def test_equal_models_do_not_diverge() -> None:
+def test_jsd_of_equal_models_is_zero() -> None:
     logits, _ = distributions(7, 4, 5, 9)
     student = logits.log_softmax(-1)[:, :5]
     for beta in (0.0, 0.5, 1.0):
         assert generalised_jsd(student, student.detach(), beta=beta).loss.abs().max() < 1e-6
 
 
-def test_options_out_of_range_are_named() -> None:
+def test_options_out_of_range_are_rejected() -> None:
     tokens = make_tokens([2])
     with pytest.raises(ValueError, match=r"discount is 1\.5"):
         reverse_kl_advantages(tokens.old_logprobs, tokens.rollout_logprobs, tokens.sequence, discount=1.5)
@@ -135,7 +136,7 @@ def test_options_out_of_range_are_named() -> None:
         generalised_jsd(torch.zeros(1, 1), torch.zeros(1, 1), beta=-0.1)
 
 
-# The numbers were made once by running `GKDTrainer.generalized_jsd_loss` of TRL 1.16 in double precision.
+# The numbers were computed once by running `GKDTrainer.generalized_jsd_loss` of TRL 1.16 in double precision.
 @pytest.mark.parametrize(
     ("beta", "value", "slopes"),
     [
@@ -173,7 +174,7 @@ def test_options_out_of_range_are_named() -> None:
         ),
     ],
 )
-def test_generalised_jsd_over_the_whole_vocabulary(beta: float, value: float, slopes: list[list[float]]) -> None:
+def test_jsd_over_the_whole_vocabulary_equals_trl(beta: float, value: float, slopes: list[list[float]]) -> None:
     student = torch.tensor([[1.0, 0.2, -0.5, 0.0], [-1.0, 0.3, 2.0, 0.1]], requires_grad=True)
     teacher = torch.tensor([[0.3, 0.9, -1.0, 0.5], [0.0, 0.0, 1.0, -2.0]])
     total = generalised_jsd(student.log_softmax(-1), teacher.log_softmax(-1), beta=beta).loss.sum()

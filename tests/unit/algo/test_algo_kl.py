@@ -1,4 +1,4 @@
-"""Divergences and entropies: each estimate against loops, and what its gradient averages to over a whole vocabulary."""
+"""Divergences and entropies: estimates compared with loops, and their expected gradients over a whole vocabulary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor
 
 from starling.algo.loss.regularisers import KlKind, entropy_bonus, kl_loss
@@ -19,7 +20,7 @@ KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3", "unbiased")
 
 
 def reference(kind: KlKind, new: float, rollout: float, q: float) -> tuple[float, float]:
-    """One token's estimate and its derivative by `new`."""
+    """Return one token's estimate and its derivative with respect to `new`."""
     d = new - q
     k3 = math.exp(-d) - 1.0 + d
     match kind:
@@ -52,7 +53,7 @@ LOGITS = st.lists(st.floats(-2.0, 2.0), min_size=4, max_size=4)
 
 
 def whole_vocabulary(logits: Tensor, sampler: Tensor) -> Tokens:
-    """Every token of the vocabulary once: averages over what `sampler` would draw are then exact sums."""
+    """Return every token of the vocabulary once, so that expectations under `sampler` are exact sums."""
     logprobs = logits.log_softmax(-1)
     zeros = torch.zeros(4, dtype=torch.float64)
     sequence = torch.zeros(4, dtype=torch.int64)
@@ -64,9 +65,9 @@ def slope_of(total: Tensor, logits: Tensor) -> Tensor:
     return slope
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LOGITS, LOGITS, LOGITS)
-def test_what_the_gradients_of_the_estimates_average_to(p: list[float], q: list[float], sampler: list[float]) -> None:
+def test_expected_gradients_of_the_estimates(p: list[float], q: list[float], sampler: list[float]) -> None:
     logits = torch.tensor(p, dtype=torch.float64, requires_grad=True)
     q_logs = torch.tensor(q, dtype=torch.float64).log_softmax(-1)
     chances, logs = logits.softmax(-1), logits.log_softmax(-1)
@@ -87,14 +88,14 @@ def test_what_the_gradients_of_the_estimates_average_to(p: list[float], q: list[
     close(average("k1", own)[1], nothing, rtol=0.0, atol=1e-12)
     close(average("k2", own)[1], forwards, rtol=1e-9, atol=1e-12)
     close(average("k3", own)[1], backwards, rtol=1e-9, atol=1e-12)
-    # Whichever weights sampled, this one is right in both.
+    # This estimate is unbiased in value and gradient for any sampler.
     close(average("unbiased", other)[0], exact, rtol=1e-9, atol=1e-12)
     close(average("unbiased", other)[1], forwards, rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LOGITS)
-def test_the_entropy_bonus_has_the_gradient_of_the_entropy(p: list[float]) -> None:
+def test_entropy_bonus_has_the_gradient_of_the_entropy(p: list[float]) -> None:
     logits = torch.tensor(p, dtype=torch.float64, requires_grad=True)
     entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
     terms = entropy_bonus(entropy[None])
@@ -103,7 +104,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(p: list[float]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_absurd_tokens_stay_finite(kind: KlKind) -> None:
+def test_extreme_ratios_stay_finite(kind: KlKind) -> None:
     tokens = replace(
         make_tokens([2]),
         logprobs=torch.tensor([0.0, -500.0], requires_grad=True),
@@ -114,7 +115,7 @@ def test_absurd_tokens_stay_finite(kind: KlKind) -> None:
     assert torch.isfinite(gradient(terms, tokens)).all()
 
 
-def test_a_kind_that_does_not_exist_is_named() -> None:
+def test_unknown_kind_is_rejected() -> None:
     tokens = make_tokens([1])
     with pytest.raises(ValueError, match="kind is 'k4': the estimates are k1, k2, k3 and unbiased"):
         kl_loss(tokens, tokens.old_logprobs, kind="k4")  # type: ignore[arg-type]

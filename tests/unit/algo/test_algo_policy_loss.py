@@ -1,4 +1,4 @@
-"""Every policy loss against a loop over completions in double precision, values and gradients; and its laws."""
+"""Policy losses: values and gradients compared with loops in double precision, and their invariants."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens, on_policy, rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.loss.aggregate import token_weights
 from starling.algo.loss.aipo import aipo
@@ -23,7 +24,7 @@ from starling.algo.loss.terms import LossTerms, Tokens
 
 Row = list[tuple[float, float, float, float]]
 Numbers = list[tuple[float, float, float]]
-"""Loss, derivative by the token's log-probability, and whether it counts as clipped."""
+"""Loss, its derivative with respect to the token's log-probability, and whether the token counts as clipped."""
 
 
 def reference_ppo(row: Row, low: float, high: float, dual: float) -> Numbers:
@@ -91,8 +92,8 @@ def test_values_and_gradients_equal_a_loop_in_double_precision(name: str, length
     assert terms.metrics["clip_fraction"].tolist() == [clipped for _, _, clipped in expected]
 
 
-def test_every_bound_decides_some_tokens_of_the_cases() -> None:
-    """The tests above mean something: over their batches each bound is reached, and each is also not reached."""
+def test_every_bound_applies_to_some_tokens_of_the_cases() -> None:
+    """The batches of the tests above have tokens on both sides of each bound."""
     batches = [make_tokens(lengths, seed=len(lengths)) for lengths in RAGGED]
     for name, (loss, _) in CASES.items():
         if name != "cispo published":
@@ -132,9 +133,9 @@ def test_ratio_metrics_are_those_of_the_old_policy(loss: Callable[[Tokens], Loss
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000))
-def test_on_policy_every_loss_has_the_gradient_of_reinforce(lengths: list[int], seed: int) -> None:
+def test_on_policy_gradient_of_every_loss_equals_reinforce(lengths: list[int], seed: int) -> None:
     tokens = on_policy(make_tokens(lengths, seed))
     expected = gradient(reinforce(tokens), tokens)
     for loss in (ppo_clip, gspo, cispo, aipo, lambda t: ppo_clip(t, dual_clip=3.0)):
@@ -143,11 +144,9 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(lengths: list[int], 
         assert terms.metrics.get("clip_fraction", torch.zeros(1)).max() == 0.0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(LENGTHS, st.integers(0, 1000), st.data())
-def test_a_step_is_the_same_however_it_is_cut_into_microbatches(
-    lengths: list[int], seed: int, data: st.DataObject
-) -> None:
+def test_step_is_independent_of_microbatches(lengths: list[int], seed: int, data: st.DataObject) -> None:
     tokens = make_tokens(lengths, seed)
     cut = data.draw(st.integers(0, len(lengths)))
     shares = token_weights(lengths, "token_mean", num_tokens=sum(lengths), num_sequences=len(lengths))
@@ -169,10 +168,10 @@ def select(tokens: Tokens, chosen: torch.Tensor) -> Tokens:
     return replace(tokens, logprobs=tokens.logprobs.detach()[chosen].requires_grad_(), **part)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(LENGTHS, st.integers(0, 1000))
-def test_gspo_has_the_gradient_of_one_ratio_per_completion(lengths: list[int], seed: int) -> None:
-    """The sequence objective itself (equation 5), in double precision, without the form of GSPO-token."""
+def test_gspo_gradient_equals_one_ratio_per_completion(lengths: list[int], seed: int) -> None:
+    """The reference is the sequence objective (equation 5) in double precision, without the form of GSPO-token."""
     tokens = make_tokens(lengths, seed)
     logprobs = tokens.logprobs.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
@@ -189,7 +188,7 @@ def test_gspo_has_the_gradient_of_one_ratio_per_completion(lengths: list[int], s
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_aipo_keeps_the_gradient_above_its_bound_that_a_plain_minimum_loses() -> None:
+def test_aipo_keeps_the_gradient_above_its_bound() -> None:
     tokens = make_tokens([2])
     raised = replace(
         tokens,
@@ -205,7 +204,7 @@ def test_aipo_keeps_the_gradient_above_its_bound_that_a_plain_minimum_loses() ->
 
 
 @pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, aipo, reinforce, positive_nll])
-def test_absurd_tokens_and_no_tokens_stay_finite(loss: Callable[[Tokens], LossTerms]) -> None:
+def test_extreme_ratios_and_empty_batches_stay_finite(loss: Callable[[Tokens], LossTerms]) -> None:
     tokens = replace(
         make_tokens([2, 2]),
         logprobs=torch.tensor([0.0, -500.0, -500.0, 0.0], requires_grad=True),
@@ -228,6 +227,6 @@ def test_absurd_tokens_and_no_tokens_stay_finite(loss: Callable[[Tokens], LossTe
         (lambda t: aipo(t, max_ratio=0.0), "max_ratio is 0.0: it must be above 0"),
     ],
 )
-def test_options_out_of_range_are_named(call: Callable[[Tokens], LossTerms], text: str) -> None:
+def test_options_out_of_range_are_rejected(call: Callable[[Tokens], LossTerms], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(make_tokens([1]))

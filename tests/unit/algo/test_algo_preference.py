@@ -1,4 +1,4 @@
-"""Losses over pairs against double-precision formulas, published numbers, and their laws."""
+"""Losses over pairs, compared with double-precision formulas and published numbers, and their invariants."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.algo.loss.preference import Pairs, bradley_terry, dpo, ipo
 from starling.algo.loss.terms import LossTerms
@@ -32,7 +33,7 @@ def make_pairs(num_pairs: int, seed: int, *, reference: bool) -> Pairs:
 
 
 def table(pairs: Pairs) -> list[tuple[float, float, int, int]]:
-    """For each pair, in double precision: log-ratio and tokens of the chosen, and of the rejected completion."""
+    """Return for each pair, in double precision, log-ratio and tokens of the chosen and of the rejected completion."""
     zero = torch.zeros_like(pairs.chosen)
     q_chosen = zero if pairs.reference_chosen is None else pairs.reference_chosen
     q_rejected = zero if pairs.reference_rejected is None else pairs.reference_rejected
@@ -81,9 +82,9 @@ def test_ipo_equals_its_formula(reference: bool) -> None:
     assert rejected_slopes == pytest.approx(by_rejected, rel=2e-6, abs=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 1000), st.booleans())
-def test_a_wrong_order_costs_more_and_metrics_say_so(seed: int, reference: bool) -> None:
+def test_wrong_order_costs_more_and_shows_in_metrics(seed: int, reference: bool) -> None:
     pairs = make_pairs(5, seed, reference=reference)
     swapped = replace(
         pairs,
@@ -101,7 +102,7 @@ def test_a_wrong_order_costs_more_and_metrics_say_so(seed: int, reference: bool)
     torch.testing.assert_close(margin, terms.metrics["reward_margin"])
 
 
-def test_the_reference_itself_has_no_margin() -> None:
+def test_reference_model_has_no_margin() -> None:
     pairs = make_pairs(4, seed=3, reference=False)
     same = replace(pairs, reference_chosen=pairs.chosen.detach(), reference_rejected=pairs.rejected.detach())
     assert dpo(same).loss.tolist() == pytest.approx([math.log(2.0)] * 4)
@@ -134,12 +135,12 @@ def test_bradley_terry_equals_its_formula() -> None:
         (lambda pairs: replace(pairs, reference_chosen=pairs.chosen), "one side only"),
     ],
 )
-def test_options_out_of_range_are_named(call: Callable[[Pairs], object], text: str) -> None:
+def test_options_out_of_range_are_rejected(call: Callable[[Pairs], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(make_pairs(1, seed=0, reference=False))
 
 
-# The numbers were made once by running the code of TRL 1.16 (`DPOTrainer`, `RewardTrainer`) on these inputs.
+# The numbers were computed once by running the code of TRL 1.16 (`DPOTrainer`, `RewardTrainer`) on these inputs.
 @pytest.mark.parametrize(
     ("loss", "value", "slopes"),
     [
@@ -147,7 +148,7 @@ def test_options_out_of_range_are_named(call: Callable[[Pairs], object], text: s
         pytest.param(ipo, 1.750868056, [-0.466666667, -1.241666667, 0.7, 0.310416667], id="TRL ipo"),
     ],
 )
-def test_preferences_as_published(loss: Callable[..., LossTerms], value: float, slopes: list[float]) -> None:
+def test_preference_losses_equal_trl(loss: Callable[..., LossTerms], value: float, slopes: list[float]) -> None:
     chosen = torch.tensor([-3.1, -0.7], requires_grad=True)
     rejected = torch.tensor([-2.4, -5.0], requires_grad=True)
     pairs = Pairs(
@@ -163,7 +164,7 @@ def test_preferences_as_published(loss: Callable[..., LossTerms], value: float, 
     assert torch.cat(torch.autograd.grad(mean, [chosen, rejected])).tolist() == pytest.approx(slopes, rel=1e-5)
 
 
-def test_a_published_reward_model_with_centering() -> None:
+def test_reward_model_loss_with_centering_equals_trl() -> None:
     chosen = torch.tensor([1.2, -0.3], requires_grad=True)
     rejected = torch.tensor([0.4, 0.5], requires_grad=True)
     mean = bradley_terry(chosen, rejected, center=0.01).loss.mean()

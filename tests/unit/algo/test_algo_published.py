@@ -1,10 +1,9 @@
-"""Policy losses against numbers that the published implementations gave for one ragged batch, in double precision.
+"""Policy losses, compared with published implementations on one ragged batch in double precision.
 
-The numbers were made once by running the code of TRL 1.16 (`GRPOTrainer._compute_loss` with the `loss_type` that is
-named) and of verl 0.9.1 (`core_algos`: the policy losses with `agg_loss`, `kl_penalty`; `rollout_corr_helper`) on the
-inputs below. They are the
-loss of the step and its derivative by each token's log-probability; the completions have 1, 6, 0 and 2 tokens.
-TRL's mean over completions counts the empty one, verl's does not.
+The numbers were computed once with the code of TRL 1.16 (`GRPOTrainer._compute_loss` with the named `loss_type`) and of
+verl 0.9.1 (`core_algos`: the policy losses with `agg_loss`, `kl_penalty`; `rollout_corr_helper`) on the inputs below:
+the loss of the step and its derivative with respect to each token's log-probability. The completions have 1, 6, 0 and 2
+tokens; TRL's mean over completions counts the empty one, verl's does not.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def assert_step(terms: LossTerms, tokens: Tokens, weights: torch.Tensor, value: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_policy_losses_and_aggregations(name: str) -> None:
+def test_policy_losses_and_aggregations_equal_published_numbers(name: str) -> None:
     case, tokens = CASES[name], batch()
     shares = token_weights(LENGTHS, case.aggregate, num_tokens=9, num_sequences=case.num_sequences, constant=8)
     weights = torch.from_numpy(shares)[tokens.sequence].float()
@@ -204,7 +203,7 @@ def test_policy_losses_and_aggregations(name: str) -> None:
         ),
     ],
 )
-def test_corrections(correction: Correction, value: float, slopes: list[float]) -> None:
+def test_corrections_equal_published_numbers(correction: Correction, value: float, slopes: list[float]) -> None:
     tokens = batch()
     factor, _ = correct(tokens, [correction])
     assert_step(ppo_clip(tokens), tokens, factor / 9, value, slopes)
@@ -253,7 +252,7 @@ def test_corrections(correction: Correction, value: float, slopes: list[float]) 
         ),
     ],
 )
-def test_divergences(kind: Any, value: float, slopes: list[float]) -> None:
+def test_divergences_equal_published_numbers(kind: Any, value: float, slopes: list[float]) -> None:
     tokens = batch()
     assert_step(kl_loss(tokens, torch.tensor(REFERENCE), kind=kind), tokens, torch.full((9,), 1 / 9), value, slopes)
 
@@ -295,7 +294,7 @@ def test_divergences(kind: Any, value: float, slopes: list[float]) -> None:
         ),
     ],
 )
-def test_a_policy_loss_with_a_divergence(kind: Any, value: float, slopes: list[float]) -> None:
+def test_policy_loss_with_divergence_equals_published_numbers(kind: Any, value: float, slopes: list[float]) -> None:
     tokens = replace(batch(), rollout_logprobs=torch.tensor(OLD))
     loss = ppo_clip(tokens).loss + 0.04 * kl_loss(tokens, torch.tensor(REFERENCE), kind=kind).loss
     assert_step(LossTerms(loss, {}), tokens, torch.full((9,), 1 / 9), value, slopes)

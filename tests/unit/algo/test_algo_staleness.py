@@ -1,4 +1,4 @@
-"""The staleness bound, proven again by playing admission, training and freeing at random."""
+"""The staleness bound, checked by random sequences of admission, training and retirement."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_every_slot_can_be_used_without_a_publication(prompts: int, bound: int) 
 @pytest.mark.parametrize(
     ("prompts", "bound", "text"), [(0, 0, "prompts_per_step is 0"), (1, -1, "max_staleness is -1")]
 )
-def test_arguments_out_of_range_are_named(prompts: int, bound: int, text: str) -> None:
+def test_invalid_arguments_are_rejected(prompts: int, bound: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         num_slots(prompts, bound)
     with pytest.raises(ValueError, match=text):
         oldest_allowed_version(0, 0, prompts, bound)
 
 
-def test_negative_rank_is_refused() -> None:
+def test_negative_rank_is_rejected() -> None:
     with pytest.raises(ValueError, match="rank is -1"):
         oldest_allowed_version(0, -1, 1, 0)

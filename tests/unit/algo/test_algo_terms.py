@@ -1,4 +1,4 @@
-"""Sums over completions: values, derivatives, and the same bits every time."""
+"""Sums over completions: values, derivatives and bitwise determinism."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_sums_and_means_equal_a_loop_over_completions(lengths: list[int]) -> Non
 
 
 @pytest.mark.parametrize("lengths", RAGGED)
-def test_their_derivatives_are_those_of_sums_and_means(lengths: list[int]) -> None:
+def test_derivatives_of_sums_and_means(lengths: list[int]) -> None:
     tokens = make_tokens(lengths, seed=2)
     factors = torch.linspace(-1.0, 2.0, sum(lengths))
     (by_sum,) = torch.autograd.grad((sequence_sum(tokens.logprobs, tokens) * factors).sum(), tokens.logprobs)
@@ -52,12 +52,12 @@ def test_terms_that_cancel_keep_their_digits() -> None:
     assert sequence_sum(values, tokens).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_no_tokens_have_no_sums() -> None:
+def test_sums_of_no_tokens_are_empty() -> None:
     tokens = make_tokens([0, 0])
     assert sequence_mean(tokens.logprobs, tokens).shape == (0,)
 
 
-def test_an_absurd_ratio_is_held_and_has_no_derivative() -> None:
+def test_extreme_ratio_is_clamped_without_a_derivative() -> None:
     new = torch.tensor([0.0, -500.0, -1.0], requires_grad=True)
     held = log_ratio(new, torch.tensor([-500.0, 0.0, -1.5]))
     held.sum().backward()
@@ -66,7 +66,7 @@ def test_an_absurd_ratio_is_held_and_has_no_derivative() -> None:
     assert new.grad.tolist() == [0.0, 0.0, 1.0]
 
 
-def test_approx_kl_keeps_its_digits_where_the_policies_hardly_differ() -> None:
+def test_approx_kl_is_precise_for_nearly_equal_policies() -> None:
     metrics = ratio_metrics(torch.tensor([1e-3, 0.0, -2.0]))
     expected = [math.expm1(x) - x for x in (1e-3, 0.0, -2.0)]
     assert metrics["approx_kl"].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-12)

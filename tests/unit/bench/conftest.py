@@ -1,4 +1,4 @@
-"""The benchmarks are scripts; what they are made of is tested as modules."""
+"""Makes the modules of the benchmarks importable."""
 
 from __future__ import annotations
 

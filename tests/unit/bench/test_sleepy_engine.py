@@ -1,4 +1,4 @@
-"""The engine of `bench/async.py`: it takes time, and otherwise does what an engine does."""
+"""The engine of `bench/async.py`, which simulates time and otherwise behaves like any engine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def request(lease: str, seed: int, **changes: object) -> GroupRequest:
 
 
 def results(engine: SleepyEngine, woken: threading.Event, num: int) -> dict[str, GroupResult]:
-    """Hear `num` groups out, called as the shell calls: when woken, and while there is something to do."""
+    """Return `num` results; steps the engine as the shell does, when woken and while it is ready."""
     found: dict[str, GroupResult] = {}
     while len(found) < num:
         assert engine.ready or woken.wait(DEADLINE_S)
@@ -101,7 +101,7 @@ def test_groups_have_the_lengths_of_their_seeds(folder: Path) -> None:
         assert (engine.num_running, engine.num_waiting) == (0, 0)
 
 
-def test_it_adopts_what_was_published_and_stamps_tokens_with_it(folder: Path) -> None:
+def test_adopted_version_is_attested_and_stamped_on_tokens(folder: Path) -> None:
     with engine_of(folder) as (engine, woken):
         source = {name: torch.randn_like(tensor) for name, tensor in engine.tensors().items()}
         publisher = Publisher(engine.layout(), transport="local")
@@ -123,16 +123,16 @@ def test_it_adopts_what_was_published_and_stamps_tokens_with_it(folder: Path) ->
             assert set(after.versions) == {7}
 
 
-def test_a_group_that_was_interrupted_goes_on_where_it_was(folder: Path) -> None:
+def test_interrupted_group_resumes_from_its_tokens(folder: Path) -> None:
     with engine_of(folder) as (engine, woken):
         engine.add(request("whole", seed=3))
         whole = results(engine, woken, 1)["whole"]
         engine.add(request("cut", seed=3))
-        assert woken.wait(DEADLINE_S), "a row ends"
+        assert woken.wait(DEADLINE_S), "one row has ended"
         engine.pause()
         partial = engine.interrupt("cut")
         assert partial is not None
-        assert any(part.status is not None for part in partial), "the row that had ended"
+        assert any(part.status is not None for part in partial), "the ended row is unchanged"
         engine.add(request("cut", seed=3, partial=partial))
         engine.resume()
         again = results(engine, woken, 1)["cut"]
@@ -141,13 +141,13 @@ def test_a_group_that_was_interrupted_goes_on_where_it_was(folder: Path) -> None
             assert one.status == other.status
 
 
-def test_a_paused_one_samples_nothing(folder: Path) -> None:
+def test_paused_engine_samples_nothing(folder: Path) -> None:
     with engine_of(folder) as (engine, woken):
         engine.add(request("g", seed=1))
         engine.pause()
         num_tokens = engine.num_tokens
         begin = time.monotonic()
-        while time.monotonic() - begin < 100 * DEVICE.step_s:  # it would have gone on
+        while time.monotonic() - begin < 100 * DEVICE.step_s:  # long enough to sample more without the pause
             assert not engine.ready
             assert engine.step() == []
         engine.add(request("h", seed=2))
@@ -156,7 +156,7 @@ def test_a_paused_one_samples_nothing(folder: Path) -> None:
         assert len(results(engine, woken, 2)) == 2
 
 
-def test_a_folder_without_a_profile_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_folder_without_a_profile_is_rejected(folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "model"
     make_model_folder(ScratchSettings(config=SMALL, alphabet="abc>", max_length=256), bare)
     with pytest.raises(ConfigError, match=r"sleepy\.json is no profile"):

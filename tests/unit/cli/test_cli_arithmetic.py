@@ -15,14 +15,14 @@ from starling.common.errors import ConfigError
 RECIPES = Path(__file__).parents[3] / "recipes"
 
 
-def said(recipe: str, *flags: str) -> Sequence[str]:
+def dry_run(recipe: str, *flags: str) -> Sequence[str]:
     return describe_arithmetic(load_recipe([RECIPES / recipe], flags))
 
 
 def test_dry_run_resolves_the_algorithm() -> None:
     flags = ("--policy.algorithm.name", "decoupled_ppo", "--policy.algorithm.clip-low", "0.125")
     flags += ("--policy.algorithm.num-minibatches", "4", "--policy.algorithm.num-passes", "2")
-    lines = said("quickstart.toml", *flags, "--policy.algorithm.kl-coefficient", "0.01")
+    lines = dry_run("quickstart.toml", *flags, "--policy.algorithm.kl-coefficient", "0.01")
     (algorithm,) = (line for line in lines if line.startswith("algorithm: "))
     assert algorithm.startswith("algorithm: decoupled_ppo, clip_low = 0.125, clip_high = 0.2, ")
     assert "scale = std, " in algorithm
@@ -39,30 +39,30 @@ def test_corrections_of_the_recipe_replace_those_of_the_algorithm(tmp_path: Path
     )
     lines = describe_arithmetic(load_recipe([RECIPES / "quickstart.toml", more], ()))
     assert "corrections: truncate (token) at 2, sequence_mask (sequence) at 0.1" in lines
-    assert "corrections: none" in said("quickstart.toml")
+    assert "corrections: none" in dry_run("quickstart.toml")
 
 
 def test_dry_run_lists_each_optimizer_with_its_schedule() -> None:
     schedule = ("--policy.optimizer.schedule", "wsd", "--policy.optimizer.decay-steps", "50")
-    lines = said("quickstart.toml", *schedule, "--policy.optimizer.final-share", "0.1")
-    told = [line for line in lines if line.startswith("optimizer")]
-    assert told == [
+    lines = dry_run("quickstart.toml", *schedule, "--policy.optimizer.final-share", "0.1")
+    config = [line for line in lines if line.startswith("optimizer")]
+    assert config == [
         "optimizer of the supervised steps: adamw, learning rate 0.002, 10 steps of warm-up, then constant",
         "optimizer: adamw, learning rate 0.0005, 20 steps of warm-up, then wsd over the last 50 steps to 5e-05",
     ]
-    (alone,) = (line for line in said("sft.toml") if line.startswith("optimizer"))
+    (alone,) = (line for line in dry_run("sft.toml") if line.startswith("optimizer"))
     assert alone.startswith("optimizer of the supervised steps: adamw, ")
 
 
 def test_dry_run_names_trained_and_published_weights(tmp_path: Path) -> None:
-    lines = said("quickstart.toml", "--policy.frozen", '["embed", "norm"]')
+    lines = dry_run("quickstart.toml", "--policy.frozen", '["embed", "norm"]')
     assert "trained: all parameters but embed, norm" in lines
     assert (
         lines[-1]
         == "weight sync: 297,248 parameters x 4 bytes = 1,188,992 bytes to each of 2 rollouts, after every step"
     )
-    assert "trained: all parameters" in said("sft.toml")
-    lines = said("lora.toml", "--model.path", str(small_model(tmp_path)), "--model.lora.modules-to-save", '["norm"]')
+    assert "trained: all parameters" in dry_run("sft.toml")
+    lines = dry_run("lora.toml", "--model.path", str(small_model(tmp_path)), "--model.lora.modules-to-save", '["norm"]')
     assert "trained: LoRA adapters of rank 16 and alpha 32, targets all-linear, and norm whole" in lines
     assert lines[-1] == "weight sync: the adapters alone to each of 2 rollouts, after every step"
 
@@ -78,6 +78,6 @@ def small_model(folder: Path) -> Path:
 
 def test_unknown_algorithm_is_refused_by_the_dry_run() -> None:
     with pytest.raises(ConfigError, match="there is no algorithm 'grop': give one of grpo, "):
-        said("quickstart.toml", "--policy.algorithm.name", "grop")
+        dry_run("quickstart.toml", "--policy.algorithm.name", "grop")
     with pytest.raises(ConfigError, match=r"policy\.algorithm, gspo: there is no option 'dual_clip'"):
-        said("quickstart.toml", "--policy.algorithm.name", "gspo", "--policy.algorithm.dual-clip", "2")
+        dry_run("quickstart.toml", "--policy.algorithm.name", "gspo", "--policy.algorithm.dual-clip", "2")

@@ -23,7 +23,7 @@ def attempts(folder: Path, run: str, *numbers: int) -> Path:
 
 def test_find_accepts_an_attempt_or_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = attempts(tmp_path, "quick", 9, 10)
-    (run / "attempt-11").mkdir()  # nothing was begun in it
+    (run / "attempt-11").mkdir()  # it has no attempt
     (run / "attempt-old").mkdir()
     assert Attempt.find(run).folder == run / "attempt-10"
     assert Attempt.find(run / "attempt-9").folder == run / "attempt-9"
@@ -54,7 +54,7 @@ def hold(folder: Path, held: Event, done: Event) -> None:
 
 def test_acquire_locks_the_attempt_for_one_process(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
-    assert not attempt.is_over(), "nobody ran it yet"
+    assert not attempt.is_over(), "no process runs it yet"
     context = multiprocessing.get_context("fork")
     held, done = context.Event(), context.Event()
     process = context.Process(target=hold, args=(tmp_path, held, done))
@@ -63,7 +63,7 @@ def test_acquire_locks_the_attempt_for_one_process(tmp_path: Path) -> None:
     assert not attempt.is_over()
     with pytest.raises(ConfigError, match=f"is being run by process {process.pid}; `starling status"):
         attempt.acquire()
-    process.kill()  # and the kernel lets go for it
+    process.kill()  # the kernel releases its lock
     process.join(60)
     assert attempt.is_over()
     os.close(attempt.acquire())

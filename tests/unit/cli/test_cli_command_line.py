@@ -96,7 +96,7 @@ PARSED: dict[str, dict[str, Any]] = {
         "prompts": "p.jsonl", "out": Path("a.jsonl"), "prompt_column": "q",
     },
 }  # fmt: skip
-"""Command lines, and what some of their parameters then are."""
+"""Command lines, and the values of some of their parameters."""
 SUGGESTIONS = {
     "rum a.toml": "unknown command 'rum'; did you mean 'run'?",
     "statsu": "unknown command 'statsu'; did you mean 'status'?",
@@ -115,7 +115,7 @@ SUGGESTIONS = {
     "run --resume": "write `starling run --resume RUN_FOLDER`",
     "settings klx": "no setting has 'klx' in its key or text",
 }
-"""Mistakes, and the sentence that names the remedy."""
+"""Mistakes, and the sentences with their remedies."""
 
 
 def command_names() -> list[str]:
@@ -201,7 +201,7 @@ def test_help_of_run_is_at_most_two_screens_and_names_real_settings(capsys: pyte
 
 
 def test_help_imports_neither_recipes_nor_services() -> None:
-    """What makes help slow: pydantic, numpy, zmq and the settings of the services."""
+    """Help would be slow with pydantic, numpy, zmq or the settings of the services."""
     code = (
         "import sys\nfrom starling.cli.main import main\n"
         "for words in ([], ['run'], ['evaluate'], ['plan'], ['keys'], ['status'], ['settings']):\n"

@@ -1,4 +1,4 @@
-"""Completion scripts, in the shells themselves."""
+"""Completion scripts, run in the shells."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go to a folder without files, which a shell would offer besides."""
+    """Change to a folder without files, which a shell would also offer."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
 
@@ -62,23 +62,23 @@ def output_of(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-@pytest.mark.parametrize(("words", "wanted"), CASES)
+@pytest.mark.parametrize(("words", "expected"), CASES)
 def test_bash_completes(
-    words: tuple[str, ...], wanted: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = script_for("bash", tmp_path, capsys)
     text = output_of("bash", "--norc", "-c", BASH.format(script=script, words=" ".join(words)))
-    assert {word.strip() for word in text.splitlines() if word.strip()} == wanted
+    assert {word.strip() for word in text.splitlines() if word.strip()} == expected
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-@pytest.mark.parametrize(("words", "wanted"), CASES)
+@pytest.mark.parametrize(("words", "expected"), CASES)
 def test_fish_completes(
-    words: tuple[str, ...], wanted: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = script_for("fish", tmp_path, capsys)
     text = output_of("fish", "--no-config", "-c", f"source {script}; complete -C '{' '.join(words)}'")
-    assert {line.partition("\t")[0] for line in text.splitlines() if line} == wanted
+    assert {line.partition("\t")[0] for line in text.splitlines() if line} == expected
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

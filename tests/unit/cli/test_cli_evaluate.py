@@ -28,8 +28,8 @@ from starling.controller.data.load import load_data, prompts_to_answer
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Go to a folder with a model's folder and files of prompts, on a machine without GPUs."""
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder with a model folder and prompt files; no GPUs are visible."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("model").mkdir()
@@ -52,13 +52,13 @@ def lines(path: str, *rows: dict[str, Any]) -> None:
 
 
 def indexes(folder: str, num: int) -> None:
-    """Write an index that says that `num` groups of a file can be trained."""
-    told = {"file": "step-000001.msgpack", "step": 1, "num_groups": num, "size_bytes": 1, "sha256": ""}
-    lines(f"{folder}/index.jsonl", {**told, "num_usable": num})
+    """Write a trajectory index with `num` usable groups."""
+    description = {"file": "step-000001.msgpack", "step": 1, "num_groups": num, "size_bytes": 1, "sha256": ""}
+    lines(f"{folder}/index.jsonl", {**description, "num_usable": num})
 
 
 def recipe_of(command: str, *argv: str) -> tuple[Recipe, str]:
-    """Return the recipe that a command line stands for, and the number of instances in words."""
+    """Return the recipe of a command line, and the description of its instances."""
     _, bound = parse(make_app(), [command, "--model", "model", *argv])
     bound.apply_defaults()
     given = bound.arguments
@@ -74,7 +74,7 @@ def recipe_of(command: str, *argv: str) -> tuple[Recipe, str]:
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "tp_size", "present", "instances", "told"),
+    ("num_gpus", "tp_size", "present", "instances", "description"),
     [
         (8, 4, 8, 2, "8 GPUs = 2 instances x tp 4"),
         (8, 1, 8, 8, "8 GPUs = 8 instances x tp 1"),
@@ -82,8 +82,10 @@ def recipe_of(command: str, *argv: str) -> tuple[Recipe, str]:
         (4, 2, 0, 2, "no GPU here: 4 shares of the CPU = 2 instances x tp 2"),
     ],
 )
-def test_num_instances_divides_the_gpus(num_gpus: int, tp_size: int, present: int, instances: int, told: str) -> None:
-    assert num_instances(num_gpus, tp_size, present) == (instances, told)
+def test_num_instances_divides_the_gpus(
+    num_gpus: int, tp_size: int, present: int, instances: int, description: str
+) -> None:
+    assert num_instances(num_gpus, tp_size, present) == (instances, description)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +117,12 @@ def test_devices_of_gives_each_instance_its_own_gpus(monkeypatch: pytest.MonkeyP
 # --- evaluate ------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_recipe_has_tasks_and_scorers(place: Path) -> None:
+def test_evaluation_recipe_has_tasks_and_scorers(workdir: Path) -> None:
     flags = ("--rollout.max-rows", "4", "--temperature", "0.5", "--num-completions", "4")
-    recipe, told = recipe_of("evaluate", "--tasks", "gsm8k:sums.jsonl,math:proofs.jsonl", "--num-gpus", "2", *flags)
-    assert told == "no GPU here: 2 shares of the CPU = 2 instances x tp 1"
+    recipe, description = recipe_of(
+        "evaluate", "--tasks", "gsm8k:sums.jsonl,math:proofs.jsonl", "--num-gpus", "2", *flags
+    )
+    assert description == "no GPU here: 2 shares of the CPU = 2 instances x tp 1"
     assert recipe.replicas == {"rollout": 2, "reward": 1, "teacher": 0}
     assert (recipe.rollout.load_weights, recipe.rollout.max_rows, recipe.launch.gpus_per_rollout) == (True, 4, 0)
     assert recipe.reward is not None
@@ -134,13 +138,13 @@ def test_evaluation_recipe_has_tasks_and_scorers(place: Path) -> None:
         ("gsm8k/0", "gsm8k"), ("gsm8k/1", "gsm8k"), ("math/0", "math")
     ]  # fmt: skip
     assert [prompt.reference for prompt in prompts] == ["#### 2", "#### 4", "\\boxed{1}"]
-    assert Path(recipe.model.path).is_absolute(), "it can be taken up from any folder"
+    assert Path(recipe.model.path).is_absolute(), "the run can be resumed from any folder"
 
 
-def test_evaluation_recipe_shares_gpus_among_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_recipe_shares_gpus_among_instances(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    recipe, told = recipe_of("evaluate", "--tasks", "words.toml", "--tp-size", "2", "--engine", "vllm")
-    assert told == "4 GPUs = 2 instances x tp 2"
+    recipe, description = recipe_of("evaluate", "--tasks", "words.toml", "--tp-size", "2", "--engine", "vllm")
+    assert description == "4 GPUs = 2 instances x tp 2"
     assert (recipe.launch.num_rollouts, recipe.launch.gpus_per_rollout) == (2, 2)
     assert recipe.rollout.vllm.tensor_parallel_size == 2
     assert recipe.model.dtype == "bfloat16"
@@ -149,7 +153,7 @@ def test_evaluation_recipe_shares_gpus_among_instances(place: Path, monkeypatch:
     assert (many.rollout.num_slots, many.launch.num_rollouts) == (32, 4)
 
 
-def test_find_tasks_names_each_task_once(place: Path) -> None:
+def test_find_tasks_names_each_task_once(workdir: Path) -> None:
     names = ["reasoning_gym:spell_backward", "sums.jsonl", "sums.jsonl", "words.toml", "hf:org/name"]
     tasks = find_tasks(names, TaskOptions(limit=5, scorer="prefix_match", plain=True))
     assert [(task.name, task.scorers[0]["name"]) for task in tasks] == [
@@ -167,7 +171,7 @@ def test_find_tasks_names_each_task_once(place: Path) -> None:
 # --- infer ---------------------------------------------------------------------------------------------------------
 
 
-def test_inference_recipe_detects_the_prompt_column(place: Path) -> None:
+def test_inference_recipe_detects_the_prompt_column(workdir: Path) -> None:
     chats, _ = recipe_of("infer", "chats.jsonl", "--system", "Be kind.")
     assert [[message.content for message in prompt.messages] for prompt in prompts_to_answer(chats)] == [
         ["Be kind.", "Hello"], ["Be kind.", "Bye"]
@@ -180,7 +184,7 @@ def test_inference_recipe_detects_the_prompt_column(place: Path) -> None:
     assert [(prompt.id, prompt.messages[0].content) for prompt in prompts_to_answer(limited)] == [("0", "1+1")]
 
 
-def test_serving_recipe_has_no_prompts_and_no_end(place: Path) -> None:
+def test_serving_recipe_has_no_prompts_and_no_end(workdir: Path) -> None:
     recipe, _ = recipe_of("serve", "--num-gpus", "2")
     assert recipe.replicas == {"rollout": 2, "reward": 0, "teacher": 0}
     assert (recipe.rollout.api.enabled, recipe.rollout.load_weights) == (True, True)
@@ -238,8 +242,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
         (*INFER, "texts.jsonl", "--num-gpus", "two"),
         'invalid value for --num-gpus: unable to convert "two" into int; see starling infer --help',
     ),
-    "a run to take up, and settings": (("evaluate", "--resume", "model", "--limit", "3"), "FOLDER without --limit"),
-    "nothing to take up": (("infer", "--resume", "model"), "there is no run in model"),
+    "a run to resume, and settings": (("evaluate", "--resume", "model", "--limit", "3"), "FOLDER without --limit"),
+    "nothing to resume": (("infer", "--resume", "model"), "there is no run in model"),
     "a misspelt setting": ((*INFER, "texts.jsonl", "--rollout.max-row", "3"), "did you mean rollout.max_rows?"),
     "nothing recorded": (("policy", "--replay", "model", "rl.toml"), "model has no index.jsonl"),
     "too little recorded": (("policy", "--replay", "short", "rl.toml"), "short has 3 groups, and a step takes 16; set"),
@@ -249,7 +253,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_one_sentence_and_starts_no_run(
-    mistake: str, place: Path, capsys: pytest.CaptureFixture[str]
+    mistake: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("bare").mkdir()
     Path("bare/config.json").write_text("{}")
@@ -263,16 +267,16 @@ def test_mistake_is_one_sentence_and_starts_no_run(
     Path("rl.toml").write_text(
         "[model]\npath = 'model'\n[data]\nsource = 'sums.jsonl'\n[[reward.scorers]]\nname = 'gsm8k'\n"
     )
-    argv, wanted = MISTAKES[mistake]
+    argv, expected = MISTAKES[mistake]
     assert main(list(argv)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1, captured.err
-    assert wanted in captured.err
+    assert expected in captured.err
     assert not Path("runs").exists(), "a run was started"
 
 
-# --- which command is meant ----------------------------------------------------------------------------------------
+# --- choice of the command -----------------------------------------------------------------------------------------
 
 
 def test_evaluate_of_a_model_and_of_a_run_are_distinguished() -> None:
@@ -295,7 +299,7 @@ def test_rollout_only_is_a_run_of_its_own_kind() -> None:
     assert settings[-1] == "--rl.num-steps=2"
 
 
-def test_replay_trains_no_more_steps_than_there_are_groups_for(place: Path) -> None:
+def test_replay_trains_no_more_steps_than_there_are_groups_for(workdir: Path) -> None:
     Path("kept").mkdir()
     indexes("kept", 7)
     Path("rl.toml").write_text(
@@ -306,7 +310,7 @@ def test_replay_trains_no_more_steps_than_there_are_groups_for(place: Path) -> N
     assert load_recipe([Path("rl.toml")], settings).rl.num_steps == 2
 
 
-def test_dry_run_of_a_run_without_a_policy(place: Path) -> None:
+def test_dry_run_of_a_run_without_a_policy(workdir: Path) -> None:
     config = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
     Path("model/config.json").write_text(json.dumps(config))
     recipe, _ = recipe_of("infer", "texts.jsonl", "--num-completions", "3", "--num-gpus", "2")
@@ -319,7 +323,7 @@ def test_dry_run_of_a_run_without_a_policy(place: Path) -> None:
 # --- the screen ----------------------------------------------------------------------------------------------------
 
 
-def test_plain_screen_counts_answered_prompts(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+def test_plain_screen_counts_answered_prompts(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
     recipe, _ = recipe_of("evaluate", "--tasks", "words.toml")
     screen = PlainScreen(recipe)
     for num in (0, 1, 1, 30, 32, 64, 64):

@@ -1,4 +1,4 @@
-"""`served_model`: the endpoint of a served model, asked directly and until it is complete."""
+"""`served_model`: queries the endpoint directly, until it is complete."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MODELS = {"data": [{"starling": {"version": 0, "max_model_len": 256}}]}
 
 
 @contextmanager
-def answering(folder: Path, reply: bytes) -> Iterator[list[str]]:
-    """Have an endpoint give one answer, whatever it is asked; yields what that was."""
-    heard: list[str] = []
+def endpoint_with_reply(folder: Path, reply: bytes) -> Iterator[list[str]]:
+    """Run an endpoint that gives the same reply to every request; yields the requests."""
+    requests: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(DEADLINE_S)
 
         def serve() -> None:
             connection, _ = server.accept()
             with connection:
-                heard.append(connection.recv(1 << 16).decode())
+                requests.append(connection.recv(1 << 16).decode())
                 connection.sendall(reply)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -35,30 +35,30 @@ def answering(folder: Path, reply: bytes) -> Iterator[list[str]]:
         (folder / "api").mkdir()
         address = {"base_url": f"http://127.0.0.1:{server.getsockname()[1]}/v1", "api_key": "k", "model": "m"}
         (folder / "api" / "rollout-0.json").write_text(json.dumps(address))
-        yield heard
+        yield requests
         thread.join(DEADLINE_S)
 
 
 def test_served_model_bypasses_the_proxies_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     body = json.dumps(MODELS).encode()
     reply = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body
-    with answering(tmp_path, reply) as heard:
+    with endpoint_with_reply(tmp_path, reply) as requests:
         served = served_model(tmp_path)
     assert served is not None
     assert (served["model"], served["max_model_len"]) == ("m", 256)
-    assert heard[0].startswith("GET /v1/models ")
-    assert "Bearer k" in heard[0]
+    assert requests[0].startswith("GET /v1/models ")
+    assert "Bearer k" in requests[0]
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        b"",  # it ended while it was asked
-        b'HTTP/1.1 200 OK\r\ncontent-length: 99\r\nconnection: close\r\n\r\n{"data"',  # in the middle of its answer
+        b"",  # closed during the request
+        b'HTTP/1.1 200 OK\r\ncontent-length: 99\r\nconnection: close\r\n\r\n{"data"',  # closed during its reply
         b"HTTP/1.1 503 no\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 65\r\nconnection: close\r\n\r\n"
         b'{"data": [{"starling": {"version": -1, "max_model_len": 256}}]}  ',
@@ -66,5 +66,5 @@ def test_served_model_bypasses_the_proxies_of_the_environment(tmp_path: Path, mo
 )
 def test_served_model_is_none_until_it_is_served(tmp_path: Path, reply: bytes) -> None:
     assert served_model(tmp_path) is None, "no file yet"
-    with answering(tmp_path, reply):
+    with endpoint_with_reply(tmp_path, reply):
         assert served_model(tmp_path) is None

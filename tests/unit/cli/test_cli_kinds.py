@@ -29,7 +29,7 @@ def recipe(kind: str, **sections: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
-def test_a_run_of_pairs_needs_no_rollouts_and_no_rewards(kind: str) -> None:
+def test_preference_run_needs_no_rollouts_and_no_rewards(kind: str) -> None:
     run = recipe(kind, preference={"num_steps": 6, "examples_per_step": 4}, launch={"num_rollouts": 0})
     first, *_, last = describe_arithmetic(run)
     assert first == f"{kind}: 6 steps x 4 pairs = 24 pairs"
@@ -56,7 +56,7 @@ def test_plain_screen_prints_steps_of_every_kind(capsys: pytest.CaptureFixture[s
 SCORERS = {"scorers": [{"name": "exact_match"}]}
 
 
-def test_a_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
+def test_run_with_a_teacher_starts_one_and_needs_no_scorers() -> None:
     alone = recipe("rl", teacher={"path": "big", "top_k": 4})
     assert alone.replicas == {"policy": 1, "rollout": 1, "reward": 0, "teacher": 1}
     assert (

@@ -29,7 +29,7 @@ COLOCATED = ("--rollout.engine", "vllm", "--launch.colocate", "true")
 
 
 def test_colocated_vllm_has_sleep_mode(tmp_path: Path) -> None:
-    """What its process reads says so, with what else there is."""
+    """The settings of its process have sleep mode besides the recipe's vLLM settings."""
     flags = (*COLOCATED, "--rollout.vllm.engine-args.block-size", "64")
     (tmp_path / "recipe.toml").write_text(to_toml(load_recipe([RECIPE], flags)))
     arguments = load_recipe([tmp_path / "recipe.toml"], []).rollout.vllm.engine_args

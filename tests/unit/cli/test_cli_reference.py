@@ -21,8 +21,8 @@ def test_page_has_every_command() -> None:
     text = (ROOT / PATH).read_text()
     for commands in GROUPS.values():
         for name, _, _ in commands:
-            wanted = rf"^- `starling {name}`: " if name in SERVICES else rf"^### starling {name}$"
-            assert re.search(wanted, text, re.MULTILINE), name
+            pattern = rf"^- `starling {name}`: " if name in SERVICES else rf"^### starling {name}$"
+            assert re.search(pattern, text, re.MULTILINE), name
     for more in ("rollout --only", "policy --replay", "keys make", "keys list", "keys revoke"):
         assert f"### starling {more}\n" in text
 

@@ -23,7 +23,7 @@ def test_task_table_shows_the_last_evaluation() -> None:
 
 
 def test_alarm_rows_group_alarms_by_kind() -> None:
-    """When each was on, with the value that turned it on and its sentence; those that are over say so."""
+    """Rows have the steps, the first value and the sentence of each alarm, and mark alarms that are over."""
     clip = {"kind": "alarm", "name": "clip", "value": 0.7, "bound": 0.5, "text": "most tokens are clipped"}
     lines = [
         {**clip, "step": 3},

@@ -15,7 +15,7 @@ QUICKSTART = Path(__file__).parents[3] / "recipes/quickstart.toml"
 
 
 def shown(snapshot: RunSnapshot) -> str:
-    """Return what the screen shows, as text."""
+    """Return the text of the screen."""
     screen = LiveScreen(load(Recipe, [QUICKSTART]), Path("runs/demo"))
     console = Console(width=100)
     with console.capture() as captured:
@@ -24,7 +24,7 @@ def shown(snapshot: RunSnapshot) -> str:
 
 
 def test_live_screen_shows_active_alarms() -> None:
-    """As it stands, brackets and all: it is no markup."""
+    """Literally, because brackets are no markup."""
     snapshot = RunSnapshot(
         phase="rl", version=2, last_step=5, num_supervised_steps=0, elapsed_s=1.0, waiting_for="the policy"
     )

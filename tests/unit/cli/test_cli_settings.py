@@ -19,7 +19,7 @@ from starling.common.settings import iter_settings
 def test_search_finds_words_in_keys_and_texts() -> None:
     keys = [one.key for one in find_settings(["kl"])]
     assert {"policy.algorithm.kl_coefficient", "policy.algorithm.kl_estimator"} <= set(keys)
-    assert "kl" in keys[0], "matches of the key come first"
+    assert "kl" in keys[0], "matches of keys come first"
     assert [one.key for one in find_settings(["rl.group-size"])] == ["rl.group_size"]
     assert [one.key for one in find_settings(["--rl.group-size"])] == ["rl.group_size"]
     both = find_settings(["rollout", "TIMEOUT"])

@@ -35,7 +35,7 @@ def recipe(kind: str) -> Recipe:
 
 
 def write_state(folder: Path, kind: TrainerKind, version: int) -> str:
-    """Write the manifest of a state without tensors, and return where it is."""
+    """Write the manifest of a state without tensors, and return its path."""
     begun_at = 2 if kind == "rl" else -1
     state = StateHeader(
         run="other",

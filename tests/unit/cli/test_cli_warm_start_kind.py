@@ -24,7 +24,7 @@ def recipe(kind: str, **sections: Any) -> Recipe:
 
 
 def state(folder: Path, version: int, trainer: TrainerState) -> str:
-    """Write a state without weights. Returns where it is."""
+    """Write a state without weights, and return its path."""
     progress = StateMetadata(run="r", version=version, trainer=trainer)
     return StateStore(Storage(str(folder))).write(take_state(progress, {}, torch.device("cpu"), HostBuffers()))
 

@@ -1,4 +1,4 @@
-"""What a user names in a recipe is imported, or refused in one sentence that says what to do."""
+"""Import of objects named in a recipe, or one sentence with the error and the remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_import_path_has_a_module_and_an_attribute() -> None:
 
 
 def test_import_from_a_module_and_from_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, by path, by a path from the working directory; attributes may have dots."""
+    """By name, by absolute path and by relative path; attributes may have dots."""
     assert import_object("os.path:join", "It") is __import__("os").path.join
     origin = import_object(f"{folder}/mine.py:Point.origin", "It")
     assert origin().x == 1
@@ -53,14 +53,14 @@ def test_import_from_a_module_and_from_a_file(folder: Path, monkeypatch: pytest.
 
 
 def test_file_runs_once(folder: Path) -> None:
-    """So that a class is the same one, whichever part of the system names it."""
+    """So that all parts of the system get the same class."""
     made = import_object(f"{folder}/mine.py:Point", "It")()
     assert isinstance(made, import_object(f"{folder}/../{folder.name}/mine.py:Point", "It"))
     assert dataclasses.is_dataclass(made)
 
 
 def test_file_does_not_shadow_a_module(tmp_path: Path) -> None:
-    """Neither that of a module, loaded or not, nor that of another file of its name."""
+    """Neither a module, loaded or not, nor another file of the same name."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         for stem in ("csv", "this"):

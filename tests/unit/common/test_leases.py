@@ -64,7 +64,7 @@ def test_lease_has_progress_from_start_to_answer() -> None:
     assert table.held() == (HeldLease(lease="a", phase="working", progress=some),)
     table.answer("a", ANSWER, (), now=0.0)
     table.advance("a", some)
-    assert table.held() == (HeldLease(lease="a", phase="answered"),), "what is over has no progress"
+    assert table.held() == (HeldLease(lease="a", phase="answered"),), "an answered lease has no progress"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_progress_in_words(done: int, total: int, seconds_left: float | None, wo
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Commands and releases in any order and number, against a set that says what must be held."""
+    """Random commands, answers and releases, compared with a model set of held leases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class Deliveries(RuleBasedStateMachine):
         self.answered.discard(lease)
 
     @rule()
-    def time_passes(self) -> None:
+    def advance_time(self) -> None:
         self.now += 1.0
         assert len(self.table.due(self.now)) == len(self.answered)
 
     @invariant()
-    def the_heartbeat_tells_all(self) -> None:
+    def heartbeat_lists_all_leases(self) -> None:
         assert {held.lease for held in self.table.held()} == self.held
 
 

@@ -26,14 +26,14 @@ def test_lease_runs_from_the_send_and_not_from_the_answer() -> None:
 def test_replica_must_exit_before_others_get_its_devices() -> None:
     membership, _ = welcomed(said_at=0.0, heard_at=0.0)
     assert not membership.must_exit("rollout", 17.5)
-    assert membership.must_exit("rollout", 17.6), "two leases, less what a process takes to end"
+    assert membership.must_exit("rollout", 17.6), "two leases, minus the time a process takes to end"
     assert not membership.must_exit("policy", 297.5)
-    assert membership.must_exit("policy", 297.6), "a step may be under way"
+    assert membership.must_exit("policy", 297.6), "a step may be in progress"
 
 
 def test_unshared_devices_are_kept_forever() -> None:
     membership, leases = MembershipLease("rollout-0/7/"), LeaseTable(resend_s=2.0)
-    assert membership.is_valid(0.0), "nothing was received yet"
+    assert membership.is_valid(0.0), "no message was received yet"
     membership.sent(1, 0.0)
     membership.welcomed("rollout-0/7/1", wire.Welcome(heartbeat_s=1.0, lease_s=10.0), leases, 0.0)
     assert membership.is_valid(1e9)
@@ -47,14 +47,14 @@ def test_only_answers_to_own_messages_extend_the_lease() -> None:
         membership.welcomed(cause, SHARED, leases, 8.0)
         assert not membership.is_valid(10.1), cause
     membership.welcomed("rollout-0/7/2", SHARED, leases, 8.0)
-    membership.welcomed("rollout-0/7/1", SHARED, leases, 8.0)  # overtaken on its way
+    membership.welcomed("rollout-0/7/1", SHARED, leases, 8.0)  # overtaken by a later answer
     assert membership.is_valid(18.0)
 
 
 def test_late_wake_command_is_forbidden() -> None:
     membership, _ = welcomed(said_at=0.0, heard_at=0.0)
     assert not membership.forbids(WAKE, 9.0)
-    assert membership.forbids(WAKE, 11.0), "it may be the turn of others by now"
+    assert membership.forbids(WAKE, 11.0), "other replicas may use the devices by now"
     assert not membership.forbids(GROUP, 11.0)
 
 
@@ -79,7 +79,7 @@ def test_unanswered_messages_are_bounded() -> None:
 
 
 def test_late_first_welcome_does_not_end_the_replica() -> None:
-    """The controller reads its data for a minute, and then what had come meanwhile, one hello after the other."""
+    """The controller loads data for a minute, and then answers the queued hellos one by one."""
     membership, leases = MembershipLease("rollout-0/7/"), LeaseTable(resend_s=2.0)
     for seq in range(1, 121):
         membership.sent(seq, seq / 2)

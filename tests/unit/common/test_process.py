@@ -1,4 +1,4 @@
-"""The end of a process: what is stuck does not keep it from ending."""
+"""End of a process: hanging code does not prevent it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.exit(code)
 
 
 def run(deadline: str, then: str, after: float) -> subprocess.CompletedProcess[str]:
-    """Start a process, send it SIGTERM when it is ready, and return how it ended."""
+    """Start a process, send it SIGTERM when it is ready, and return its result."""
     text = STUCK.format(deadline=deadline, then=then, after=after)
     with subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -61,7 +61,7 @@ def test_without_a_deadline_the_process_is_not_killed() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-BROKEN_OFF = """
+INTERRUPTIBLE = """
 import threading
 from starling.common.observe.process import ServiceStopped, StopSignal, run_service
 
@@ -85,7 +85,7 @@ raise SystemExit(run_service("replica-0", body))
 
 
 def test_interruptible_block_is_interrupted_by_the_signal() -> None:
-    with subprocess.Popen([sys.executable, "-c", BROKEN_OFF], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"

@@ -36,7 +36,7 @@ def test_mistake_is_one_sentence(argv: list[str], sentence: str) -> None:
 def test_settings_are_left_to_the_loader() -> None:
     flags = ["--run.seed", "3", "--network.curve=false", "--seed", "4"]
     parsed = parse_arguments("reward", [*ADDRESS, *flags], ServiceSettings)
-    assert parsed.flags == tuple(flags), "also a setting without its section: the loader names that"
+    assert parsed.flags == tuple(flags), "also a setting without its section, which the loader reports"
 
 
 def test_name_of_the_process_is_known_before_the_command_line_is_parsed() -> None:

@@ -1,4 +1,4 @@
-"""Waits that other threads end, also while they are given up."""
+"""Wakeups by other threads, also during close."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_wakeup_ends_a_wait_and_is_reset() -> None:
     assert poller.poll(20_000), "within the deadline"
     wakeup.set()
     assert wakeup.clear()
-    assert not wakeup.clear(), "any number of times is once"
+    assert not wakeup.clear(), "several wakeups count once"
     assert not poller.poll(0)
     wakeup.close()
     wakeup.close()
@@ -46,7 +46,7 @@ def test_wakeup_never_sets_a_closed_descriptor() -> None:
     threads = [threading.Thread(target=keep_waking) for _ in range(3)]
     for thread in threads:
         thread.start()
-    # The lowest free descriptor is given out next: a wakeup of what was closed would be another's byte in this pipe.
+    # The next pipe gets the closed descriptors: a late wakeup would write a byte into it.
     for _ in range(ROUNDS):
         time.sleep(0.0001)
         holder[0].close()

@@ -1,4 +1,4 @@
-"""The wire: its recorded schema, frames that another implementation decodes, and invalid frames."""
+"""Wire format: recorded schema, compatibility with plain msgspec, and invalid frames."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_round_trip_and_decoding_with_msgpack(tag: str) -> None:
 
 
 def test_golden_frames_still_decode() -> None:
-    """Frames as they were recorded; a change that cannot read them breaks a running job."""
+    """Recorded frames must stay readable, or running jobs break."""
     golden = json.loads((Path(__file__).parent / "golden_frames.json").read_text())
     assert sorted(golden) == sorted(BY_TAG)
     for tag, text in golden.items():

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from transcript import SMALL, Script, Stream
 
 from starling.common.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
@@ -204,7 +205,7 @@ def test_stopped_answers_are_kept_and_resumed() -> None:
     assert sorted(generated) == ["t0", "t1", "t2", "t3"], "no group was generated twice"
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_files_are_independent_of_controller_crashes(data: st.DataObject) -> None:
     run = AnswerRun(num_prompts=data.draw(st.integers(1, 7)))

@@ -31,8 +31,8 @@ def publish(script: Script, name: str, version: int, attempt: int) -> list[str]:
 
 def messages_to(name: str, lines: list[str]) -> list[str]:
     """Return the lines of messages to `name`, without welcomes and releases."""
-    said = [line.removeprefix(f"{name} <- ") for line in lines if line.startswith(f"{name} <- ")]
-    return [line for line in said if line != "welcome" and not line.startswith("release")]
+    messages = [line.removeprefix(f"{name} <- ") for line in lines if line.startswith(f"{name} <- ")]
+    return [line for line in messages if line != "welcome" and not line.startswith("release")]
 
 
 def test_nothing_happens_after_the_end() -> None:

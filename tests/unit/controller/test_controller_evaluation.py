@@ -128,9 +128,9 @@ def test_evaluations_come_every_so_many_steps_and_on_request() -> None:
         lines = script.adopts("rollout-0", step)
     assert "rollout-0 <- generate:e0:0 held0 >= v2" in lines
     ask = wire.RequestEvaluation(request="r", num_completions=2)
-    said = script.receive("operator-0", ask)
-    assert said == ["operator-0 <- yes: the newest version will be evaluated after the evaluation of version 2"]
-    assert script.receive("operator-0", ask) == said
+    reply = script.receive("operator-0", ask)
+    assert reply == ["operator-0 <- yes: the newest version will be evaluated after the evaluation of version 2"]
+    assert script.receive("operator-0", ask) == reply
     for n in (0, 1):
         script.generates("rollout-0", f"generate:e{n}:0", 2, num=1)
         lines = script.scores(f"score:e{n}:0", 1.0)

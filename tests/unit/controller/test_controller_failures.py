@@ -114,7 +114,7 @@ def test_good_group_resets_the_count_of_discards() -> None:
     assert run_phase(script.state) == "rl"
 
 
-# --- replicas that vanish ------------------------------------------------------------------------------------------
+# --- lost replicas -------------------------------------------------------------------------------------------------
 
 
 def two_rollouts() -> Script:
@@ -232,7 +232,7 @@ def test_run_fails_when_a_role_stays_empty() -> None:
     )
 
 
-# --- messages that come late, twice, or never ----------------------------------------------------------------------
+# --- late, repeated and lost messages ------------------------------------------------------------------------------
 
 
 def test_lost_command_is_sent_again() -> None:
@@ -302,7 +302,7 @@ def test_older_heartbeat_at_worst_makes_a_rollout_adopt_again() -> None:
     ]
 
 
-# --- weights that are not what was published -----------------------------------------------------------------------
+# --- weights that differ from the publication ----------------------------------------------------------------------
 
 
 def test_failed_pull_is_retried_after_a_backoff() -> None:

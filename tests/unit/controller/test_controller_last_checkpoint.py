@@ -26,7 +26,7 @@ def leave_all(script: Script) -> str:
     return lines[-1]
 
 
-# --- a policy that is gone -----------------------------------------------------------------------------------------
+# --- a lost policy -------------------------------------------------------------------------------------------------
 
 
 def test_run_waits_for_another_policy_and_fails_without_one() -> None:

@@ -98,8 +98,8 @@ def test_journal_keeps_the_longest_partial_completions() -> None:
     script.interrupts("rollout-0", "generate:t0:0", 6, 6)
     adopt_second(script)
     script.interrupts("rollout-1", "generate:t0:1", 2, 2)
-    told = [write.record for write in script.journal if isinstance(write.record, PartialCompletionsStored)]
-    assert [sum(one.num_tokens for one in record.partial) for record in told] == [12]
+    stored = [write.record for write in script.journal if isinstance(write.record, PartialCompletionsStored)]
+    assert [sum(one.num_tokens for one in record.partial) for record in stored] == [12]
 
 
 def test_partial_tokens_of_a_future_version_are_dropped() -> None:

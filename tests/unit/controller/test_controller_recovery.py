@@ -10,8 +10,9 @@ import struct
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from transcript import Script, Stream
 
 from starling.common.ids import lease_subject
@@ -269,7 +270,7 @@ def durable_state(state: ControllerState) -> dict[str, Any]:
 
 
 @given(plans, action_lists)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_recovery_restores_the_whole_state(plan: dict[str, Any], actions: list[tuple[str, int]]) -> None:
     script = RandomRun(num_policies=2, num_rollouts=2, **plan)
     script.play(actions)
@@ -277,7 +278,7 @@ def test_recovery_restores_the_whole_state(plan: dict[str, Any], actions: list[t
 
 
 @given(plans, action_lists)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_restored_groups_wait_for_a_reclaim(plan: dict[str, Any], actions: list[tuple[str, int]]) -> None:
     script = RandomRun(num_policies=2, num_rollouts=2, **plan)
     script.play(actions)

@@ -38,9 +38,9 @@ def test_least_busy_matches_a_scan(changes: list[tuple[str, int, int, int | None
             free.drop(members[name])
             model.pop(name, None)
         for least in range(-1, 4):
-            wanted = min((entry[:2] for entry in model.values() if entry[2] >= least), default=None)
+            expected = min((entry[:2] for entry in model.values() if entry[2] >= least), default=None)
             found = free.least_busy(least)
-            assert (found.name if found else None) == (wanted[1] if wanted else None)
+            assert (found.name if found else None) == (expected[1] if expected else None)
 
 
 granted = st.lists(

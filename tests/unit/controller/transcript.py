@@ -325,7 +325,7 @@ class Script:
         """`name` sends a goodbye."""
         return self.receive(name, wire.Leave(reason="drained"))
 
-    # --- whole stretches -------------------------------------------------------------------------------------------
+    # --- several events --------------------------------------------------------------------------------------------
 
     def start_run(self, *rollouts: str, slots: int = 2) -> list[str]:
         """Let all replicas join, publish and adopt version 0; return the last lines."""

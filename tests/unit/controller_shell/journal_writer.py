@@ -14,7 +14,7 @@ TENSORS = (TensorMeta(dtype="int32", shape=(50,), nbytes=200),)
 
 
 def record_of(number: int) -> tuple[Record, tuple[bytes, ...]]:
-    """Return the record that every such writer writes as its `number`-th, and its payload."""
+    """Return record number `number` of every writer, and its payload."""
     key = f"t{number // 2}"
     if number % 2:
         return RewardsStored(key=key, rewards=(float(number),)), ()
@@ -25,7 +25,7 @@ def record_of(number: int) -> tuple[Record, tuple[bytes, ...]]:
 
 
 def main() -> None:
-    """Write for ever, in commits of 1 to 20 records."""
+    """Write records in commits of 1 to 20 until killed."""
     journal, rng = Journal(Path(sys.argv[1])), random.Random(sys.argv[2])
     number = sum(1 for _ in journal.read())
     while True:

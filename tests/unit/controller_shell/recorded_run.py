@@ -1,4 +1,4 @@
-"""Short run in which every replica answers at once, recorded as the controller's shell records it."""
+"""A short run whose replicas answer at once, recorded like a run of the controller's shell."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPLICAS: tuple[tuple[str, wire.Role], ...] = (
 
 
 class Rows:
-    """Prompts by position."""
+    """Prompt source with generated prompts."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,14 +43,14 @@ class Rows:
 
 
 def layout_of(replica: str) -> Layout:
-    """Return one rank that holds one float32 tensor of four elements."""
+    """Return a layout of one rank with one float32 tensor of four elements."""
     shard = Shard(tensor=0, box=Box(offset=(0,), size=(4,)), storage="w", offset_bytes=0, strides=(1,))
     spec = TensorSpec(name="w", shape=(4,), dtype="float32")
     return Layout(replica=replica, tensors=(spec,), ranks=(RankLayout(place=Place(host="here"), shards=(shard,)),))
 
 
 def offer_of(version: int) -> Offer:
-    """Return an offer of weights whose bytes say the version."""
+    """Return an offer of weights that encode the version."""
     holds = holds_of(pieces_of(layout_of("policy-0"), 0))
     root = digest_of(version.to_bytes(4, "little") * 4)
     rank = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=version, holds=holds, root=root)
@@ -58,7 +58,7 @@ def offer_of(version: int) -> Offer:
 
 
 def hello(name: str, role: wire.Role, now: float) -> Received:
-    """Return how a replica joins."""
+    """Return the event of a replica's hello."""
     message = wire.Hello(
         role=role, host="here", pid=1, num_slots=4, version=0 if role == "policy" else -1, has_layout=role != "reward"
     )
@@ -66,7 +66,7 @@ def hello(name: str, role: wire.Role, now: float) -> Received:
 
 
 def answer(command: wire.Down) -> tuple[wire.Up, tuple[bytes, ...]] | None:
-    """Return what a replica says to a command, or None."""
+    """Return a replica's answer to a command, or None."""
     match command:
         case wire.GenerateGroup(lease=lease, num_completions=num):
             one = wire.TrajectoryMeta(
@@ -110,20 +110,22 @@ def answer(command: wire.Down) -> tuple[wire.Up, tuple[bytes, ...]] | None:
 def record_run(
     path: Path, *, max_events: int = 500, cap_bytes: int = 1 << 30
 ) -> tuple[Controller, list[list[Command]]]:
-    """Run to the end, or for `max_events`; return the core and what it wanted at each event."""
+    """Run to the end, or for `max_events`; return the core and its commands after each event."""
     recorder = Recorder(path, run="a-run", incarnation=1, plan=PLAN, past=(), held_out=HELD_OUT, cap_bytes=cap_bytes)
     prompts = RecordingPrompts(Rows("prompts"), "prompts", recorder)
     examples = RecordingPrompts(Rows("examples"), "examples", recorder)
     controller = Controller(PLAN, prompts, examples, HELD_OUT)
     due: deque[Event] = deque(hello(name, role, 1.0) for name, role in REPLICAS)
-    said: list[list[Command]] = []
-    while len(said) < max_events and not any(isinstance(command, FinishRun) for command in (said[-1] if said else ())):
-        now = 1.0 + 0.25 * len(said)
+    steps: list[list[Command]] = []
+    while len(steps) < max_events and not any(
+        isinstance(command, FinishRun) for command in (steps[-1] if steps else ())
+    ):
+        now = 1.0 + 0.25 * len(steps)
         event = due.popleft() if due else Ticked(now)
         recorder.event(event)
-        said.append(list(controller.step(event)))
-        for command in said[-1]:
+        steps.append(list(controller.step(event)))
+        for command in steps[-1]:
             if isinstance(command, Send) and (answered := answer(command.message)) is not None:
                 due.append(Received(now, command.peer, 1, *answered))
     recorder.close()
-    return controller, said
+    return controller, steps

@@ -28,15 +28,15 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_append_file_lines_wait_while_the_disk_is_full(disk: Path) -> None:
     (disk / "ballast").write_bytes(bytes(48 << 10))
     lines = AppendFile(disk / "metrics.jsonl")
-    wanted = [f"{number} {'x' * 100}" for number in range(300)]
-    for line in wanted:
+    expected = [f"{number} {'x' * 100}" for number in range(300)]
+    for line in expected:
         lines.write(line)
     written = (disk / "metrics.jsonl").read_text()
-    assert written.endswith("\n"), "no half lines"
+    assert written.endswith("\n"), "incomplete lines were written"
     assert len(written.splitlines()) < 300
     (disk / "ballast").unlink()
     lines.flush()
-    assert (disk / "metrics.jsonl").read_text().splitlines() == wanted
+    assert (disk / "metrics.jsonl").read_text().splitlines() == expected
     lines.close()
 
 

@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[3] / "docs/how-to/extend/logger.md").read_text()
 
 
 def test_page_example_is_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written to a file and named in a recipe, it gets a run's steps and samples."""
+    """The example is named in a recipe, and gets a run's steps and samples."""
     [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "my_logger.py").write_text(example)
     monkeypatch.chdir(tmp_path)
@@ -30,7 +30,7 @@ def test_page_example_is_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_page_settings_exist() -> None:
-    """So that nobody looks for one in vain."""
+    """Every setting that the page names exists."""
     named = set(re.findall(r"`logging\.(\w+)`", PAGE))
     assert named
     assert named <= set(LoggingSettings.model_fields)

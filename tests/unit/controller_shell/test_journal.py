@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from journal_writer import record_of
 from msgspec.structs import replace
+from property_tests import examples
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import PartialCompletionMeta, Status, TensorMeta, TrajectoryMeta
@@ -40,7 +41,7 @@ from starling.controller.shell.journal.journal import Journal, JournalError, Jou
 
 
 def generated(key: str, content: str) -> JournalEntry:
-    """Return a group of one completion, whose text and payload say `content`."""
+    """Return a record of one completion with `content` as its text and payload, and the payload."""
     trajectory = TrajectoryMeta(
         status=Status.OK, num_tokens=len(content), text=content, oldest_version=0, newest_version=0
     )
@@ -49,25 +50,25 @@ def generated(key: str, content: str) -> JournalEntry:
     return JournalEntry(CompletionsStored(key=key, trajectories=(trajectory,), tensors=tensors), payload)
 
 
-def taught(key: str, content: str) -> JournalEntry:
-    """Return what a teacher makes of that group."""
+def teacher_scored(key: str, content: str) -> JournalEntry:
+    """Return the teacher log-probabilities of that group."""
     payload = (content.encode(), content.encode() * 3)
     tensors = tuple(TensorMeta(dtype="uint8", shape=(len(buffer),), nbytes=len(buffer)) for buffer in payload)
     return JournalEntry(TeacherLogprobsStored(key=key, tensors=tensors), payload)
 
 
 def scored(key: str, reward: float = 1.0) -> JournalEntry:
-    """Return the score of that group."""
+    """Return the rewards of that group."""
     return JournalEntry(RewardsStored(key=key, rewards=(reward,)))
 
 
-def sealed(step: int, *ordinals: int) -> JournalEntry:
-    """Return the sealing of a step."""
+def step_frozen(step: int, *ordinals: int) -> JournalEntry:
+    """Return the record of a frozen step."""
     return JournalEntry(StepFrozen(step=step, ordinals=ordinals, prompts=tuple(f"p{n}" for n in ordinals)))
 
 
-def light(kept: JournalEntry) -> JournalEntry:
-    """Return what came of a group as it is read when nobody needs its contents."""
+def without_contents(kept: JournalEntry) -> JournalEntry:
+    """Return a group's record as it is read when its contents are not needed."""
     if isinstance(kept.record, TeacherLogprobsStored):
         return JournalEntry(kept.record)
     assert isinstance(kept.record, CompletionsStored)
@@ -84,7 +85,7 @@ def write(journal: Journal, *kept: JournalEntry) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the journal is."""
+    """Path of the journal."""
     return tmp_path / "journal.db"
 
 
@@ -115,10 +116,10 @@ def test_journal_drops_uncommitted_records(path: Path) -> None:
 def test_journal_reads_committed_groups_without_payload_and_fetches_them_whole(path: Path) -> None:
     first, second = generated("t0", "first"), generated("t1", "second")
     with contextlib.closing(Journal(path)) as journal:
-        write(journal, first, second, scored("t0"), scored("t1"), sealed(1, 0), sealed(2, 1))
+        write(journal, first, second, scored("t0"), scored("t1"), step_frozen(1, 0), step_frozen(2, 1))
         assert list(journal.read())[:2] == [first, second]
         write(journal, JournalEntry(StepCommitted(step=1)))
-        assert list(journal.read())[:2] == [light(first), second]
+        assert list(journal.read())[:2] == [without_contents(first), second]
         assert journal.fetch(1) == (first, scored("t0"))
 
 
@@ -126,18 +127,18 @@ def test_fetch_keeps_the_order_of_the_step_and_takes_the_last_generation(path: P
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("t4", "thrown away"), scored("t4", 0.0), generated("t2", "b"), scored("t2"))
         write(journal, JournalEntry(GroupRequeued(key="t4", tries=1)), generated("t4", "again"), scored("t4", 0.5))
-        write(journal, sealed(7, 4, 2), JournalEntry(StepCommitted(step=7)))
+        write(journal, step_frozen(7, 4, 2), JournalEntry(StepCommitted(step=7)))
         assert journal.fetch(7) == (generated("t4", "again"), scored("t4", 0.5), generated("t2", "b"), scored("t2"))
         assert journal.fetch(8) == ()
 
 
 def test_journal_keeps_teacher_logprobs_as_long_as_the_group(path: Path) -> None:
-    whole = (generated("t0", "a"), taught("t0", "of a"), scored("t0"))
+    whole = (generated("t0", "a"), teacher_scored("t0", "of a"), scored("t0"))
     with contextlib.closing(Journal(path)) as journal:
         write(journal, *whole)
         assert tuple(journal.read()) == whole
-        write(journal, sealed(1, 0), JournalEntry(StepCommitted(step=1)))
-        assert list(journal.read())[:2] == [light(whole[0]), light(whole[1])]
+        write(journal, step_frozen(1, 0), JournalEntry(StepCommitted(step=1)))
+        assert list(journal.read())[:2] == [without_contents(whole[0]), without_contents(whole[1])]
         assert journal.fetch(1) == whole
         journal.prune(1)
         journal.commit()
@@ -173,22 +174,26 @@ def test_journal_keeps_the_newest_partial_completions(path: Path) -> None:
 )
 def test_journal_deletes_contents_of_a_discarded_group(path: Path, end: GroupRequeued | GroupDiscarded) -> None:
     with contextlib.closing(Journal(path)) as journal:
-        write(journal, generated("t0", "a"), taught("t0", "b"), JournalEntry(end))
-        assert list(journal.read()) == [light(generated("t0", "a")), light(taught("t0", "b")), JournalEntry(end)]
+        write(journal, generated("t0", "a"), teacher_scored("t0", "b"), JournalEntry(end))
+        assert list(journal.read()) == [
+            without_contents(generated("t0", "a")),
+            without_contents(teacher_scored("t0", "b")),
+            JournalEntry(end),
+        ]
     assert num_contents(path) == 0
 
 
 def test_journal_keeps_the_second_generation_of_a_group(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("t0", "a"), generated("t0", "b"))
-        assert list(journal.read()) == [light(generated("t0", "a")), generated("t0", "b")]
+        assert list(journal.read()) == [without_contents(generated("t0", "a")), generated("t0", "b")]
     assert num_contents(path) == 4
 
 
 def test_journal_deletes_evaluation_texts_after_scoring(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("e0", "a"), generated("e1", "b"), scored("e0"))
-        assert list(journal.read()) == [light(generated("e0", "a")), generated("e1", "b"), scored("e0")]
+        assert list(journal.read()) == [without_contents(generated("e0", "a")), generated("e1", "b"), scored("e0")]
 
 
 def test_journal_reuses_pages_of_pruned_steps(path: Path) -> None:
@@ -198,7 +203,7 @@ def test_journal_reuses_pages_of_pruned_steps(path: Path) -> None:
             keys = range(step * 100, step * 100 + 100)
             for n in keys:
                 write(journal, generated(f"t{n}", "x" * 4000), scored(f"t{n}"))
-            write(journal, sealed(step, *keys), JournalEntry(StepCommitted(step=step)))
+            write(journal, step_frozen(step, *keys), JournalEntry(StepCommitted(step=step)))
             assert len(journal.fetch(step)) == 200
             journal.prune(step)
             while journal._pruning:  # 100 groups take two commits
@@ -206,7 +211,7 @@ def test_journal_reuses_pages_of_pruned_steps(path: Path) -> None:
             assert journal.fetch(step) == ()
             sizes.append(path.stat().st_size)
     growth = sizes[-1] - sizes[4]
-    assert growth < 24 * 100 * 600, "only the records themselves stay"
+    assert growth < 24 * 100 * 600, "only the records remain"
     assert num_contents(path) == 0
 
 
@@ -214,12 +219,12 @@ def test_journal_resumes_pruning_after_a_crash(path: Path) -> None:
     num = module.PRUNED_PER_COMMIT + 5
     with contextlib.closing(Journal(path)) as journal:
         write(journal, *(kept for n in range(num) for kept in (generated(f"t{n}", "a"), scored(f"t{n}"))))
-        write(journal, sealed(1, *range(num)), JournalEntry(StepCommitted(step=1)))
+        write(journal, step_frozen(1, *range(num)), JournalEntry(StepCommitted(step=1)))
         journal.prune(1)
         journal.commit()
     assert num_contents(path) == 5 * 4
     with contextlib.closing(Journal(path)) as journal:
-        journal.prune(0)  # what was let go stays so
+        journal.prune(0)  # pruned contents are not restored
         journal.commit()
         assert journal.fetch(1) == ()
     assert num_contents(path) == 0
@@ -239,14 +244,14 @@ def test_read_journal_while_a_controller_writes(path: Path) -> None:
         write(journal, scored("t1"))
         assert list(read_journal(path)) == [scored("t0"), scored("t1")]
         reading.close()
-    assert list(read_journal(path)) == [scored("t0"), scored("t1")], "also after the last writer has gone"
+    assert list(read_journal(path)) == [scored("t0"), scored("t1")], "also after the last writer has closed"
 
 
-# --- a plain list is the model -------------------------------------------------------------------------------------
+# --- comparison with a list ----------------------------------------------------------------------------------------
 
 
 class Model:
-    """What the journal must give back: a list, and what of it is durable."""
+    """Model of the journal: a list of records, of which a prefix is durable."""
 
     def __init__(self) -> None:
         self.kept: list[JournalEntry] = []
@@ -254,7 +259,7 @@ class Model:
         self.pruned = self.durable_pruned = -1
 
     def read(self) -> list[JournalEntry]:
-        """Return what is durable, without the contents that nobody needs."""
+        """Return the durable records, without contents that are not needed."""
         durable = self.kept[: self.num_durable]
         committed = max((k.record.step for k in durable if isinstance(k.record, StepCommitted)), default=-1)
         steps = {f"t{n}": k.record.step for k in durable if isinstance(k.record, StepFrozen) for n in k.record.ordinals}
@@ -270,7 +275,9 @@ class Model:
         last = max(committed, self.durable_pruned)
         whole = {i for key, both in current.items() if steps.get(key, committed + 1) > last for i in both}
         heavy = CompletionsStored | TeacherLogprobsStored
-        return [light(k) if isinstance(k.record, heavy) and i not in whole else k for i, k in enumerate(durable)]
+        return [
+            without_contents(k) if isinstance(k.record, heavy) and i not in whole else k for i, k in enumerate(durable)
+        ]
 
     def fetch(self, step: int) -> tuple[JournalEntry, ...]:
         """Return the groups of a step."""
@@ -288,13 +295,13 @@ class Model:
 
 
 @given(st.randoms(use_true_random=False), st.integers(5, 60))
-@settings(max_examples=60, deadline=None)
+@examples(40)
 def test_journal_equals_a_list_model(rng: random.Random, length: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.db"
         journal, model = Journal(path), Model()
         try:
-            for kept in a_run(rng, length):
+            for kept in random_records(rng, length):
                 if isinstance(kept, int):
                     journal.prune(kept)
                     model.pruned = max(model.pruned, kept)
@@ -308,7 +315,7 @@ def test_journal_equals_a_list_model(rng: random.Random, length: int) -> None:
                     journal.close()
                     journal = Journal(path)
                     if model.num_durable < len(model.kept) or model.pruned != model.durable_pruned:
-                        break  # the rest of the run would follow from what was lost
+                        break  # the later records would depend on the lost ones
             assert list(journal.read()) == model.read()
             for step in range(8):
                 assert journal.fetch(step) == model.fetch(step)
@@ -319,20 +326,20 @@ def test_journal_equals_a_list_model(rng: random.Random, length: int) -> None:
 KINDS = ("generate", "generate", "teach", "score", "score", "return", "seal", "commit", "prune", "other")
 
 
-def a_run(rng: random.Random, length: int) -> Iterator[JournalEntry | int]:
-    """Yield records as a controller would write them, and integers for steps up to which is pruned."""
+def random_records(rng: random.Random, length: int) -> Iterator[JournalEntry | int]:
+    """Yield records as a controller would write them, and step numbers up to which to prune."""
     waiting, scoring, ready = list(range(40)), [], []
     sealed_step = committed = 0
-    untaught: list[int] = []
+    without_teacher: list[int] = []
     tries = dict.fromkeys(waiting, 0)
     for i in range(length):
         match rng.choice(KINDS):
             case "generate" if waiting:
                 scoring.append(waiting.pop(rng.randrange(len(waiting))))
-                untaught.append(scoring[-1])
+                without_teacher.append(scoring[-1])
                 yield generated(f"t{scoring[-1]}", f"text {i}" * rng.choice((0, 1, 1000)))
-            case "teach" if untaught:
-                yield taught(f"t{untaught.pop()}", f"lesson {i}" * rng.choice((0, 1, 500)))
+            case "teach" if without_teacher:
+                yield teacher_scored(f"t{without_teacher.pop()}", f"lesson {i}" * rng.choice((0, 1, 500)))
             case "score" if scoring:
                 ready.append(scoring.pop(rng.randrange(len(scoring))))
                 yield scored(f"t{ready[-1]}", rng.random())
@@ -340,13 +347,13 @@ def a_run(rng: random.Random, length: int) -> Iterator[JournalEntry | int]:
                 pool = scoring if scoring and (not ready or rng.random() < 0.5) else ready
                 waiting.append(pool.pop())
                 tries[waiting[-1]] += 1
-                untaught = [ordinal for ordinal in untaught if ordinal != waiting[-1]]
+                without_teacher = [ordinal for ordinal in without_teacher if ordinal != waiting[-1]]
                 yield JournalEntry(GroupRequeued(key=f"t{waiting[-1]}", tries=tries[waiting[-1]]))
             case "seal" if ready and sealed_step == committed:
                 sealed_step += 1
                 taken, ready = ready[:3], ready[3:]
-                untaught = [ordinal for ordinal in untaught if ordinal not in taken]
-                yield sealed(sealed_step, *rng.sample(taken, len(taken)))
+                without_teacher = [ordinal for ordinal in without_teacher if ordinal not in taken]
+                yield step_frozen(sealed_step, *rng.sample(taken, len(taken)))
             case "commit" if committed < sealed_step:
                 committed += 1
                 yield JournalEntry(StepCommitted(step=committed))
@@ -360,7 +367,7 @@ def a_run(rng: random.Random, length: int) -> Iterator[JournalEntry | int]:
 
 
 def start_writer(path: Path, seed: str) -> tuple[subprocess.Popen[str], IO[str]]:
-    """Start a process that writes the journal at `path` for ever."""
+    """Start a process that writes the journal at `path` until it is killed."""
     program = str(Path(__file__).with_name("journal_writer.py"))
     writer = subprocess.Popen([sys.executable, program, str(path), seed], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -369,18 +376,18 @@ def start_writer(path: Path, seed: str) -> tuple[subprocess.Popen[str], IO[str]]
 
 @pytest.mark.parametrize("seed", range(6))
 def test_journal_commits_survive_sigkill(path: Path, seed: int) -> None:
-    rng, said = random.Random(f"kill {seed}"), 0
+    rng, output = random.Random(f"kill {seed}"), 0
     for life in range(2):
         writer, stdout = start_writer(path, f"{seed} {life}")
-        for _ in range(rng.randint(1, 120)):  # killed in the midst of whatever comes after that commit
-            said = int(stdout.readline())
+        for _ in range(rng.randint(1, 120)):  # killed at some moment after that commit
+            output = int(stdout.readline())
         writer.kill()
-        said = max([said, *(int(line) for line in stdout.read().split("\n")[:-1])])
+        output = max([output, *(int(line) for line in stdout.read().split("\n")[:-1])])
         writer.wait()
         stdout.close()
         with contextlib.closing(Journal(path)) as journal:
             kept = list(journal.read())
-        assert len(kept) >= said
+        assert len(kept) >= output
         assert kept == [JournalEntry(*record_of(number)) for number in range(len(kept))]
 
 
@@ -389,7 +396,7 @@ def test_journal_commits_survive_sigkill(path: Path, seed: int) -> None:
 
 @pytest.fixture(params=[2, 12], ids=["in the log", "in the file"])
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of a few MiB, half full: the log of the journal gets so far, or is copied into the file before."""
+    """Mount a file system of a few MiB, half full: the disk fills in the journal's log or during a checkpoint of it."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = subprocess.run(
@@ -406,7 +413,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 def fill(journal: Journal, written: list[JournalEntry]) -> None:
-    """Write 6 MB, and note what was written."""
+    """Write 6 MB; append the records to `written`."""
     for n in range(100):
         written.append(generated(f"t{n}", "x" * 20_000))
         write(journal, written[-1])
@@ -513,6 +520,6 @@ def test_journal_keeps_the_newest_adoption_of_each_replica(path: Path) -> None:
         if version % 2:
             journal.commit()
     journal.commit()
-    wanted = [VersionAdopted(name=name, epoch=7, version=4) for name in ("rollout-0", "rollout-1")]
-    assert [kept.record for kept in journal.read()] == wanted
+    expected = [VersionAdopted(name=name, epoch=7, version=4) for name in ("rollout-0", "rollout-1")]
+    assert [kept.record for kept in journal.read()] == expected
     journal.close()

@@ -34,8 +34,8 @@ from starling.controller.shell.status import MetricsHistory
 PLAN = RunPlan(seed=3, sampling=Sampling(max_tokens=4), eval_sampling=Sampling(max_tokens=4), num_steps=5)
 
 
-def taken_up(path: Path, run: str = "r", plan: RunPlan = PLAN) -> int:
-    """Take up the journal at `path`, and return the incarnation."""
+def resume(path: Path, run: str = "r", plan: RunPlan = PLAN) -> int:
+    """Start an incarnation on the journal at `path`, and return it."""
     journal = Journal(path)
     try:
         past = start_incarnation(journal, run, plan)
@@ -47,7 +47,7 @@ def taken_up(path: Path, run: str = "r", plan: RunPlan = PLAN) -> int:
 
 def test_start_incarnation_counts_up(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    assert [taken_up(path) for _ in range(3)] == [1, 2, 3]
+    assert [resume(path) for _ in range(3)] == [1, 2, 3]
     journal = Journal(path)
     records = [kept.record for kept in journal.read()]
     journal.close()
@@ -57,17 +57,17 @@ def test_start_incarnation_counts_up(tmp_path: Path) -> None:
 
 def test_start_incarnation_rejects_another_run(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    taken_up(path)
+    resume(path)
     with pytest.raises(ConfigError, match="is the journal of run r, not of s; give this run another folder"):
-        taken_up(path, "s")
+        resume(path, "s")
 
 
 def test_start_incarnation_rejects_changed_plan_numbers(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    taken_up(path)
-    assert taken_up(path, plan=replace(PLAN, num_steps=50, max_staleness=3)) == 2
+    resume(path)
+    assert resume(path, plan=replace(PLAN, num_steps=50, max_staleness=3)) == 2
     with pytest.raises(ConfigError, match="began with prompts_per_step = 1, and now it is 2"):
-        taken_up(path, plan=replace(PLAN, prompts_per_step=2))
+        resume(path, plan=replace(PLAN, prompts_per_step=2))
 
 
 def test_missing_lines_of_steps() -> None:
@@ -80,7 +80,9 @@ def test_missing_lines_of_steps() -> None:
     step = "step", {"step": 2, "phase": "rl", "loss": 1.0}
     trained = "trained", {"step": 2, "prompts": ("p0",)}
     assert list(missing_lines(records, {("step", 1)})) == [step, trained]
-    assert list(missing_lines(records, {("step", 1), ("step", 2)})) == [trained], "it was killed between the two lines"
+    assert list(missing_lines(records, {("step", 1), ("step", 2)})) == [trained], (
+        "the controller was killed between the two lines"
+    )
     assert list(missing_lines(records, {("step", 1), ("step", 2), ("trained", 2)})) == []
     assert [fields["step"] for _, fields in missing_lines(records, set())] == [1, 2, 2]
 

@@ -1,4 +1,4 @@
-"""Loggers that hang, raise or are slow: the run goes on, losses are counted, every committed step is logged."""
+"""Loggers that hang, raise or are slow: the run continues, losses are counted, every committed step is logged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG_S = 30.0
 
 
 class Recording:
-    """Keeps what it gets; waits at `gate` for each entry, and raises where it is told to."""
+    """Logger that keeps its entries, waits at `gate` before each, and raises at the steps `fails_at`."""
 
     def __init__(self, *, fails_at: frozenset[int] = frozenset()) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -30,12 +30,12 @@ class Recording:
         self._fails_at = fails_at
 
     def make(self, first_step: int) -> Recording:
-        """Be made."""
+        """Return this logger, as its factory."""
         self.first_step = first_step
         return self
 
     def log(self, step: int, metrics: Any) -> None:
-        """Keep the step."""
+        """Record the step."""
         self.entered.set()
         assert self.gate.wait(LONG_S)
         if step in self._fails_at:
@@ -43,38 +43,38 @@ class Recording:
         self.seen.append((step, metrics))
 
     def table(self, step: int, rows: Any) -> None:
-        """Keep how many rows."""
+        """Record the number of rows."""
         self.seen.append((step, len(rows)))
 
     def close(self) -> None:
-        """Be closed."""
+        """Record the close."""
         self.is_closed = True
 
     def steps(self) -> list[int]:
-        """Return the steps that came."""
+        """Return the logged steps."""
         return [step for step, _ in self.seen]
 
 
 @pytest.fixture
 def recording() -> Iterator[Recording]:
-    """Return a logger that is let go in the end, whatever it waits for."""
+    """Return a logger whose gate is opened at the end of the test."""
     made = Recording()
     yield made
     made.gate.set()
 
 
 def outlet(path: Path, *, max_waiting: int = 100, deadline_s: float = LONG_S) -> LoggerThread:
-    """Return an outlet that has not begun."""
+    """Return a logger thread that is not started."""
     return LoggerThread("mine", path / "mark", max_waiting=max_waiting, deadline_s=deadline_s)
 
 
 def close(one: LoggerThread) -> None:
-    """Close it, and wait for all that it holds."""
+    """Close the thread, and wait for its queued entries."""
     one.close(time.monotonic() + LONG_S)
 
 
-def look_until_given_up(one: LoggerThread) -> None:
-    """Look at it now and then, as the controller does."""
+def poll_until_given_up(one: LoggerThread) -> None:
+    """Poll the thread like the controller, until it is given up."""
     deadline, never = time.monotonic() + LONG_S, threading.Event()
     while not one.is_given_up and time.monotonic() < deadline:
         one.check()
@@ -82,7 +82,7 @@ def look_until_given_up(one: LoggerThread) -> None:
 
 
 def test_logger_thread_keeps_order(tmp_path: Path, recording: Recording) -> None:
-    """And the mark is the last step that was taken."""
+    """The mark is the last step passed to the logger."""
     one = outlet(tmp_path)
     one.begin(recording.make)
     for step in range(1, 6):
@@ -96,7 +96,7 @@ def test_logger_thread_keeps_order(tmp_path: Path, recording: Recording) -> None
 
 
 def test_logger_thread_drops_entries_beyond_its_queue(tmp_path: Path, recording: Recording) -> None:
-    """Whoever hands it over never waits; the count is exact."""
+    """Adding an entry never blocks; the count of dropped entries is exact."""
     one = outlet(tmp_path, max_waiting=3)
     recording.gate.clear()
     one.begin(recording.make)
@@ -113,14 +113,14 @@ def test_logger_thread_drops_entries_beyond_its_queue(tmp_path: Path, recording:
 
 
 def test_logger_thread_gives_up_a_hanging_logger(tmp_path: Path, recording: Recording) -> None:
-    """What it has in hand and what waits for it is counted, and the end of the run does not wait for it."""
+    """Its present and its queued entries are counted as dropped, and the end of the run does not wait for it."""
     one = outlet(tmp_path, deadline_s=0.01)
     recording.gate.clear()
     one.begin(recording.make)
     for step in range(1, 5):
         one.put(LogEntry(step, {}))
     assert recording.entered.wait(LONG_S)
-    look_until_given_up(one)
+    poll_until_given_up(one)
     assert one.is_given_up
     assert one.num_dropped == 4
     one.put(LogEntry(5, {}))
@@ -131,7 +131,7 @@ def test_logger_thread_gives_up_a_hanging_logger(tmp_path: Path, recording: Reco
 
 
 def test_logger_thread_gives_up_a_logger_that_hangs_at_start(tmp_path: Path) -> None:
-    """As one does that waits for a network."""
+    """For example a logger that waits for the network."""
     gate = threading.Event()
 
     def make(first_step: int) -> Recording:
@@ -140,13 +140,13 @@ def test_logger_thread_gives_up_a_logger_that_hangs_at_start(tmp_path: Path) -> 
 
     one = outlet(tmp_path, deadline_s=0.01)
     one.begin(make, [LogEntry(1, {})])
-    look_until_given_up(one)
+    poll_until_given_up(one)
     assert (one.is_given_up, one.num_dropped) == (True, 1)
     gate.set()
 
 
 def test_logger_thread_close_is_bounded(tmp_path: Path, recording: Recording) -> None:
-    """A logger that is still busy then is left behind, and what it had not taken is told."""
+    """A logger that is busy at the deadline is abandoned, and its queued entries are reported."""
     one = outlet(tmp_path)
     recording.gate.clear()
     one.begin(recording.make)
@@ -159,7 +159,7 @@ def test_logger_thread_close_is_bounded(tmp_path: Path, recording: Recording) ->
 
 
 def test_logger_thread_counts_exceptions(tmp_path: Path) -> None:
-    """The next step comes all the same; the mark does not go back."""
+    """Later steps are still passed; the mark does not go back."""
     recording = Recording(fails_at=frozenset({2, 4}))
     one = outlet(tmp_path)
     one.begin(recording.make)
@@ -171,7 +171,7 @@ def test_logger_thread_counts_exceptions(tmp_path: Path) -> None:
 
 
 def test_logger_thread_gives_up_after_repeated_exceptions(tmp_path: Path) -> None:
-    """It is not called for ever."""
+    """It is not called again."""
     num = MAX_FAILURES + 5
     recording = Recording(fails_at=frozenset(range(1, num + 1)))
     one = outlet(tmp_path)
@@ -182,7 +182,7 @@ def test_logger_thread_gives_up_after_repeated_exceptions(tmp_path: Path) -> Non
 
 
 def test_logger_thread_reports_a_failed_start(tmp_path: Path) -> None:
-    """With its own words."""
+    """The report has the message of the exception."""
 
     def make(first_step: int) -> Recording:
         raise PermissionError("log in first")
@@ -193,16 +193,16 @@ def test_logger_thread_reports_a_failed_start(tmp_path: Path) -> None:
     assert (one.is_given_up, one.problem) == (True, "it cannot start: PermissionError: log in first")
 
 
-# --- all of a run --------------------------------------------------------------------------------------------------
+# --- all loggers of a run ------------------------------------------------------------------------------------------
 
 
 def committed(*steps: int) -> list[JournalEntry]:
-    """Return the journal's records of these steps."""
+    """Return the journal's records of these committed steps."""
     return [JournalEntry(StepCommitted(step=step, metrics={"phase": "rl", "loss": float(step)})) for step in steps]
 
 
 def test_logger_fanout_passes_missed_steps_after_a_restart(tmp_path: Path) -> None:
-    """The logger took 2 of 4 steps before the crash; a logger that is new in the recipe gets them all."""
+    """The logger got 2 of 4 steps before the crash; a logger that is new in the recipe gets all of them."""
     first, second, new = Recording(), Recording(), Recording()
     fanout = LoggerFanout({"mine.py:log": first.make}, LoggingSettings(), tmp_path)
     for step in (1, 2):
@@ -219,7 +219,7 @@ def test_logger_fanout_passes_missed_steps_after_a_restart(tmp_path: Path) -> No
 
 
 def test_logger_fanout_passes_all_steps_without_a_readable_mark(tmp_path: Path) -> None:
-    """At least once is the promise."""
+    """The guarantee is at-least-once."""
     (tmp_path / MARKS).mkdir()
     (tmp_path / MARKS / "mine").write_text("nonsense")
     recording = Recording()
@@ -228,7 +228,7 @@ def test_logger_fanout_passes_all_steps_without_a_readable_mark(tmp_path: Path) 
 
 
 def test_logger_fanout_passes_steps_samples_and_evaluations(tmp_path: Path) -> None:
-    """Numbers of a step with its alarms, evaluations of their version, samples as they are; nothing else."""
+    """Steps have their numbers and alarms, evaluations their version, and samples are unchanged."""
     recording = Recording()
     fanout = LoggerFanout({"mine": recording.make}, LoggingSettings(), tmp_path)
     fanout.note("step", {"step": 3, "phase": "rl", "loss": 0.5, "num": 2, "alarms": [{"name": "clip", "value": 0.7}]})
@@ -244,7 +244,7 @@ def test_logger_fanout_passes_steps_samples_and_evaluations(tmp_path: Path) -> N
 
 
 def test_logger_fanout_isolates_loggers(tmp_path: Path, recording: Recording) -> None:
-    """The other gets everything, and the end tells only of the bad one."""
+    """The good logger gets everything, and only the bad one is reported."""
     good = Recording()
     recording.gate.clear()
     settings = LoggingSettings(close_s=1.0)
@@ -254,7 +254,7 @@ def test_logger_fanout_isolates_loggers(tmp_path: Path, recording: Recording) ->
     assert recording.entered.wait(LONG_S)
     deadline, never = time.monotonic() + LONG_S, threading.Event()
     while good.steps() != [1, 2, 3] and time.monotonic() < deadline:
-        never.wait(0.005)  # all have one deadline, which the bad one uses up
+        never.wait(0.005)  # all loggers share one deadline, which the bad one uses up
     [lost] = fanout.close()
     assert (lost["logger"], lost["dropped"]) == ("bad", 3)
     assert good.steps() == [1, 2, 3]

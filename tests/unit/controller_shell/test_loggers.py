@@ -32,7 +32,7 @@ def info(folder: Path, **changes: Any) -> RunInfo:
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
-    """Scalars with their steps, samples as text; after a crash the steps that come again are there once."""
+    """Scalars have their steps, samples are text; steps repeated after a crash are there once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = TensorboardLogger(info(tmp_path), 1)
@@ -78,7 +78,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def test_wandb_keeps_the_run_offline(tmp_path: Path) -> None:
-    """Under the run's id, with its settings; evaluations of an earlier version may come later."""
+    """The run has its id and settings; evaluations of an earlier version may arrive later."""
     logger = WandbLogger(info(tmp_path, offline=True), 1)
     logger.log(1, {"loss": 0.5})
     logger.log(2, {"loss": 0.25})
@@ -95,14 +95,14 @@ def test_wandb_keeps_the_run_offline(tmp_path: Path) -> None:
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
-    told = [(row["step"], row.get("loss"), row.get("eval/reward_mean")) for row in history]
-    assert told == [(1, 0.5, None), (2, 0.25, None), (1, None, 0.75), (2, None, None)]
+    logged = [(row["step"], row.get("loss"), row.get("eval/reward_mean")) for row in history]
+    assert logged == [(1, 0.5, None), (2, 0.25, None), (1, None, 0.75), (2, None, None)]
     [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json")
     assert json.loads(table.read_text())["columns"] == ["prompt", "completion", "reward"]
 
 
 def test_wandb_run_id_has_no_slash() -> None:
-    """The rest stays, so that a run that is taken up again is the same run."""
+    """The rest is unchanged, so that a resumed run is the same run."""
     assert run_id("demo/attempt-1/0badcafe") == "demo-attempt-1-0badcafe"
 
 
@@ -128,7 +128,7 @@ print(json.dumps([SQLiteStorage.get_runs("starling"), SQLiteStorage.get_logs("st
 
 
 def test_trackio_has_the_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, for trackio reads where its database is when it is imported."""
+    """In a separate process, because trackio reads the location of its database when it is imported."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     command = [sys.executable, "-c", TRACKIO, json.dumps(ROWS)]
@@ -142,10 +142,10 @@ def test_trackio_has_the_run_in_its_database(tmp_path: Path, monkeypatch: pytest
     assert table[0] == ROWS[0]
 
 
-# --- one's own -----------------------------------------------------------------------------------------------------
+# --- user loggers --------------------------------------------------------------------------------------------------
 
 OWN = '''
-"""Loggers of somebody."""
+"""User loggers."""
 seen = []
 def log(step, metrics):
     seen.append((step, dict(metrics)))
@@ -167,7 +167,7 @@ number = 3
 
 
 def test_import_logger_takes_functions_classes_and_objects(tmp_path: Path) -> None:
-    """A function takes metrics only; a class is made when the run begins; an object is as it is."""
+    """A function gets metrics only; a class is instantiated at the start of the run; an object is used as it is."""
     (tmp_path / "mine.py").write_text(OWN)
     for name in ("log", "Full", "ready"):
         logger = import_logger(f"{tmp_path}/mine.py:{name}")()
@@ -194,7 +194,7 @@ def test_import_logger_takes_functions_classes_and_objects(tmp_path: Path) -> No
     ],
 )
 def test_import_logger_rejects_other_objects(tmp_path: Path, name: str, sentence: str) -> None:
-    """At the start, before anything is computed."""
+    """At the start, before any work."""
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match=sentence) as raised:
@@ -206,7 +206,7 @@ def test_import_logger_rejects_other_objects(tmp_path: Path, name: str, sentence
 
 
 def test_makers_reject_unknown_and_repeated_names(tmp_path: Path) -> None:
-    """Known ones are found without importing them; others are a sentence each."""
+    """Known names are resolved without imports; others are rejected in one sentence each."""
     assert list(makers(["tensorboard", "wandb", "trackio"], info(tmp_path))) == ["tensorboard", "wandb", "trackio"]
     with pytest.raises(ConfigError, match=r"names 'tensorbord', which is not a logger; did you mean tensorboard\?"):
         makers(["tensorbord"], info(tmp_path))
@@ -215,7 +215,7 @@ def test_makers_reject_unknown_and_repeated_names(tmp_path: Path) -> None:
 
 
 def test_makers_reject_a_missing_package(tmp_path: Path) -> None:
-    """In an interpreter that has it not, and said at the start; without the logger it is not missed."""
+    """At the start, and only if the recipe names the logger."""
     code = (
         "import sys; sys.modules['wandb'] = None\n"
         "from pathlib import Path\n"

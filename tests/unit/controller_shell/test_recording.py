@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from recorded_run import HELD_OUT, PLAN, hello
 
 from starling.common.errors import ConfigError
@@ -50,17 +51,17 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
 
 
 def recorder_at(path: Path, past: list[JournalEntry] | None = None, cap_bytes: int = 1 << 30) -> Recorder:
-    """Begin a recording."""
+    """Return a recorder with a file at `path`."""
     return Recorder(path, run="r", incarnation=3, plan=PLAN, past=past or [], held_out=HELD_OUT, cap_bytes=cap_bytes)
 
 
 def zeroed(payload: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return buffers as a replay has them."""
+    """Return buffers as a replay returns them: zeros of the same sizes."""
     return tuple(bytes(len(buffer)) for buffer in payload)
 
 
 def replayed(event: Event) -> Event:
-    """Return an event as a replay has it."""
+    """Return an event as a replay returns it."""
     match event:
         case Received(now=now, sender=sender, incarnation=epoch, message=message, buffers=buffers):
             decoded = isinstance(message, wire.Hello | wire.WeightsPublished)
@@ -72,7 +73,7 @@ def replayed(event: Event) -> Event:
 
 
 @given(st.lists(EVENTS, max_size=12), st.lists(RECORDS, max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_recording_reads_back_what_was_recorded(events: list[Event], past: list[JournalEntry]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events-3.rec"
@@ -146,7 +147,7 @@ def test_recorder_flushes_at_ticks(tmp_path: Path) -> None:
     assert list(read_recording(recorder.path)[2])[:-1] == [ReplicaDisconnected(1.0, "a")]
     recorder.event(StopRequested(4.0, "x" * FLUSH_BYTES))
     recorder.event(ReplicaDisconnected(5.0, "c"))
-    assert len(list(read_recording(recorder.path)[2])) == 5, "nor is much kept in memory between two ticks"
+    assert len(list(read_recording(recorder.path)[2])) == 5, "little is kept in memory between two ticks"
     recorder.close()
 
 

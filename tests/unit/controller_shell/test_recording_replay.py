@@ -31,7 +31,7 @@ from starling.controller.shell.status import MetricsHistory, snapshot
 
 
 def without_buffers(commands: list[Command]) -> list[Command]:
-    """Return commands with the sizes of their buffers only: a replay has zeros for what the core does not read."""
+    """Return commands with the sizes of their buffers only, because a replay has zeros for unread buffers."""
     return [_without_buffers(command) for command in commands]
 
 
@@ -47,13 +47,13 @@ def _without_buffers(command: Command) -> Command:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the recording is."""
+    """Path of the recording."""
     return tmp_path / "events-1.rec"
 
 
 def test_replay_reproduces_the_commands_of_every_event(path: Path) -> None:
     controller, said = record_run(path)
-    assert controller.state.version == PLAN.last_step, "the run has made all its steps"
+    assert controller.state.version == PLAN.last_step, "the run is complete"
     for number, commands in enumerate(said, 1):
         assert without_buffers(replay(path, number).commands) == without_buffers(commands)
     replayed = replay(path)
@@ -104,7 +104,7 @@ def test_replay_names_the_event_at_which_the_core_fails(path: Path) -> None:
     recorder.event(hello("reward-0", "reward", 1.0))
     for position in range(10):
         recorder.prompt("prompts", position, Rows("prompts").prompt(position))
-    # A layout that is announced and not there never gets past the codec.
+    # The codec never accepts an announced layout without its buffer.
     said = wire.Hello(role="rollout", host="here", pid=1, num_slots=4, has_layout=True)
     recorder.event(Received(2.0, "rollout-0", 1, said))
     recorder.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from starling.common.errors import ConfigError
+from starling.common.kinds import KINDS
+from starling.common.settings import RunSettings
 from starling.controller.data.load import load_data
 from starling.controller.settings import ControllerProcess
 
@@ -20,6 +22,19 @@ PAIRS = {"num_steps": 5, "examples_per_step": 3}
 def settings(kind: str, source: str = "rows.jsonl", **sections: Any) -> ControllerProcess:
     data = {"source": source, "reference_column": "chosen", "rejected_column": "rejected"}
     return ControllerProcess.model_validate({"run": {"kind": kind}, "data": data, **sections})
+
+
+def test_every_value_of_the_setting_is_a_kind() -> None:
+    assert get_args(RunSettings.model_fields["kind"].annotation) == tuple(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [("rl", "rl"), ("replay", "rl"), ("sft", "sft"), ("dpo", "dpo"), ("reward_model", "reward_model")]
+    + [(kind, None) for kind in ("generate", "evaluate", "infer", "serve")],
+)
+def test_kind_has_the_trainer_of_its_last_steps(kind: str, trainer: str | None) -> None:
+    assert KINDS[kind].trainer == trainer
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])

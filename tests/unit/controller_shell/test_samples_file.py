@@ -1,4 +1,4 @@
-"""`samples.jsonl`: whole lines in bounded space."""
+"""`samples.jsonl`: complete lines in bounded space."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def test_samples_are_lines_with_their_step(tmp_path: Path) -> None:
-    """And another incarnation goes on behind them."""
+    """Another incarnation appends to them."""
     for step in (1, 2):
         samples = Samples(tmp_path, 1 << 20)
         samples.write(step, [{"completion": "größer\n"}, {"completion": "b"}])
@@ -25,7 +25,7 @@ def test_samples_are_lines_with_their_step(tmp_path: Path) -> None:
 
 
 def test_samples_are_rotated_in_bounded_space(tmp_path: Path) -> None:
-    """Two files of at most half the space, give or take a step; over a restart too."""
+    """Two files of at most half the space, up to a step; also over a restart."""
     most = 4000
     row = {"completion": "x" * 180}
     for begin in (0, 50):

@@ -1,4 +1,4 @@
-"""Ticks follow the messages that have arrived, but are not postponed for ever."""
+"""Ticks follow the messages that have arrived, but are postponed for a bounded time only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectory files: complete, written once and in order, and read again as the groups of a run that replays."""
+"""Trajectory files: complete, written once and in order, and readable as the groups of a replay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from msgspec import structs
+from property_tests import examples
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt, Status, TensorMeta, TrajectoryMeta
@@ -79,7 +79,7 @@ def test_trajectory_writer_raises_errors_in_written(files: TrajectoryFiles, tmp_
 
 
 class Announced(list[StoredGroup]):
-    """Groups that tell when they are being written."""
+    """Groups whose iteration signals the start of the write."""
 
     def __init__(self, groups: Iterable[StoredGroup]) -> None:
         super().__init__(groups)
@@ -91,7 +91,7 @@ class Announced(list[StoredGroup]):
 
 
 def test_trajectory_writer_close_waits_for_the_current_file(files: TrajectoryFiles, tmp_path: Path) -> None:
-    """Whoever takes the run up then looks at the folder, and would cut a line off that is just being written."""
+    """A resumed run would otherwise truncate a line that is being written."""
     groups = Announced(map(group, range(100)))
     writing = TrajectoryWriter(files, lambda: None)
     writing.begin(1, groups)
@@ -134,12 +134,12 @@ def test_trajectory_files_write_a_step_once(files: TrajectoryFiles, tmp_path: Pa
     assert len(read_index(tmp_path / FOLDER)) == 1
 
 
-@examples(deadline=None, max_examples=25)  # each writes to the disk, and waits until it is there
+@examples(25)  # each example waits for the disk
 @given(cut=st.integers(1, 200), has_file=st.booleans())
 def test_trajectory_files_survive_a_crash_while_writing(
     tmp_path_factory: pytest.TempPathFactory, cut: int, has_file: bool
 ) -> None:
-    """The second file's line is cut short, or wholly missing; its file may be there or not."""
+    """The index line of the second file is truncated or missing; the file may exist or not."""
     place = tmp_path_factory.mktemp("death")
     files = TrajectoryFiles(place, "run/1")
     files.write(1, [group(0)])
@@ -150,7 +150,7 @@ def test_trajectory_files_survive_a_crash_while_writing(
         file.truncate(whole + cut % (index.stat().st_size - whole))
     if not has_file:
         (place / FOLDER / "step-000002.msgpack").unlink()
-    assert stored(place) == [[group(0)]], "whoever reads meanwhile sees what is complete"
+    assert stored(place) == [[group(0)]], "concurrent readers must see complete files only"
     again = TrajectoryFiles(place, "run/1")
     again.write(2, [group(1)])
     again.write(3, [group(2)])
@@ -199,7 +199,7 @@ def test_trajectories_steps_take_groups_in_order_across_files(files: TrajectoryF
     assert (first.record.key, scored.record.key) == ("t2", "t2")
     assert (first.payload, second.payload) == ((bytes([4]) * 8,), (bytes([5]) * 8,))
     assert (scored.record.rewards, scored.record.components) == ((1.0, 0.0), {"s": (1.0, None)})
-    assert len(found.entries(5)) == 2, "half a step"
+    assert len(found.entries(5)) == 2, "an incomplete step"
 
 
 def settings(folder: Path, **sections: Any) -> ControllerProcess:

@@ -155,10 +155,10 @@ def test_reasoning_gym_metadata_suffices_for_the_scorer(task: str) -> None:
     rows = load_rows(DataSettings(source=f"reasoning_gym:{task}", size=3)).rows
     for row in rows:
         assert isinstance(row, DataRow)
-        told = json.loads(json.dumps(row.metadata))["reasoning_gym"]
-        scorer = create_dataset(told["task"], **told.get("options", {}))
-        assert scorer.score_answer(row.columns["answer"], told["entry"]) == 1.0
-        assert scorer.score_answer("no such answer", told["entry"]) < 1.0
+        metadata = json.loads(json.dumps(row.metadata))["reasoning_gym"]
+        scorer = create_dataset(metadata["task"], **metadata.get("options", {}))
+        assert scorer.score_answer(row.columns["answer"], metadata["entry"]) == 1.0
+        assert scorer.score_answer("no such answer", metadata["entry"]) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def odd():
 
 @pytest.fixture
 def factories(tmp_path: Path) -> Path:
-    path = tmp_path / "json.py"  # the name of a module that must not be replaced
+    path = tmp_path / "json.py"  # has the name of a module, which must not be shadowed
     path.write_text(FACTORIES, encoding="utf-8")
     return path
 

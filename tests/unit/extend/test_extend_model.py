@@ -1,4 +1,4 @@
-"""The model of docs/how-to/extend/model.md, taken from that page, in the policy and in the rollout."""
+"""The example model of docs/how-to/extend/model.md in the policy and in the rollout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/extend/model.md"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write the page's code and configuration into a folder, as its reader does."""
+    """Write the page's code and configuration into a folder, as a reader would."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     found = dict(re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     model = tmp_path / "parallel"
@@ -65,7 +65,7 @@ def generate(model: Any, prompts: list[list[int]]) -> list[GroupResult]:
     return [results[lease] for lease in sorted(results)]
 
 
-def test_rollout_and_policy_agree_on_packed_rows_of_it(folder: Path) -> None:
+def test_rollout_and_policy_agree_on_packed_rows_of_a_user_model(folder: Path) -> None:
     policy, rollout = both(folder)
     assert longest_sequence(policy) == 256
     results = generate(rollout, [[5, 6, 7], [9] * 12, [3, 4]])
@@ -90,14 +90,14 @@ def test_rollout_and_policy_agree_on_packed_rows_of_it(folder: Path) -> None:
                 np.testing.assert_allclose(found[start:stop], alone.numpy(), rtol=0, atol=1e-5)
 
 
-def test_code_in_a_folder_runs_only_where_it_is_allowed(folder: Path) -> None:
+def test_code_of_a_model_folder_runs_only_if_allowed(folder: Path) -> None:
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load_model(folder, init="random")
     with pytest.raises(ConfigError, match="trust_remote_code"):
         build_model(folder, dtype="float32", device="cpu", weights=False)
 
 
-def test_a_teacher_reads_the_same_tokens_as_a_model_of_ones_own(folder: Path, tmp_path: Path) -> None:
+def test_teacher_scores_tokens_of_a_user_model(folder: Path, tmp_path: Path) -> None:
     inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
     teacher = tmp_path / "teacher"
     LlamaConfig(vocab_size=8).save_pretrained(teacher)

@@ -15,8 +15,8 @@ from starling.common.net.hub import Hub, HubKeys, PeerDisconnected, ReceivedMess
 from starling.common.wire import messages as wire
 
 
-def say(**fields: object) -> None:
-    """Print one line for the test."""
+def print_line(**fields: object) -> None:
+    """Print a JSON line for the test."""
     print(json.dumps(fields), flush=True)
 
 
@@ -28,15 +28,15 @@ def serve(hub: Hub, leases: list[str]) -> None:
         for happened in hub.poll(1.0):
             if isinstance(happened, PeerDisconnected):
                 members.discard(happened.name)
-                say(lost=happened.name)
+                print_line(lost=happened.name)
             else:
-                take(hub, happened, members, settled, leases)
+                handle(hub, happened, members, settled, leases)
 
 
-def take(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[str], leases: list[str]) -> None:
+def handle(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[str], leases: list[str]) -> None:
     """Act on one message."""
     name, message = arrival.envelope.sender, arrival.message
-    say(heard=type(message).__name__, peer=name, version=getattr(message, "version", None))
+    print_line(heard=type(message).__name__, peer=name, version=getattr(message, "version", None))
     if isinstance(message, wire.Hello):
         members.add(name)
         hub.send(name, wire.Welcome(heartbeat_s=0.1, lease_s=10.0))
@@ -51,7 +51,7 @@ def take(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[str
     elif isinstance(message, wire.GroupGenerated):
         if message.lease not in settled:
             settled.add(message.lease)
-            say(settled=message.lease)
+            print_line(settled=message.lease)
         hub.release(name, (message.lease,))
 
 
@@ -60,7 +60,7 @@ def main(keys: str, run: str, address: str, incarnation: str, *leases: str) -> N
     folder = Path(keys)
     hub_keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder), folder)
     hub = Hub(address, run, int(incarnation), hub_keys)
-    say(address=hub.address)
+    print_line(address=hub.address)
     serve(hub, list(leases))
 
 

@@ -12,7 +12,7 @@ from starling.common.wire.messages import Hello
 
 
 def main(address: str, key: str, name: str, run: str) -> None:
-    """Serve until the line ends."""
+    """Run the link until it closes."""
     link = ControllerLink(
         LinkSettings(name=name, run=run, controller=address, key=load_key(Path(key))),
         Hello(role="reward", host="h", pid=1, num_slots=1),

@@ -1,4 +1,4 @@
-"""Fuzzing in short: mutated messages break neither the decoder nor the hub, and a valid peer loses nothing."""
+"""Short run of the fuzzer: mutated messages break neither decoder nor hub, and a valid peer loses no message."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_hub_survives_mutated_messages_without_loss_for_a_valid_peer() -> None:
     for figure in ("decoder_growth", "hub_growth"):
         assert figures[figure]["value"] <= figures[figure]["goal"], figures[figure]
     detail = figures["hub_crashes"]["detail"]
-    assert detail["seen"] >= 8000, "every message came as far as the hub"
+    assert detail["seen"] >= 8000, "all messages must reach the hub"
     assert {"form", "key", "size"} <= detail["dropped"].keys()
     assert detail["log_lines"] < 100

@@ -1,4 +1,4 @@
-"""Unknown peers, wrong keys and garbage: refused or counted, never fatal, without effect on other peers."""
+"""Unknown peers, wrong keys and garbage are refused or counted, without effect on other peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _plain_logs() -> Iterator[None]:
 
 
 def bare(message: object) -> bytes:
-    """Encode what no message of ours is."""
+    """Encode a body that is no message of the protocol."""
     return msgspec.msgpack.encode(message)
 
 
@@ -88,7 +88,7 @@ def test_hub_counts_and_drops_invalid_frames(harness: HubHarness, keys: Path, fr
     assert arrival.envelope.sender == "rollout-1"
     ((kind, count),) = harness.hub.dropped.items()
     assert count == 3
-    (warning,) = [entry for entry in logs if entry["event"] == "dropped a message"]  # said once, counted always
+    (warning,) = [entry for entry in logs if entry["event"] == "dropped a message"]  # logged once, counted each time
     assert warning["kind"] == kind
     assert reason in warning["reason"]
 
@@ -122,10 +122,10 @@ def test_hub_closes_the_connection_of_an_oversized_frame(keys: Path, monkeypatch
 
 def test_hub_ignores_a_peer_without_a_key(harness: HubHarness, keys: Path) -> None:
     with socket_of(harness.hub.address, None) as stranger, running_link(harness.hub.address, keys):
-        with contextlib.suppress(zmq.Again):  # its handshake may have failed by now, and there is no peer
+        with contextlib.suppress(zmq.Again):  # its handshake may have failed already
             stranger.send_multipart(codec.pack(envelope(), HELLO), zmq.NOBLOCK)
         harness.welcome("rollout-0")
-        assert not harness.hub.dropped, "its handshake already failed"
+        assert not harness.hub.dropped, "its handshake has already failed"
 
 
 def test_unknown_key_is_refused_with_one_sentence_and_logged_once(
@@ -146,7 +146,7 @@ def test_unknown_key_is_refused_with_one_sentence_and_logged_once(
                     "use the key file that was made for this name in this run"
                 )
         with running_link(harness.hub.address, keys):
-            harness.welcome("rollout-0")  # the hub goes on
+            harness.welcome("rollout-0")  # the hub still serves
     refused = [entry for entry in logs if entry["event"] == "refused an unknown key"]
     assert [entry["public_key"] for entry in refused] == [stranger.public]
 
@@ -171,7 +171,7 @@ def test_key_of_another_name_is_refused(harness: HubHarness, keys: Path) -> None
         assert not harness.hub.send("rollout-1", wire.RequestHello())
 
 
-# --- what a link makes of a controller that is none ----------------------------------------------------------------
+# --- links to a fake controller ------------------------------------------------------------------------------------
 
 
 def test_link_drops_invalid_frames() -> None:

@@ -41,7 +41,7 @@ def test_key_is_overwritten_only_with_replace(tmp_path: Path) -> None:
     old = curve.load_key(tmp_path / "policy-0.json")
     with pytest.raises(ConfigError, match=r"has a key for policy-0; choose another name, or replace it"):
         make_keys(tmp_path, ("rollout-1", "policy-0"))
-    assert names_in(tmp_path) == ["policy-0", "rollout-0"], "and nothing else was made"
+    assert names_in(tmp_path) == ["policy-0", "rollout-0"], "no other key was written"
     make_keys(tmp_path, ("policy-0",), replace=True)
     new = curve.load_key(tmp_path / "policy-0.json")
     allowed = curve.load_allowed(tmp_path)
@@ -75,7 +75,7 @@ def test_concurrent_makers_keep_each_others_keys(tmp_path: Path) -> None:
 
 def test_command_line_makes_lists_and_revokes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "keys"
-    assert main(["keys", str(folder), "policy-0", "rollout-0"]) == 0  # as it was always written
+    assert main(["keys", str(folder), "policy-0", "rollout-0"]) == 0  # the former syntax
     assert main(["keys", "make", str(folder), "operator-0"]) == 0
     assert main(["keys", "revoke", str(folder), "rollout-0"]) == 0
     (folder / "operator-0.json").rename(tmp_path / "operator-0.json")
@@ -160,7 +160,7 @@ def test_revoked_peer_is_disconnected_and_kept_out(folder: Path) -> None:
             harness.wait_disconnected("rollout-0")
             harness.events.clear()
             error = None
-            while error is None:  # its line is cut, and its key is refused when it calls again
+            while error is None:  # it is disconnected, and its key is refused when it reconnects
                 harness.events += harness.hub.poll(0.05)
                 ended = link.receive(0.0)
                 error = ended.error if isinstance(ended, LinkClosed) else None
@@ -189,7 +189,7 @@ def test_replaced_key_takes_over_its_name(folder: Path) -> None:
 
 
 def test_queued_messages_of_a_revoked_peer_are_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "close_connection", lambda descriptor, address: False)  # as if closing it failed
+    monkeypatch.setattr(hub, "close_connection", lambda descriptor, address: False)  # as if the close failed
     harness = HubHarness(folder)
     try:
         with socket_of(harness.hub.address, folder, "rollout-0") as socket:

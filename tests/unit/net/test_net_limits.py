@@ -84,7 +84,9 @@ def test_role_may_send_its_own_messages_only(tmp_path: Path, name: str) -> None:
             )
         assert [type(arrival.message) for arrival in harness.events] == allowed
         assert harness.hub.dropped.total() == len(samples) - len(allowed)
-        assert len([entry for entry in logs if entry["event"] == "dropped a message"]) == 1, "one line, whatever came"
+        assert len([entry for entry in logs if entry["event"] == "dropped a message"]) == 1, (
+            "one log line for all messages"
+        )
     finally:
         harness.hub.close(0.0)
 
@@ -137,21 +139,21 @@ def test_operator_of_another_run_is_refused_with_the_reason(harness: HubHarness,
     assert str(found[0]) == f"the controller refuses operator-0: this is run {RUN}, not run-2"
 
 
-# --- how much ------------------------------------------------------------------------------------------------------
+# --- rates ---------------------------------------------------------------------------------------------------------
 
 SIZES = st.integers(0, 2_000)
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), SIZES), max_size=200))
-def test_allowance_bounds_messages_to_the_rate_plus_two_bursts(said: list[tuple[float, int]]) -> None:
+def test_allowance_bounds_messages_to_the_rate_plus_two_bursts(messages: list[tuple[float, int]]) -> None:
     limits = RateLimits(messages_per_s=3.0, bytes_per_s=500.0, burst_messages=5.0, burst_bytes=4_000.0)
     allowance, now, taken = PeerAllowance(limits, 0.0), 0.0, []
-    for pause_s, size in said:
+    for pause_s, size in messages:
         now += pause_s
         allowance.num_messages -= 1
         allowance.num_bytes -= size
         if (allowance.num_messages < 0 or allowance.num_bytes < 0) and not allowance.refill(now):
-            allowance.give_back(size)
+            allowance.refund(size)
         else:
             taken.append((now, size))
         assert allowance.num_messages >= 0
@@ -222,11 +224,11 @@ def test_peer_that_does_not_read_costs_one_log_line_and_bounded_memory(harness: 
         stalled.send_multipart(codec.pack(envelope(), wire.Hello(role="rollout", host="h", pid=1)))
         harness.next(wire.Hello, "rollout-1")
         sent = [harness.hub.send("rollout-1", big) for _ in range(4 * SEND_HIGH_WATER + 2000)]
-        assert not all(sent), "it never was too much"
+        assert not all(sent), "the limit was never exceeded"
         harness.hub.send("rollout-0", score("score:1:1.1"))
         assert received(link, ReceivedCommand)
         stalled.rcvtimeo = 200
-        with contextlib.suppress(zmq.Again):  # it reads all that there is
+        with contextlib.suppress(zmq.Again):  # it reads everything
             while True:
                 stalled.recv_multipart()
         assert harness.hub.send("rollout-1", wire.RequestHello())
@@ -252,7 +254,7 @@ def test_refused_link_delivers_link_closed(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", NAMES)
     harness = HubHarness(tmp_path / "keys")
     try:
-        with running_link(harness.hub.address, tmp_path / "keys", "operator-0") as link:  # an operator says no Hello
+        with running_link(harness.hub.address, tmp_path / "keys", "operator-0") as link:  # operators send no hello
             harness.poll_until(lambda: harness.hub.dropped["role"] > 0)
             error = received(link, LinkClosed).error
         assert isinstance(error, RefusedError)

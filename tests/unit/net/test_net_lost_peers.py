@@ -96,15 +96,15 @@ def test_closed_link_leaves_no_descriptor(keys: Path) -> None:
     harness = HubHarness(keys)
     try:
 
-        def come_and_go() -> None:
+        def connect_and_close() -> None:
             with running_link(harness.hub.address, keys):
                 harness.welcome("rollout-0")
             harness.wait_disconnected("rollout-0")
 
-        come_and_go()  # descriptors that are opened once per process are open from now on
+        connect_and_close()  # descriptors that are opened once per process are open from now on
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
-            come_and_go()
+            connect_and_close()
         # The hub hears of a connection that closes just before its descriptor does.
         harness.poll_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:

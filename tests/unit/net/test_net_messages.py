@@ -26,7 +26,7 @@ def test_hello_welcome_heartbeat(harness: HubHarness, keys: Path) -> None:
     with running_link(harness.hub.address, keys) as link:
         hello, message = harness.next(wire.Hello)
         assert (hello.envelope.sender, hello.buffers, message.version) == ("rollout-0", (b"layout",), 3)
-        harness.next(wire.Hello)  # it says so until it is welcomed
+        harness.next(wire.Hello)  # the hello is repeated until the welcome
         harness.hub.send("rollout-0", wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
         arrival, heartbeat = harness.next(wire.Heartbeat)
         assert (heartbeat.leases, heartbeat.version) == ((), 3)
@@ -88,7 +88,7 @@ def test_result_is_resent_until_released(harness: HubHarness, keys: Path, monkey
         harness.hub.send("rollout-0", wire.ReleaseLeases(leases=("score:1:0",)))
         harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == ())
         harness.events.clear()
-        for _ in range(5):  # a quarter of a second, in which it would have come twice
+        for _ in range(5):  # a quarter of a second, enough for two repetitions
             harness.next(wire.Heartbeat)
         assert not harness.events
 
@@ -119,7 +119,7 @@ def test_lease_released_before_its_result_is_cancelled(harness: HubHarness, keys
         harness.hub.send("rollout-0", score("score:2:0"))
         received(link, ReceivedCommand)
         link.answer("score:2:0", generated("score:2:0"))
-        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "the first was cancelled"
+        assert harness.next(wire.GroupGenerated)[1].lease == "score:2:0", "the first lease was cancelled"
 
 
 def test_request_hello_is_answered_with_the_present_version(harness: HubHarness, keys: Path) -> None:
@@ -249,7 +249,7 @@ def test_releases_to_one_peer_are_batched(harness: HubHarness, keys: Path) -> No
             received(link, ReceivedCommand)
         for lease in leases:
             harness.hub.release("rollout-0", (lease,))
-        harness.next(wire.Heartbeat)  # a hub has no thread: it is polled, as a controller does for ever
+        harness.next(wire.Heartbeat)  # a hub has no thread, so it is polled like by a controller
         harness.poll_until(lambda: harness.next(wire.Heartbeat)[1].leases == ())
         assert received(link, CancelledLeases).leases == leases, "in one message"
 
@@ -267,7 +267,7 @@ def test_pending_releases_are_sent_before_drain(harness: HubHarness, keys: Path)
 
 def test_no_release_is_sent_after_leave(harness: HubHarness, keys: Path) -> None:
     leases = tuple(f"score:{i}:0" for i in range(MAX_RELEASES))
-    with socket_of(harness.hub.address, keys) as socket:  # a link would close its connection, and who is first then?
+    with socket_of(harness.hub.address, keys) as socket:  # a link would close, in an undefined order
         socket.send_multipart(codec.pack(envelope(seq=1), wire.Hello(role="rollout", host="h", pid=1, num_slots=1)))
         socket.send_multipart(codec.pack(envelope(seq=2), wire.Leave(reason="it was drained")))
         harness.next(wire.Leave, "rollout-1")
@@ -306,7 +306,7 @@ def test_receive_ends_on_wake_and_on_put(harness: HubHarness, keys: Path) -> Non
         begin = time.monotonic()
         threading.Timer(0.05, link.wake).start()
         assert link.receive(20.0) is None
-        assert time.monotonic() - begin < 19.0, "it did not wait until its end"
+        assert time.monotonic() - begin < 19.0, "the wakeup ended the wait early"
         assert link.receive(0.0) is None
 
 
@@ -320,7 +320,7 @@ def test_receive_raises_the_error_of_the_heartbeat_thread(harness: HubHarness, k
 
 
 def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Path) -> None:
-    """The keeper's own sends swallow the news of the descriptor; it must wake the waiting thread itself."""
+    """The heartbeat thread's sends consume the descriptor's edge, so it must wake the waiting thread itself."""
     with running_link(harness.hub.address, keys) as link:
         harness.welcome("rollout-0", heartbeat_s=0.002)
         poller = select.poll()
@@ -341,7 +341,7 @@ def test_polling_the_descriptors_misses_no_command(harness: HubHarness, keys: Pa
 def test_more_than_a_burst_arrives_once_and_in_order(
     harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages behind a burst are not signalled by the descriptor: the working thread must read them itself."""
+    """The descriptor does not signal messages after a burst: the working thread must read them itself."""
     monkeypatch.setattr(link_module, "LOOK_EVERY_S", 60.0)  # the keeper, which would find it too, is slow
     num = 3 * link_module.BURST + 1
     leases = [f"score:{number}:0" for number in range(num)]
@@ -359,14 +359,14 @@ def test_more_than_a_burst_arrives_once_and_in_order(
             while (inbound := link.receive(0.0)) is not None:
                 delivered.append(inbound.message.lease)
                 link.answer(inbound.message.lease, generated(inbound.message.lease))
-        assert delivered == leases, "each once, in the order in which they were sent"
+        assert delivered == leases, "each message once and in order"
         unanswered = set(leases)
         while unanswered:
             unanswered.discard(harness.next(wire.GroupGenerated)[1].lease)
 
 
 def test_rejoin_sends_hello_first_and_until_it_is_welcomed(harness: HubHarness, keys: Path) -> None:
-    """Else a controller that is slow takes one that fell asleep for one that is awake."""
+    """Otherwise a slow controller would consider a sleeping replica awake."""
     with running_link(harness.hub.address, keys) as link:
         harness.welcome("rollout-0")
         harness.hub.send("rollout-0", score("score:1:0"))

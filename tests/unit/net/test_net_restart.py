@@ -46,7 +46,7 @@ class LoneHub:
             self._unread.put(json.loads(line))
 
     def until(self, **fields: object) -> dict[str, Any]:
-        """Return the next line with these fields."""
+        """Wait for a printed line with these fields, and return it."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -58,7 +58,7 @@ class LoneHub:
                 return line
 
     def kill(self) -> None:
-        """SIGKILL it, and take in its last lines."""
+        """Kill the process with SIGKILL, and read its last lines."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         self._reader.join(DEADLINE_S)
@@ -66,13 +66,13 @@ class LoneHub:
             self.lines.append(self._unread.get())
 
     def settled(self) -> list[str]:
-        """Return the leases whose results it took, in order."""
+        """Return the settled leases, in order."""
         return [line["settled"] for line in self.lines if "settled" in line]
 
 
 @contextmanager
 def hub_process(keys: Path, address: str, incarnation: int, *leases: str) -> Iterator[tuple[LoneHub, str]]:
-    """A controller at `address`, and where it listens."""
+    """Run a controller process at `address`; yields it with its actual address."""
     command = [sys.executable, str(HUB), str(keys), RUN, address, str(incarnation), *leases]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     hub = LoneHub(process)
@@ -92,7 +92,7 @@ def test_results_made_while_the_controller_was_dead_are_settled_once(keys: Path)
         first.kill()
         link.answer(leases[0], generated(leases[0]))  # perhaps before the link has noticed
         with hub_process(keys, address, 2) as (second, again):
-            assert again == address, "the port is free at once, though connections to the last owner were open"
+            assert again == address, "the port can be bound again although old connections were open"
             hello = second.until(heard="Hello", peer="rollout-0")
             assert hello["version"] == 5
             second.until(settled=leases[0])
@@ -111,7 +111,7 @@ def test_results_wait_in_the_lease_table_and_not_in_the_socket(keys: Path) -> No
         first.kill()
         deadline = time.monotonic() + DEADLINE_S
         while link.connected:
-            assert time.monotonic() < deadline, "the link never noticed"
+            assert time.monotonic() < deadline, "the link did not notice the loss"
             link.receive(0.05)
         link.answer(lease, generated(lease))
         for _ in range(100):
@@ -121,7 +121,9 @@ def test_results_wait_in_the_lease_table_and_not_in_the_socket(keys: Path) -> No
             second.until(heard="Heartbeat")
             second.kill()
             heard = [line["heard"] for line in second.lines if "heard" in line]
-            assert heard[:2] == ["Heartbeat", "Hello"], "it sends its state, gets `RequestHello`, and answers"
+            assert heard[:2] == ["Heartbeat", "Hello"], (
+                "the heartbeat is answered by `RequestHello`, and that by a hello"
+            )
             assert heard.count("GroupGenerated") == 1
 
 
@@ -141,28 +143,28 @@ def test_link_accepts_the_newest_controller_only() -> None:
     router.rcvtimeo = int(DEADLINE_S * 1000)
     port = router.bind_to_random_port("tcp://127.0.0.1")
 
-    def say(incarnation: int, message: wire.Down) -> None:
+    def send_as(incarnation: int, message: wire.Down) -> None:
         router.send_multipart([route, *codec.pack(envelope("controller", incarnation=incarnation), message)])
 
-    def hear(kind: type) -> None:
+    def next_message(kind: type) -> None:
         while not isinstance(codec.unpack_up(router.recv_multipart()[1:]), kind):
             pass
 
     try:
         with running_link(f"tcp://127.0.0.1:{port}", None, buffers=()) as link:
             route = router.recv_multipart()[0]
-            say(5, wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
-            hear(wire.Heartbeat)
-            say(4, score("score:old:1.1"))
-            say(4, wire.Drain(reason="the run of a ghost is over"))
-            say(5, score("score:now:2.1"))
+            send_as(5, wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
+            next_message(wire.Heartbeat)
+            send_as(4, score("score:old:1.1"))
+            send_as(4, wire.Drain(reason="the run of a ghost is over"))
+            send_as(5, score("score:now:2.1"))
             assert received(link, ReceivedCommand).message.lease == "score:now:2.1"
-            say(6, wire.ReleaseLeases(leases=()))
-            hear(wire.Hello)  # the new one does not know it
-            say(6, wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
-            hear(wire.Heartbeat)
-            say(5, score("score:late:2.2"))
-            say(6, score("score:new:3.1"))
+            send_as(6, wire.ReleaseLeases(leases=()))
+            next_message(wire.Hello)  # the new one does not know it
+            send_as(6, wire.Welcome(heartbeat_s=0.05, lease_s=10.0))
+            next_message(wire.Heartbeat)
+            send_as(5, score("score:late:2.2"))
+            send_as(6, score("score:new:3.1"))
             assert received(link, ReceivedCommand).message.lease == "score:new:3.1"
     finally:
         router.close()
@@ -201,7 +203,7 @@ def test_reconnect_delays_differ_between_replicas() -> None:
         drawn.add((line.socket.reconnect_ivl, line.socket.reconnect_ivl_max))
         line.close()
     assert len(drawn) > 1
-    assert all(least < most for least, most in drawn), "and calls less and less often"
+    assert all(least < most for least, most in drawn), "and the delays grow"
 
 
 def test_operator_without_a_reply_gets_one_sentence(keys: Path) -> None:

@@ -73,15 +73,15 @@ def take(learner: Learner, step: int) -> None:
     learner.reinforce(groups, step=step, num_steps=LAST - NUM_SFT)
 
 
-def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> PolicySaver:
+def saving_of(learner: Learner, folder: Path, report: Any = lambda line: None) -> PolicySaver:
     """Return the saver of `learner` in `folder`."""
 
     def answer(lease: str, message: Any, buffers: tuple[bytes, ...]) -> None:
         assert isinstance(message, wire.CheckpointSaved), message
-        say(f"saved {message.step}")
+        report(f"saved {message.step}")
 
     def broken(future: Future[None]) -> None:
-        say(f"broken {future.exception()}")
+        report(f"broken {future.exception()}")
 
     tokenizer: Any = None
     saving = PolicySaver(learner, tokenizer, SavingSettings(), "run", folder)
@@ -89,14 +89,14 @@ def saving_of(learner: Learner, folder: Path, say: Any = lambda line: None) -> P
     return saving
 
 
-def go_on(learner: Learner, saving: PolicySaver, say: Any = lambda line: None) -> int:
+def resume_and_train(learner: Learner, saving: PolicySaver, report: Any = lambda line: None) -> int:
     """Resume, and make the remaining steps. Returns the version resumed from."""
     begin = saving.resume()
     for step in range(begin + 1, LAST + 1):
         take(learner, step)
-        say(f"made {step}")
+        report(f"made {step}")
         saving.save(wire.SaveCheckpoint(lease=f"save:{step}", step=step, state=True))
-        say(f"saving {step}")
+        report(f"saving {step}")
     saving.leave(LAST)
     return begin
 
@@ -106,9 +106,9 @@ def run(folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     lock = threading.Lock()  # states are reported by the thread that writes them
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         with lock:
             pipe.send(line)
 
     made = learner()
-    go_on(made, saving_of(made, folder, say), say)
+    resume_and_train(made, saving_of(made, folder, report), report)

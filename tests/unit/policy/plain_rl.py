@@ -1,6 +1,6 @@
 """Reference reinforcement-learning steps as in the papers: a loop over completions and tokens, in double precision.
 
-Nothing is packed, nothing is shared, no advantage of 0 is left out. `ALGORITHMS` writes each algorithm out.
+Sequences are neither packed nor shared, and no advantage of 0 is skipped. `ALGORITHMS` spells out each algorithm.
 """
 
 from __future__ import annotations
@@ -314,11 +314,11 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(found: torch.nn.Module, wanted: torch.nn.Module, bound: float = 2e-6) -> None:
+def assert_same_gradients(found: torch.nn.Module, expected: torch.nn.Module, bound: float = 2e-6) -> None:
     """Compare the gradients of two models, each tensor by the norm of its difference."""
-    mine, theirs = gradients(found), gradients(wanted)
-    assert mine.keys() == theirs.keys()
-    assert any(gradient.any() for gradient in theirs.values()), "there is nothing to compare"
-    for name, gradient in theirs.items():
-        difference = torch.linalg.vector_norm(mine[name].double() - gradient)
+    found_gradients, expected_gradients = gradients(found), gradients(expected)
+    assert found_gradients.keys() == expected_gradients.keys()
+    assert any(gradient.any() for gradient in expected_gradients.values()), "there are no gradients to compare"
+    for name, gradient in expected_gradients.items():
+        difference = torch.linalg.vector_norm(found_gradients[name].double() - gradient)
         assert difference <= bound * torch.linalg.vector_norm(gradient), f"{name}: {difference}"

@@ -1,4 +1,4 @@
-"""Scorers as users should not write them, for the tests of the pool; and a few good ones."""
+"""Misbehaving scorers for the tests of the pool, and a few good ones."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 Metadata = dict[str, Any]
 
 
-class Unsayable(Exception):
+class FailingStr(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> object:
-    """Do what the completion says; anything else is worth 1."""
+    """Misbehave as the completion says; return 1 for any other text."""
     what, _, detail = completion.partition(" ")
     match what:
         case "raise":
             raise ValueError(detail)
         case "raise-unsayable":
-            raise Unsayable
+            raise FailingStr
         case "raise-surrogate":
             raise ValueError("\ud800")
         case "raise-long":
@@ -50,7 +50,7 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
                 time.sleep(1000)
         case "hang-in-c":
             signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
-            ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock held
+            ctypes.PyDLL(None).sleep(1000)  # while holding the GIL
         case "hang-with-child":
             sleep = [sys.executable, "-c", "import time; time.sleep(1000)", detail]
             subprocess.Popen(sleep, start_new_session=True)
@@ -67,7 +67,7 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             subprocess.run(["echo", "noise"], check=True)
         case "fork":
             if os.fork() == 0:
-                return 7.0  # the child goes on as if it were the worker
+                return 7.0  # the forked child continues as if it were the worker
         case "close-all":
             os.closerange(3, 1000)
         case "write-into-line":
@@ -100,7 +100,7 @@ def everything(completion: str, reference: str, prompt_text: str, metadata: Meta
     return 1.0 + bonus
 
 
-def told(
+def all_arguments(
     completion: str,
     reference: str,
     prompt_text: str,
@@ -110,7 +110,7 @@ def told(
     status: str,
     unit: int = 1,
 ) -> float:
-    """Ask for all that is known of a completion, once by position and once by name only."""
+    """Take every argument of a scorer, positional and keyword-only."""
     return (-1 if status == "truncated" else 1) * num_tokens / unit
 
 

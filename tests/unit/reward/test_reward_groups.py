@@ -1,4 +1,4 @@
-"""The state machine: scores in any order become the rewards of a group, once."""
+"""State machine of the reward service: scores in any order become the rewards of a group once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_group_from_arrival_to_answer() -> None:
     assert phases(scores) == {}
 
 
-def test_failed_scorer_leaves_no_reward_but_a_reason() -> None:
+def test_failed_scorer_gives_a_reason_instead_of_a_reward() -> None:
     scores = machine()
     scores.add(group("score:1:0", Status.OK, Status.OK))
     scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."))
@@ -170,9 +170,11 @@ def test_rewards_do_not_depend_on_the_order_of_the_scores(
     scorers = tuple(WeightedScorer(str(i), weight) for i, weight in enumerate(scorer_weights))
     scores = machine(scorers)
     commands = scores.add(group("score:1:0", *statuses))
-    wanted = [(c, s) for c, status in enumerate(statuses) if status in TRAINABLE_STATUSES for s in range(len(scorers))]
-    given_values = {place: data.draw(values) for place in wanted}
-    for completion, scorer in data.draw(st.permutations(wanted)):
+    expected = [
+        (c, s) for c, status in enumerate(statuses) if status in TRAINABLE_STATUSES for s in range(len(scorers))
+    ]
+    given_values = {place: data.draw(values) for place in expected}
+    for completion, scorer in data.draw(st.permutations(expected)):
         value = given_values[completion, scorer]
         status = Status.OK if value is not None else Status.REWARD_ERROR
         problem = "" if value is not None else "failed."

@@ -1,4 +1,4 @@
-"""The pool with real processes: every way in which a scorer can fail, and no process outlives the service."""
+"""The scorer pool with real processes: failures of scorers, and the end of all processes with the service."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def collect(pool: ScoringPool, count: int) -> list[Score]:
 
 
 def has_ended(pid: int) -> bool:
-    """Wait until the process is gone or a zombie; returns False when it lives on."""
+    """Wait until the process has ended or is a zombie; return False when it still runs."""
     try:
         life = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -67,7 +67,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ScoringPool]:
-    """One pool for the failures after which the worker goes on, or is replaced."""
+    """One pool for all failures after which the worker continues or is replaced."""
     with ScoringPool(settings("act", num_workers=2, timeout_s=30)) as shared:
         yield shared
 
@@ -77,7 +77,7 @@ def pool() -> Iterator[ScoringPool]:
     [
         ("raise wrong number", "scorer 'act' raised ValueError: wrong number."),
         ("raise", "scorer 'act' raised ValueError."),
-        ("raise-unsayable", "scorer 'act' raised Unsayable: (its text cannot be had)."),
+        ("raise-unsayable", "scorer 'act' raised FailingStr: (its text cannot be had)."),
         ("raise-surrogate", "scorer 'act' raised ValueError: ?."),
         ("sys-exit bye", "scorer 'act' raised SystemExit: bye."),
         ("value nan", "scorer 'act' returned nan."),
@@ -188,9 +188,9 @@ def test_scorers_receive_everything_and_their_options() -> None:
 
 
 def test_scorers_get_completion_fields_they_take() -> None:
-    """Completions of one text are told apart; a negative weight is the reward's affair, not the score's."""
+    """Completions with equal text are distinguished; a negative weight affects the reward and not the score."""
     scorers = [
-        {"name": f"{MISBEHAVING}:told", "label": "told", "options": {"unit": 2}},
+        {"name": f"{MISBEHAVING}:all_arguments", "label": "all", "options": {"unit": 2}},
         {"name": "overlong", "weight": -3.0, "options": {"max_tokens": 8, "buffer": 4}},
     ]
     completions = tuple(
@@ -238,7 +238,7 @@ def test_waits_name_each_busy_worker_and_its_limit() -> None:
         assert wait.since_s + wait.seconds_left == pytest.approx(50.0)
         pool.submit(task("good"))
         collect(pool, 1)
-        assert pool.waits() == (), "an idle worker is not waited for"
+        assert pool.waits() == (), "idle workers have no waits"
         pool.submit(task("good", "hang"))
         collect(pool, 1)
         (wait,) = pool.waits()
@@ -269,7 +269,7 @@ def test_killed_idle_worker_is_replaced() -> None:
             pool.poll(0.05)
 
 
-def test_the_pool_fits_a_zeromq_poll_loop() -> None:
+def test_pool_can_be_polled_with_zeromq() -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:
         poller = zmq.Poller()
         poller.register(pool.fileno(), zmq.POLLIN)
@@ -310,9 +310,9 @@ def test_close_leaves_no_process_even_when_scorers_hang() -> None:
 def test_pool_reports_scorers_that_no_longer_import(tmp_path: Path) -> None:
     scorer = tmp_path / "vanishing.py"
     scorer.write_text("def f(c, r, p, m): return 1\n")
-    wanted = RewardSettings.model_validate({"scorers": [{"name": f"{scorer}:f"}], "num_workers": 3})
+    invalid_settings = RewardSettings.model_validate({"scorers": [{"name": f"{scorer}:f"}], "num_workers": 3})
     scorer.unlink()
-    with ScoringPool(wanted) as pool, pytest.raises(ConfigError, match=r"can be started.*there is no file"):
+    with ScoringPool(invalid_settings) as pool, pytest.raises(ConfigError, match=r"can be started.*there is no file"):
         pool.poll(PATIENCE_S)
 
 
@@ -343,7 +343,7 @@ def test_no_worker_outlives_a_killed_service() -> None:
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_the_service_imports_no_heavy_package() -> None:
+def test_service_imports_no_heavy_package() -> None:
     check = (
         "import sys, starling.reward.score.workers.pool, starling.reward.score.workers.pool, starling.reward.settings;"
         "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules);"

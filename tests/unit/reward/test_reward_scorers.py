@@ -157,7 +157,7 @@ def test_math_rejects_reference_without_expression() -> None:
 
 
 @pytest.mark.parametrize("whole_row", [True, False])
-def test_reasoning_gym_scores_as_the_task_does(whole_row: bool) -> None:
+def test_reasoning_gym_scores_equal_those_of_the_task(whole_row: bool) -> None:
     dataset = reasoning_gym.create_dataset("spell_backward", seed=1, size=5)
     score = scorer("reasoning_gym:spell_backward")
     for row in dataset:

@@ -1,4 +1,4 @@
-"""Programs written against OpenAI's client, as a user would write them: none knows of training."""
+"""User programs written against OpenAI's client, without any code for training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import openai
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.environments.agent import AgentTask
 
-TOLD: dict[int, list[str]] = {}
-"""What each program was told, by the index of its trajectory."""
+RESULTS: dict[int, list[str]] = {}
+"""Results of each program, by the index of its trajectory."""
 
 
 def client_of(task: AgentTask) -> openai.AsyncOpenAI:
@@ -21,23 +21,23 @@ def client_of(task: AgentTask) -> openai.AsyncOpenAI:
 
 
 async def converse(task: AgentTask, *, turns: int = 3) -> float:
-    """Talk in several turns, and add an own system message; a reply that goes back is stripped, as some clients do."""
+    """Converse in several turns with a system message; returned replies are stripped, as some clients do."""
     messages: list[Any] = [{"role": "system", "content": "be brief"}, *task.messages]
-    told = TOLD[task.index] = []
+    results = RESULTS[task.index] = []
     async with client_of(task) as client:
         for turn in range(turns):
             answer = await client.chat.completions.create(
                 model="gpt-4o", messages=messages, max_completion_tokens=6, temperature=0.3
             )
             assert answer.starling["overruled"] == ["temperature"]  # type: ignore[attr-defined]
-            told.append(answer.choices[0].message.content or "")
-            messages.append({"role": "assistant", "content": told[-1].strip()})
+            results.append(answer.choices[0].message.content or "")
+            messages.append({"role": "assistant", "content": results[-1].strip()})
             messages.append({"role": "user", "content": f"and {turn}?"})
-    return float(len(told))
+    return float(len(results))
 
 
 def plain(task: AgentTask) -> None:
-    """Talk without asyncio, and stream."""
+    """Stream a reply without asyncio."""
     with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
         pieces = client.chat.completions.create(
             model=task.model,
@@ -45,11 +45,11 @@ def plain(task: AgentTask) -> None:
             max_tokens=5,
             stream=True,  # type: ignore[arg-type]
         )
-        TOLD[task.index] = ["".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)]
+        RESULTS[task.index] = ["".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)]
 
 
 async def branching(task: AgentTask) -> EpisodeOutcome:
-    """Say something, ask twice for the next reply, go on from the first one, and have a word with somebody else."""
+    """Request the next reply twice, continue from the first one, and start another conversation."""
     first: list[Any] = list(task.messages)
     async with client_of(task) as client:
 
@@ -62,12 +62,12 @@ async def branching(task: AgentTask) -> EpisodeOutcome:
         two, other = await asyncio.gather(ask(second), ask(second))
         beside = await ask([{"role": "user", "content": "who are you?"}])
         three = await ask([*second, {"role": "assistant", "content": two}, {"role": "user", "content": "last"}])
-        TOLD[task.index] = [one, two, other, beside, three]
+        RESULTS[task.index] = [one, two, other, beside, three]
     return EpisodeOutcome(reward=0.5, metrics={"asked": 5.0})
 
 
 async def rewriting(task: AgentTask) -> float:
-    """Change what the model said before going on."""
+    """Rewrite the model's reply before the next request."""
     async with client_of(task) as client:
         messages: list[Any] = list(task.messages)
         await client.chat.completions.create(model="m", messages=messages, max_tokens=5)
@@ -77,7 +77,7 @@ async def rewriting(task: AgentTask) -> float:
 
 
 async def endless(task: AgentTask) -> float:
-    """Talk until somebody ends it."""
+    """Request replies in an endless loop."""
     messages: list[Any] = list(task.messages)
     async with client_of(task) as client:
         while True:
@@ -87,7 +87,7 @@ async def endless(task: AgentTask) -> float:
 
 
 async def greedy(task: AgentTask) -> float:
-    """Ask for what an episode cannot give."""
+    """Send requests that an episode rejects."""
     async with client_of(task) as client:
         await client.chat.completions.create(model="m", messages=task.messages, n=4)  # type: ignore[arg-type]
     return 0.0
@@ -107,15 +107,15 @@ def hanging(task: AgentTask) -> None:
 
 
 async def leaking(task: AgentTask) -> float:
-    """Keep the key for later."""
+    """Store the key for use after the episode."""
     async with client_of(task) as client:
         await client.chat.completions.create(model="m", messages=task.messages, max_tokens=3)  # type: ignore[arg-type]
-    TOLD[-1] = [task.base_url, task.api_key]
+    RESULTS[-1] = [task.base_url, task.api_key]
     return 1.0
 
 
 @contextmanager
-def told() -> Iterator[dict[int, list[str]]]:
-    """Begin with nothing told."""
-    TOLD.clear()
-    yield TOLD
+def results() -> Iterator[dict[int, list[str]]]:
+    """Clear `RESULTS`, and yield it."""
+    RESULTS.clear()
+    yield RESULTS

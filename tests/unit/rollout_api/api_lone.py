@@ -21,7 +21,7 @@ from starling.cli.model.scratch import ScratchSettings, make_model_folder
 torch.set_num_threads(1)
 
 DEADLINE_S = 120.0
-"""Longer than anything here takes on a busy machine; who waits so long has failed."""
+"""Deadline of each wait, longer than any operation here takes on a busy machine."""
 CONTEXT = 2048
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -43,7 +43,7 @@ CHAT = (
 
 
 def make_model(folder: Path) -> Path:
-    """Make the folder of a model with random weights, and one token for each character."""
+    """Write a model with random weights and a tokenizer of single characters."""
     make_model_folder(ScratchSettings(config=SMALL, chat_template=CHAT, max_length=CONTEXT), folder)
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
@@ -51,8 +51,8 @@ def make_model(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Lone:
-    """An engine with an endpoint."""
+class LoneEngine:
+    """A process with an engine and an HTTP endpoint."""
 
     base_url: str
     api_key: str
@@ -60,7 +60,7 @@ class Lone:
     pipe: Connection
 
     def sampled(self) -> tuple[int, int]:
-        """Return how many tokens the engine has sampled, and how many sequences it runs."""
+        """Return the number of sampled tokens and of running sequences."""
         self.pipe.send(True)
         assert self.pipe.poll(DEADLINE_S), "the engine does not answer"
         num_tokens, num_running = self.pipe.recv()
@@ -68,26 +68,26 @@ class Lone:
 
 
 @contextmanager
-def lone_engine(model: Path, folder: Path, *flags: str) -> Iterator[Lone]:
-    """Start the engine; when it is left it must end well."""
+def lone_engine(model: Path, folder: Path, *flags: str) -> Iterator[LoneEngine]:
+    """Start the engine; at the exit the process must end without error."""
     flags = ("--rollout.load-weights", "true", "--rollout.max-rows", "64", "--model.device", "cpu", *flags)
     with forked(run, model, folder, flags) as child:
         file = folder / "api" / "rollout-0.json"
         until = time.monotonic() + DEADLINE_S
         while not file.is_file():
-            assert child.process.is_alive(), "it ended before it listened"
-            assert time.monotonic() < until, "it never listened"
+            assert child.process.is_alive(), "the process ended before it listened"
+            assert time.monotonic() < until, "the endpoint did not start to listen"
             time.sleep(0.05)
         assert file.stat().st_mode & 0o777 == 0o600
         address = json.loads(file.read_text())
-        yield Lone(address["base_url"], address["api_key"], address["model"], child.pipe)
+        yield LoneEngine(address["base_url"], address["api_key"], address["model"], child.pipe)
         child.pipe.send(False)
         assert child.exit_code() == 0
-        assert not file.exists(), "who has ended is not to be found"
+        assert not file.exists(), "the address file was removed at the end"
 
 
 def forward_logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:
-    """Return what one plain pass of the model in `folder` says of tokens behind a prompt, [tokens]."""
+    """Return the log-probabilities of tokens after a prompt by one forward pass of the model in `folder`, [tokens]."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *sampled]]), use_cache=False).logits[0, len(prompt) - 1 : -1]

@@ -1,4 +1,4 @@
-"""A replica without a controller, in this process: an engine in a thread, the HTTP server, and its episodes."""
+"""A replica without a controller in this process: engine thread, HTTP server and episodes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from starling.rollout.env.runner import EpisodeRunner
 from starling.rollout.settings import RolloutProcess
 
 
-class Stage:
-    """Plays groups. Its parts are as a replica has them; `turn` is called by its engine's thread alone."""
+class EpisodeStage:
+    """Runs episodes of groups with the parts of a replica."""
 
     def __init__(self, model: Path, *flags: str) -> None:
         flags = ("--rollout.load-weights", "true", "--model.device", "cpu", *flags)
@@ -70,7 +70,7 @@ class Stage:
         self._num_groups = 0
 
     def play(self, prompt: wire.Prompt, num_completions: int, **sampling: Any) -> PlayedGroup:
-        """Play one group to its end."""
+        """Run the episodes of one group to their end."""
         self._num_groups += 1
         message = wire.GenerateGroup(
             lease=f"generate:{self._num_groups}",
@@ -106,8 +106,8 @@ class Stage:
 
 
 @contextmanager
-def stage(model: Path, *flags: str) -> Iterator[Stage]:
-    made = Stage(model, *flags)
+def stage(model: Path, *flags: str) -> Iterator[EpisodeStage]:
+    made = EpisodeStage(model, *flags)
     try:
         yield made
     finally:
@@ -115,11 +115,11 @@ def stage(model: Path, *flags: str) -> Iterator[Stage]:
 
 
 def check(model: Path, played: PlayedGroup, trajectory: Trajectory, temperature: float = 1.0) -> None:
-    """Assert that what a trajectory says of its sampled tokens is what the model says of them, where they stand."""
+    """Assert that the log-probabilities of a trajectory's sampled tokens equal the model's at their positions."""
     prompt, tokens = played.prompt_ids.tolist(), trajectory.token_ids.tolist()
-    wanted = forward_logprobs(model, prompt, tokens, temperature).numpy()
+    expected = forward_logprobs(model, prompt, tokens, temperature).numpy()
     mask = trajectory.loss_mask.astype(bool)
-    np.testing.assert_allclose(trajectory.logprobs[mask], wanted[mask], atol=1e-5)
+    np.testing.assert_allclose(trajectory.logprobs[mask], expected[mask], atol=1e-5)
     assert not trajectory.logprobs[~mask].any()
-    assert mask[-1], "what nobody answered is left out"
+    assert mask[-1], "unanswered messages are not in the trajectory"
     assert torch.isfinite(torch.from_numpy(trajectory.logprobs)).all()

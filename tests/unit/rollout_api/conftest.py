@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_lone import Lone, lone_engine, make_model
+from api_lone import LoneEngine, lone_engine, make_model
 
 READ = ("--rollout.api.read-timeout-s", "2")
 
@@ -17,6 +17,6 @@ def api_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lone(api_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
+def lone(api_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoneEngine]:
     with lone_engine(api_model, tmp_path_factory.mktemp("run"), "--rollout.api.max-requests", "64", *READ) as lone:
         yield lone

@@ -1,4 +1,4 @@
-"""Agents written against OpenAI's client: their conversations are trajectories, with the tokens that were sampled."""
+"""Agents written against OpenAI's client: their conversations become trajectories of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import agent_programs
 import numpy as np
 import openai
 import pytest
-from api_stage import Stage, check, stage
+from api_stage import EpisodeStage, check, stage
 
 from starling.algo.text import decode
 from starling.common.wire.messages import ChatMessage, Prompt, Status
@@ -27,8 +27,8 @@ def agent(name: str, *flags: str, **args: Any) -> tuple[str, ...]:
     return ("--rollout.environment.kind", "agent", "--rollout.environment.options", f"{{ {given} }}", *flags)
 
 
-def parts(stage: Stage, played: Any, number: int) -> tuple[str, list[tuple[int, str]]]:
-    """Return the prompt's text, and the trajectory's in runs of sampled tokens and of others, as a client sees it."""
+def parts(stage: EpisodeStage, played: Any, number: int) -> tuple[str, list[tuple[int, str]]]:
+    """Return the prompt's text, and the trajectory's as runs of sampled and of other tokens, as a client sees it."""
     trajectory = played.trajectories[number]
     edges = np.flatnonzero(np.diff(trajectory.loss_mask)) + 1
     runs = zip(np.split(trajectory.loss_mask, edges), np.split(trajectory.token_ids, edges), strict=True)
@@ -38,10 +38,10 @@ def parts(stage: Stage, played: Any, number: int) -> tuple[str, list[tuple[int, 
 
 
 def test_agent_conversation_is_a_trajectory(api_model: Path) -> None:
-    with agent_programs.told() as told, stage(api_model, *agent("converse", turns=3)) as made:
+    with agent_programs.results() as results, stage(api_model, *agent("converse", turns=3)) as made:
         played = made.play(PROMPT, 4, temperature=0.9)
         assert [t.reward for t in played.trajectories] == [3.0] * 4
-        assert len({t.token_ids.tobytes() for t in played.trajectories}) == 4, "each draws for itself"
+        assert len({t.token_ids.tobytes() for t in played.trajectories}) == 4, "trajectories of a group must differ"
         for number, trajectory in enumerate(played.trajectories):
             check(api_model, played, trajectory, 0.9)
             assert (trajectory.num_turns, trajectory.metrics["num_branches"]) == (3, 1.0)
@@ -49,32 +49,34 @@ def test_agent_conversation_is_a_trajectory(api_model: Path) -> None:
             assert prompt == "s:be brief;u:hello;a:"
             assert [mask for mask, _ in runs] == [1, 0, 1, 0, 1]
             replies = [text for mask, text in runs if mask]
-            assert replies == told[number]
+            assert replies == results[number]
             assert [text for mask, text in runs if not mask] == [";u:and 0?;a:", ";u:and 1?;a:"]
 
 
 def test_agent_may_be_plain_function_that_streams(api_model: Path) -> None:
-    with agent_programs.told() as told, stage(api_model, *agent("plain")) as made:
+    with agent_programs.results() as results, stage(api_model, *agent("plain")) as made:
         played = made.play(Prompt(id="p", text="go"), 2)
         for number, trajectory in enumerate(played.trajectories):
             check(api_model, played, trajectory)
             assert (trajectory.reward, trajectory.num_turns) == (None, 1)
             assert parts(made, played, number)[0] == "u:go;a:"
-            assert decode(made.tokenizer, trajectory.token_ids) == told[number][0]
+            assert decode(made.tokenizer, trajectory.token_ids) == results[number][0]
 
 
 def test_last_branch_is_the_trajectory(api_model: Path) -> None:
-    with agent_programs.told() as told, stage(api_model, *agent("branching")) as made:
+    with agent_programs.results() as results, stage(api_model, *agent("branching")) as made:
         played = made.play(PROMPT, 2)
         for number, trajectory in enumerate(played.trajectories):
             check(api_model, played, trajectory)
-            one, two, other, _, three = told[number]
-            assert two != other, "who asks twice gets two answers"
+            one, two, other, _, three = results[number]
+            assert two != other, "repeated requests get different replies"
             prompt, runs = parts(made, played, number)
             assert prompt == "u:hello;a:"
             assert [text for mask, text in runs if mask] == [one, two, three]
             assert trajectory.num_turns == 3
-            assert trajectory.metrics == {"num_branches": 3.0, "asked": 5.0}, "the last one, the other, the one beside"
+            assert trajectory.metrics == {"num_branches": 3.0, "asked": 5.0}, (
+                "the trajectory, the other branch, the other conversation"
+            )
             assert trajectory.reward == 0.5
 
 
@@ -102,7 +104,7 @@ def test_agent_episode_limits(
     with stage(api_model, *agent("endless", *limits)) as made:
         (trajectory,) = made.play(PROMPT, 1, **sampling, seed=6).trajectories
         assert trajectory.num_turns >= turns
-        assert (trajectory.problem, trajectory.reward) == ("", 0.0), "that is no failure of the program"
+        assert (trajectory.problem, trajectory.reward) == ("", 0.0), "reaching a limit is no failure of the program"
         if sampling:
             assert trajectory.status is status
             assert trajectory.loss_mask.sum() == 10
@@ -124,9 +126,9 @@ def test_failed_program_costs_its_own_trajectory(api_model: Path, name: str, lim
 
 
 def test_episode_key_is_revoked_at_its_end(api_model: Path) -> None:
-    with agent_programs.told() as told, stage(api_model, *agent("leaking")) as made:
+    with agent_programs.results() as results, stage(api_model, *agent("leaking")) as made:
         made.play(PROMPT, 1)
-        base_url, key = told[-1]
+        base_url, key = results[-1]
         with (
             openai.OpenAI(base_url=base_url, api_key=key, max_retries=0) as client,
             pytest.raises(openai.AuthenticationError),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_lone import DEADLINE_S, Lone, lone_engine
+from api_lone import DEADLINE_S, LoneEngine, lone_engine
 
 from starling.rollout.api.app import MAX_BODY_BYTES
 from starling.rollout.api.errors import ApiError
@@ -80,24 +80,24 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), BAD_CHAT)
-def test_invalid_chat_parameters_are_rejected(change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("change", "expected"), BAD_CHAT)
+def test_invalid_chat_parameters_are_rejected(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_chat({**CHAT, **change})
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
     assert refused.value.status == 400
     assert refused.value.parameter is None or refused.value.parameter in {*change, "stream_options", "messages"}
 
 
-@pytest.mark.parametrize(("change", "said"), BAD_TEXT)
-def test_invalid_completion_parameters_are_rejected(change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("change", "expected"), BAD_TEXT)
+def test_invalid_completion_parameters_are_rejected(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_text({**TEXT, **change})
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("raw", "said"),
+    ("raw", "expected"),
     [
         (b"", "the body is not JSON"),
         (b"{", "the body is not JSON"),
@@ -105,10 +105,10 @@ def test_invalid_completion_parameters_are_rejected(change: dict[str, Any], said
         (b"[" * 5000, "the body is nested too deeply"),
     ],
 )
-def test_invalid_bodies_are_rejected(raw: bytes, said: str) -> None:
+def test_invalid_bodies_are_rejected(raw: bytes, expected: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_body(raw)
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
     assert refused.value.code == "invalid_json"
 
 
@@ -130,7 +130,7 @@ def test_parameters_without_effect_are_accepted() -> None:
     assert plain.max_tokens is None
     assert read_chat({**CHAT, **nothing}).options.stop == plain.stop
     absent = read_chat({**CHAT, **dict.fromkeys(("temperature", "n", "stop", "tools", "functions", "seed"))})
-    assert absent.options == plain, "null is absent"
+    assert absent.options == plain, "null counts as absent"
 
 
 def test_all_parameters_are_read() -> None:
@@ -166,8 +166,8 @@ def test_all_parameters_are_read() -> None:
     assert (likeliest.echo, likeliest.top_logprobs) == (False, True)
 
 
-def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[int, dict[str, Any]]:
-    """Ask over HTTP, as no client would; return status and body."""
+def asked(lone: LoneEngine, path: str, body: bytes | None, key: str | None) -> tuple[int, dict[str, Any]]:
+    """Send a raw HTTP request, as no client would; return status and body."""
     request = urllib.request.Request(lone.base_url.removesuffix("/v1") + path, data=body)
     if key is not None:
         request.add_header("Authorization", key)
@@ -194,28 +194,28 @@ def asked(lone: Lone, path: str, body: bytes | None, key: str | None) -> tuple[i
     ],
 )
 def test_invalid_requests_over_http(
-    lone: Lone, path: str, body: bytes | None, key: str | None, status: int, code: str | None
+    lone: LoneEngine, path: str, body: bytes | None, key: str | None, status: int, code: str | None
 ) -> None:
-    answered, told = asked(lone, path, body, None if key is None else key.format(lone.api_key))
-    assert answered == status, told
+    answered, response = asked(lone, path, body, None if key is None else key.format(lone.api_key))
+    assert answered == status, response
     if status >= 400:
-        assert told["error"].keys() == {"message", "type", "param", "code"}
-        assert code is None or told["error"]["code"] == code
+        assert response["error"].keys() == {"message", "type", "param", "code"}
+        assert code is None or response["error"]["code"] == code
 
 
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def test_slow_body_times_out(lone: Lone) -> None:
+def test_slow_body_times_out(lone: LoneEngine) -> None:
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
         connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"model": '.encode())
-        told = b""
-        while part := connection.recv(4096):  # until it is closed
-            told += part
-    assert told.startswith(b"HTTP/1.1 408 ")
-    assert b"the body was not complete after 2 s; send it at once, or raise rollout.api.read_timeout_s" in told
+        response = b""
+        while part := connection.recv(4096):  # until the connection is closed
+            response += part
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert b"the body was not complete after 2 s; send it at once, or raise rollout.api.read_timeout_s" in response
     assert asked(lone, "/health", None, None)[0] == 200
 
 
@@ -224,7 +224,7 @@ def test_slow_body_times_out(lone: Lone) -> None:
     [[b""], [b"POST /v1/comp"], [b"GET /health HTTP/1.1\r\nHost: x\r\nAccept: "], [WHOLE, b"GET /h"]],
     ids=["nothing", "first line", "headers", "second request"],
 )
-def test_connection_without_complete_headers_is_closed(lone: Lone, parts: list[bytes]) -> None:
+def test_connection_without_complete_headers_is_closed(lone: LoneEngine, parts: list[bytes]) -> None:
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     with socket.create_connection((host, int(port)), timeout=60.0) as connection:  # less than idle ones may stay
         for part in parts:
@@ -243,11 +243,11 @@ def test_engine_without_prompt_scores_rejects_echo(api_model: Path, tmp_path: Pa
     flags = ("--rollout.engine", f"{tmp_path / 'plain_engine.py'}:PlainEngine", "--rollout.max-model-len", "64")
     with lone_engine(api_model, tmp_path, *flags) as lone:
         body: dict[str, Any] = {"model": lone.model, "prompt": "ab", "max_tokens": 2, "echo": True}
-        status, told = asked(
+        status, response = asked(
             lone, "/v1/completions", json.dumps({**body, "logprobs": 0}).encode(), KEY.format(lone.api_key)
         )
-        assert (status, told["error"]["param"]) == (400, "echo")
-        assert "this engine scores no prompts; leave out echo or logprobs" in told["error"]["message"]
-        status, told = asked(lone, "/v1/completions", json.dumps(body).encode(), KEY.format(lone.api_key))
+        assert (status, response["error"]["param"]) == (400, "echo")
+        assert "this engine scores no prompts; leave out echo or logprobs" in response["error"]["message"]
+        status, response = asked(lone, "/v1/completions", json.dumps(body).encode(), KEY.format(lone.api_key))
         assert status == 200
-        assert told["choices"][0]["text"].startswith("ab")
+        assert response["choices"][0]["text"].startswith("ab")

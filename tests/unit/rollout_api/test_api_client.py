@@ -1,4 +1,4 @@
-"""OpenAI's own client against a real engine: every request is answered, with the tokens that were sampled."""
+"""OpenAI's client against a real engine: requests are answered with the sampled tokens."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from typing import Any
 import openai
 import pytest
 import torch
-from api_lone import CONTEXT, DEADLINE_S, Lone, forward_logprobs
+from api_lone import CONTEXT, DEADLINE_S, LoneEngine, forward_logprobs
 from transformers import AutoModelForCausalLM
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ENDLESS: Any = {"prompt": "q", "max_tokens": 1900, "temperature": 0}
-"""This model repeats itself then, and never ends by itself."""
+"""Greedy sampling, with which this model repeats itself and never ends."""
 WEATHER: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture(scope="module")
-def client(lone: Lone) -> openai.OpenAI:
+def client(lone: LoneEngine) -> openai.OpenAI:
     return openai.OpenAI(base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S)
 
 
-def test_response_matches_sampled_tokens(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+def test_response_matches_sampled_tokens(client: openai.OpenAI, lone: LoneEngine, api_model: Path) -> None:
     answer = client.chat.completions.create(
         model=lone.model, messages=HELLO, max_tokens=20, seed=1, n=3, temperature=0.7, logprobs=True
     )
     prompt = answer.starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
-    assert len({choice.message.content for choice in answer.choices}) == 3, "each completion draws for itself"
+    assert len({choice.message.content for choice in answer.choices}) == 3, "completions of a request must differ"
     for choice in answer.choices:
         starling = choice.starling  # type: ignore[attr-defined]
-        told = choice.logprobs.content
-        assert "".join(one.token for one in told) in (choice.message.content, f"{choice.message.content}<eos>")
-        wanted = forward_logprobs(api_model, prompt, starling["token_ids"], 0.7)
-        torch.testing.assert_close(torch.tensor([one.logprob for one in told]), wanted, atol=1e-5, rtol=0)
-        assert starling["versions"] == [{"version": 0, "start": 0, "end": len(told)}]
-        assert choice.finish_reason == ("stop" if told[-1].token == "<eos>" else "length")
+        token_logprobs = choice.logprobs.content
+        assert "".join(one.token for one in token_logprobs) in (
+            choice.message.content,
+            f"{choice.message.content}<eos>",
+        )
+        expected = forward_logprobs(api_model, prompt, starling["token_ids"], 0.7)
+        torch.testing.assert_close(torch.tensor([one.logprob for one in token_logprobs]), expected, atol=1e-5, rtol=0)
+        assert starling["versions"] == [{"version": 0, "start": 0, "end": len(token_logprobs)}]
+        assert choice.finish_reason == ("stop" if token_logprobs[-1].token == "<eos>" else "length")
     assert answer.usage.prompt_tokens == len(prompt) == len("u:hello;a:")
     assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)
 
 
-def test_seed_makes_requests_repeatable(client: openai.OpenAI, lone: Lone) -> None:
+def test_seed_makes_requests_repeatable(client: openai.OpenAI, lone: LoneEngine) -> None:
     def say(**more: Any) -> str:
         answer = client.chat.completions.create(model=lone.model, messages=HELLO, max_completion_tokens=24, **more)
         return answer.choices[0].message.content or ""
@@ -55,7 +58,7 @@ def test_seed_makes_requests_repeatable(client: openai.OpenAI, lone: Lone) -> No
     assert say(temperature=0) == say(temperature=0)
 
 
-def test_stream_equals_complete_response(client: openai.OpenAI, lone: Lone) -> None:
+def test_stream_equals_complete_response(client: openai.OpenAI, lone: LoneEngine) -> None:
     asked: Any = {"model": lone.model, "messages": HELLO, "max_tokens": 30, "seed": 3, "n": 2}
     whole = client.chat.completions.create(**asked)
     texts, finishes, roles, usage = ["", ""], ["", ""], [], None
@@ -72,28 +75,30 @@ def test_stream_equals_complete_response(client: openai.OpenAI, lone: Lone) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_text_ends_generation(client: openai.OpenAI, lone: Lone, stream: bool) -> None:
+def test_stop_text_ends_generation(client: openai.OpenAI, lone: LoneEngine, stream: bool) -> None:
     asked: Any = {"model": lone.model, "prompt": "abc", "max_tokens": 1200, "seed": 8}
     text = client.completions.create(**{**asked, "max_tokens": 40}).choices[0].text
     stop = text[10:12]
     before, _ = lone.sampled()
     if stream:
         pieces = list(client.completions.create(**asked, stop=[stop, "never said"], stream=True))
-        said = "".join(piece.choices[0].text for piece in pieces)
+        returned_text = "".join(piece.choices[0].text for piece in pieces)
         finish, starling = pieces[-1].choices[0].finish_reason, pieces[-1].choices[0].starling  # type: ignore[union-attr]
     else:
         choice = client.completions.create(**asked, stop=stop).choices[0]
-        said, finish, starling = choice.text, choice.finish_reason, choice.starling  # type: ignore[attr-defined]
-    assert said == text[: text.index(stop)]
+        returned_text, finish, starling = choice.text, choice.finish_reason, choice.starling  # type: ignore[attr-defined]
+    assert returned_text == text[: text.index(stop)]
     assert finish == "stop"
-    assert len(starling["token_ids"]) == text.index(stop) + 2, "the tokens of the stop text are told, its text is not"
+    assert len(starling["token_ids"]) == text.index(stop) + 2, (
+        "the tokens of the stop text are returned, its text is not"
+    )
     assert starling["versions"] == [{"version": 0, "start": 0, "end": len(starling["token_ids"])}]
     sampled, running = lone.sampled()
     assert running == 0
-    assert sampled - before < 600, "it went on for hundreds of tokens that nobody wanted"
+    assert sampled - before < 600, "the engine sampled hundreds of tokens after the stop text"
 
 
-def test_prompts_may_be_text_or_token_ids(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+def test_prompts_may_be_text_or_token_ids(client: openai.OpenAI, lone: LoneEngine, api_model: Path) -> None:
     ids = client.completions.create(model=lone.model, prompt="abc", max_tokens=1).starling["prompt_token_ids"][0]  # type: ignore[attr-defined]
     asked: Any = {"model": lone.model, "max_tokens": 9, "seed": 4, "n": 2, "logprobs": 0}
     by_text = client.completions.create(prompt="abc", **asked)
@@ -103,42 +108,46 @@ def test_prompts_may_be_text_or_token_ids(client: openai.OpenAI, lone: Lone, api
     assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in many.choices[:2]] == [choice.text for choice in by_text.choices]
     first = by_text.choices[0]
-    wanted = forward_logprobs(api_model, ids, first.starling["token_ids"], 1.0)  # type: ignore[attr-defined]
-    torch.testing.assert_close(torch.tensor(first.logprobs.token_logprobs), wanted, atol=1e-5, rtol=0)
+    expected = forward_logprobs(api_model, ids, first.starling["token_ids"], 1.0)  # type: ignore[attr-defined]
+    torch.testing.assert_close(torch.tensor(first.logprobs.token_logprobs), expected, atol=1e-5, rtol=0)
     assert first.logprobs.text_offset == list(range(9))
 
 
-def told_of(folder: Path, ids: list[int]) -> torch.Tensor:
-    """Return what one plain pass says of every token behind each but the last of `ids`, [tokens - 1, vocabulary]."""
+def forward_distributions(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Return log-probabilities of every next token after each of `ids` but the last, [tokens - 1, vocabulary]."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
 
 
-def test_echo_returns_prompt_logprobs(client: openai.OpenAI, lone: Lone, api_model: Path) -> None:
+def test_echo_returns_prompt_logprobs(client: openai.OpenAI, lone: LoneEngine, api_model: Path) -> None:
     prompts = ["hello, world", "a"]
     asked: Any = {"model": lone.model, "temperature": 0, "logprobs": 1, "echo": True, "stop": ["never said"]}
     answer = client.completions.create(prompt=prompts, max_tokens=3, n=2, **asked)
     assert answer.usage.completion_tokens == 12
     for index, choice in enumerate(answer.choices):
-        prompt, told, starling = prompts[index // 2], choice.logprobs, choice.starling  # type: ignore[attr-defined]
+        prompt, token_logprobs, starling = prompts[index // 2], choice.logprobs, choice.starling  # type: ignore[attr-defined]
         assert choice.text.startswith(prompt)
-        assert "".join(told.tokens) in (choice.text, f"{choice.text}<eos>")
-        assert told.text_offset == [sum(map(len, told.tokens[:at])) for at in range(len(told.tokens))]
-        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None), "nothing says how likely it was"
+        assert "".join(token_logprobs.tokens) in (choice.text, f"{choice.text}<eos>")
+        assert token_logprobs.text_offset == [
+            sum(map(len, token_logprobs.tokens[:at])) for at in range(len(token_logprobs.tokens))
+        ]
+        assert (token_logprobs.token_logprobs[0], token_logprobs.top_logprobs[0]) == (None, None), (
+            "the first token has no log-probability"
+        )
         assert starling["prompt_version"] == 0
         ids = [*answer.starling["prompt_token_ids"][index // 2], *starling["token_ids"]]  # type: ignore[attr-defined]
-        wanted = told_of(api_model, ids)
-        found = torch.tensor(told.token_logprobs[1:])
-        torch.testing.assert_close(found, wanted.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-5, rtol=0)
-        best = torch.tensor([max(top.values()) for top in told.top_logprobs[1:]])
-        torch.testing.assert_close(best, wanted.max(-1).values, atol=1e-5, rtol=0)
-        likeliest = wanted.argmax(-1) == torch.tensor(ids[1:])
-        assert (found == best).tolist() == likeliest.tolist(), "harnesses find out so what would have been said"
+        expected = forward_distributions(api_model, ids)
+        found = torch.tensor(token_logprobs.token_logprobs[1:])
+        torch.testing.assert_close(found, expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-5, rtol=0)
+        best = torch.tensor([max(top.values()) for top in token_logprobs.top_logprobs[1:]])
+        torch.testing.assert_close(best, expected.max(-1).values, atol=1e-5, rtol=0)
+        likeliest = expected.argmax(-1) == torch.tensor(ids[1:])
+        assert (found == best).tolist() == likeliest.tolist(), "evaluation harnesses read the greedy token from it"
         assert likeliest[-3:].all()
 
 
-def test_echo_without_completion(client: openai.OpenAI, lone: Lone) -> None:
+def test_echo_without_completion(client: openai.OpenAI, lone: LoneEngine) -> None:
     asked: Any = {"model": lone.model, "prompt": "hello"}
     scored = client.completions.create(**asked, echo=True, max_tokens=0, logprobs=1)
     (choice,) = scored.choices
@@ -157,7 +166,7 @@ def test_echo_without_completion(client: openai.OpenAI, lone: Lone) -> None:
     assert plain.text == "hello" + client.completions.create(**asked, max_tokens=4, seed=1).choices[0].text
 
 
-def test_model_listing_and_health(client: openai.OpenAI, lone: Lone) -> None:
+def test_model_listing_and_health(client: openai.OpenAI, lone: LoneEngine) -> None:
     (model,) = client.models.list()
     assert (model.id, model.starling["version"]) == (lone.model, 0)  # type: ignore[attr-defined]
     assert client.models.retrieve(lone.model).id == lone.model
@@ -166,7 +175,7 @@ def test_model_listing_and_health(client: openai.OpenAI, lone: Lone) -> None:
 
 
 @pytest.mark.parametrize("key", ["wrong", ""])
-def test_request_without_key_is_rejected(lone: Lone, key: str) -> None:
+def test_request_without_key_is_rejected(lone: LoneEngine, key: str) -> None:
     stranger = openai.OpenAI(base_url=lone.base_url, api_key=key or "x", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="no API key, or a wrong one"):
         stranger.models.list()
@@ -174,7 +183,7 @@ def test_request_without_key_is_rejected(lone: Lone, key: str) -> None:
         stranger.chat.completions.create(model=lone.model, messages=HELLO)
 
 
-def test_requests_beyond_limits_are_rejected(client: openai.OpenAI, lone: Lone) -> None:
+def test_requests_beyond_limits_are_rejected(client: openai.OpenAI, lone: LoneEngine) -> None:
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens") as refused:
         client.completions.create(model=lone.model, prompt="a" * CONTEXT)
     assert refused.value.code == "context_length_exceeded"
@@ -186,10 +195,10 @@ def test_requests_beyond_limits_are_rejected(client: openai.OpenAI, lone: Lone) 
         client.completions.create(model=lone.model, prompt=[1, 5000], stream=True)
     with pytest.raises(openai.BadRequestError, match="prompt is empty; give at least one token"):
         client.completions.create(model=lone.model, prompt="")
-    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
+    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # the server still answers
 
 
-def test_concurrent_requests(lone: Lone) -> None:
+def test_concurrent_requests(lone: LoneEngine) -> None:
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         if number % 2:
             answer = await client.completions.create(model=lone.model, prompt="q", max_tokens=16, seed=number // 2)
@@ -206,11 +215,11 @@ def test_concurrent_requests(lone: Lone) -> None:
             return await asyncio.gather(*(ask(client, number) for number in range(64)))
 
     texts = asyncio.run(all_of_them())
-    assert texts[0::2] == texts[1::2], "the same, streamed or not, whatever shares the batch"
+    assert texts[0::2] == texts[1::2], "answers are equal, streamed or not, in any batch"
     assert len(set(texts)) > 16
 
 
-def test_excess_requests_get_retry_after(lone: Lone) -> None:
+def test_excess_requests_get_retry_after(lone: LoneEngine) -> None:
     async def flood() -> None:
         async with openai.AsyncOpenAI(
             base_url=lone.base_url, api_key=lone.api_key, max_retries=0, timeout=DEADLINE_S
@@ -221,7 +230,7 @@ def test_excess_requests_get_retry_after(lone: Lone) -> None:
             with pytest.raises(openai.RateLimitError, match=r"raise rollout\.api\.max_requests") as refused:
                 await client.completions.create(model=lone.model, prompt="q")
             assert refused.value.response.headers["retry-after"] == "1"
-            assert (await client.models.list()).data, "what is not work is answered all the same"
+            assert (await client.models.list()).data, "requests without generation are still answered"
             for stream in held:
                 await stream.close()
 
@@ -229,19 +238,19 @@ def test_excess_requests_get_retry_after(lone: Lone) -> None:
     idle(lone)
 
 
-def idle(lone: Lone) -> int:
-    """Wait until the engine runs nothing; return what it has sampled."""
+def idle(lone: LoneEngine) -> int:
+    """Wait until the engine is idle; return the number of sampled tokens."""
     until = time.monotonic() + DEADLINE_S
     while True:
         sampled, running = lone.sampled()
         if not running:
             return sampled
-        assert time.monotonic() < until, "it never stopped"
+        assert time.monotonic() < until, "the engine did not stop"
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_cancels_generation(lone: Lone, client: openai.OpenAI, stream: bool) -> None:
+def test_disconnect_cancels_generation(lone: LoneEngine, client: openai.OpenAI, stream: bool) -> None:
     before = idle(lone)
     asked = json.dumps({"model": lone.model, "n": 8, "stream": stream, **ENDLESS})
     host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
@@ -250,13 +259,13 @@ def test_disconnect_cancels_generation(lone: Lone, client: openai.OpenAI, stream
         connection.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n{asked}".encode())
         until = time.monotonic() + DEADLINE_S
         while lone.sampled()[1] == 0:
-            assert time.monotonic() < until, "it never began"
+            assert time.monotonic() < until, "the engine did not start"
     sampled = idle(lone) - before
-    assert sampled < 8 * ENDLESS["max_tokens"], "it was generated to its end"
-    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # it goes on
+    assert sampled < 8 * ENDLESS["max_tokens"], "the completion was generated to its end"
+    client.completions.create(model=lone.model, prompt="a", max_tokens=2)  # the server still answers
 
 
-def test_client_cancellation_cancels_generation(lone: Lone) -> None:
+def test_client_cancellation_cancels_generation(lone: LoneEngine) -> None:
     before = idle(lone)
 
     async def leave() -> None:
@@ -270,7 +279,7 @@ def test_client_cancellation_cancels_generation(lone: Lone) -> None:
     assert idle(lone) - before < 8 * ENDLESS["max_tokens"]
 
 
-def test_request_tools_are_in_the_prompt(client: openai.OpenAI, lone: Lone) -> None:
+def test_request_tools_are_in_the_prompt(client: openai.OpenAI, lone: LoneEngine) -> None:
     asked: Any = {"model": lone.model, "messages": HELLO, "max_tokens": 4, "seed": 1}
     with_tools = client.chat.completions.create(**asked, tools=WEATHER)
     assert with_tools.usage.prompt_tokens == len("[weather]u:hello;a:")

@@ -1,4 +1,4 @@
-"""Requests of an episode: which of them continue a conversation. A test writes the model's replies."""
+"""Recording of an episode's requests: which of them continue a conversation. Tests script the model's replies."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ADD: Any = [{"type": "function", "function": {"name": "add"}}]
 CALL = 'let me see <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
-class Said:
-    """Replies, in order; None for one that never comes."""
+class ScriptedModel:
+    """A model with scripted replies; None for a reply that never arrives."""
 
     def __init__(self, tokenizer: Any, *texts: str | None) -> None:
         self._tokenizer, self._texts = tokenizer, list(texts)
@@ -56,10 +56,12 @@ def tokenizer(api_model: Path) -> Any:
 Ask = Callable[..., Awaitable[RecordedTurn]]
 
 
-def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaitable[None]]) -> tuple[Recording, Any]:
-    """Play against a recording; return it, and the trajectory."""
+def recorded(
+    tokenizer: Any, model: ScriptedModel, play: Callable[[Recording, Ask], Awaitable[None]]
+) -> tuple[Recording, Any]:
+    """Run an episode with a recording; return the recording and the trajectory."""
 
-    async def all_of_it() -> tuple[Recording, Any]:
+    async def run_episode() -> tuple[Recording, Any]:
         task = EpisodeTask(
             lease="generate:1",
             prompt=PROMPT,
@@ -69,7 +71,7 @@ def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaita
             turn_max_tokens=0,
             max_model_len=2000,
         )
-        episode = TokenEpisode(task, 0, tokenizer, said.ask)
+        episode = TokenEpisode(task, 0, tokenizer, model.ask)
         recording = Recording(episode, lambda ids: decode(tokenizer, ids), make_call_reader("", None))
 
         async def ask(*messages: Any, **more: Any) -> RecordedTurn:
@@ -79,7 +81,7 @@ def recorded(tokenizer: Any, said: Said, play: Callable[[Recording, Ask], Awaita
         await recording.close()
         return recording, episode.end(EpisodeOutcome(reward=1.0))
 
-    return asyncio.run(all_of_it())
+    return asyncio.run(run_episode())
 
 
 def test_returned_call_is_recognised(tokenizer: Any) -> None:
@@ -94,11 +96,11 @@ def test_returned_call_is_recognised(tokenizer: Any) -> None:
         assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
         between = second.prompt_ids[len(first.prompt_ids) :]
         assert between[: len(first.choice.token_ids)] == first.choice.token_ids, (
-            "as sampled, not as a template writes it"
+            "the tokens as sampled, not as a template renders them"
         )
         assert decode(tokenizer, between[len(first.choice.token_ids) :]) == ";t:3;a:"
 
-    recording, ended = recorded(tokenizer, Said(tokenizer, CALL, "it is 3"), play)
+    recording, ended = recorded(tokenizer, ScriptedModel(tokenizer, CALL, "it is 3"), play)
     assert (recording.num_branches, ended.num_turns) == (1, 2)
     assert decode(tokenizer, ended.context) == "[add]u:1+2?;a:"
     assert sum(ended.sampled) == len(CALL) + len("it is 3") + 2
@@ -109,7 +111,7 @@ def test_different_tools_start_another_conversation(tokenizer: Any) -> None:
         await ask(USER, tools=ADD)
         await ask(USER, {"role": "assistant", "content": "a"}, USER)
 
-    recording, ended = recorded(tokenizer, Said(tokenizer, "a", "b"), play)
+    recording, ended = recorded(tokenizer, ScriptedModel(tokenizer, "a", "b"), play)
     assert recording.num_branches == 2
     assert decode(tokenizer, ended.context) == "u:1+2?;a:a;u:1+2?;a:"
     assert decode(tokenizer, ended.token_ids) == "b"
@@ -124,10 +126,10 @@ def test_cancelled_request_leaves_no_trace(tokenizer: Any) -> None:
             await asyncio.wait_for(ask(USER, answer, USER), 0.05)
         await ask(USER, answer, USER)
 
-    said = Said(tokenizer, "a", None, "b")
-    recording, ended = recorded(tokenizer, said, play)
+    model = ScriptedModel(tokenizer, "a", None, "b")
+    recording, ended = recorded(tokenizer, model, play)
     assert recording.num_branches == 1
-    assert said.asked[1].prompt_ids == said.asked[2].prompt_ids
+    assert model.asked[1].prompt_ids == model.asked[2].prompt_ids
     assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:b"
 
 
@@ -138,26 +140,26 @@ def test_branches_have_own_seeds_and_leases(tokenizer: Any) -> None:
         await ask({"role": "user", "content": "else"})
         await ask(USER, {"role": "assistant", "content": "a"}, USER)
 
-    said = Said(tokenizer, "a", "b", "c", "d", "e", "f")
-    recording, ended = recorded(tokenizer, said, play)
+    model = ScriptedModel(tokenizer, "a", "b", "c", "d", "e", "f")
+    recording, ended = recorded(tokenizer, model, play)
     assert recording.num_branches == 4
-    assert len({request.lease for request in said.asked}) == 6
-    assert len({request.sampling.seed for request in said.asked}) == 6
+    assert len({request.lease for request in model.asked}) == 6
+    assert len({request.sampling.seed for request in model.asked}) == 6
     assert decode(tokenizer, [*ended.context, *ended.token_ids]) == "u:1+2?;a:a;u:1+2?;a:f"
 
 
 def test_request_after_episode_end_is_rejected(tokenizer: Any) -> None:
     async def play(recording: Recording, ask: Ask) -> None:
         waiting = asyncio.create_task(ask(USER))
-        await asyncio.wait_for(said.is_asked.wait(), DEADLINE_S)
+        await asyncio.wait_for(model.is_asked.wait(), DEADLINE_S)
         await recording.close()
         for late in (waiting, ask(USER)):
             with pytest.raises(ApiError, match="this episode has ended") as refused:
                 await late
             assert refused.value.status == 401
 
-    said = Said(tokenizer, None)
-    recorded(tokenizer, said, play)
+    model = ScriptedModel(tokenizer, None)
+    recorded(tokenizer, model, play)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Incremental detokenization, and recognition of messages that went through a client."""
+"""Incremental detokenization, and recognition of messages returned by a client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = "the cat sat. naïve café 日本語 🙂🙃 été ÿ"
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """A byte-level BPE of a few words: most characters beyond ASCII are several tokens."""
+    """A byte-level BPE of a few words, in which most non-ASCII characters are several tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -59,29 +59,31 @@ def test_joined_deltas_equal_decoded_text(ids: list[int], cuts: list[int]) -> No
 @example("aï", ["a"], [])  # one token ends the stop text and begins a character
 def test_stop_text_is_never_returned(text: str, stops: list[str], cuts: list[int]) -> None:
     ids = tokenizer().encode(text).ids
-    told, stream = streamed(ids, cuts, stops)
+    returned_text, stream = streamed(ids, cuts, stops)
     at = [found for stop in stops if (found := text.find(stop)) >= 0]
     assert stream.stopped == bool(at)
     if not at:
-        assert told == text
+        assert returned_text == text
         return
-    assert not any(stop in told for stop in stops)
-    assert text.startswith(told)
+    assert not any(stop in returned_text for stop in stops)
+    assert text.startswith(returned_text)
     needed = decode(ids[: stream.num_tokens])
     assert any(stop in needed for stop in stops)
-    assert not any(stop in decode(ids[: stream.num_tokens - 1]) for stop in stops), "it ends with the token that did it"
+    assert not any(stop in decode(ids[: stream.num_tokens - 1]) for stop in stops), (
+        "the completion ends with the token that completes the stop text"
+    )
 
 
 @pytest.mark.parametrize(
-    ("versions", "wanted"),
+    ("versions", "expected"),
     [
         ([], []),
         ([3], [(3, 0, 1)]),
         ([3, 3, 4, 4, 4, 7], [(3, 0, 2), (4, 2, 5), (7, 5, 6)]),
     ],
 )
-def test_version_spans(versions: list[int], wanted: list[tuple[int, int, int]]) -> None:
-    assert [(span["version"], span["start"], span["end"]) for span in spans(versions)] == wanted
+def test_version_spans(versions: list[int], expected: list[tuple[int, int, int]]) -> None:
+    assert [(span["version"], span["start"], span["end"]) for span in spans(versions)] == expected
 
 
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
@@ -130,4 +132,4 @@ def test_read_messages_parses_arguments() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == json.loads(CALLED["function"]["arguments"])
     broken = {**CALLED, "function": {"name": "add", "arguments": "{oops"}}
     (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [broken]}])
-    assert message["tool_calls"][0]["function"]["arguments"] == "{oops", "what is no JSON stays as it is"
+    assert message["tool_calls"][0]["function"]["arguments"] == "{oops", "arguments that are no JSON are unchanged"

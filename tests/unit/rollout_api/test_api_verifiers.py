@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vf_environments
-from api_stage import Stage, check, stage
+from api_stage import EpisodeStage, check, stage
 
 from starling.algo.text import decode
 from starling.common.errors import ConfigError
@@ -30,7 +30,7 @@ def environment(name: str, *flags: str) -> tuple[str, ...]:
     return ("--rollout.environment.kind", "verifiers", "--rollout.environment.options", options, *flags)
 
 
-def said(stage: Stage, trajectory: Any) -> list[tuple[int, str]]:
+def text_runs(stage: EpisodeStage, trajectory: Any) -> list[tuple[int, str]]:
     """Return a trajectory's text in runs of sampled tokens and of others."""
     edges = np.flatnonzero(np.diff(trajectory.loss_mask)) + 1
     runs = zip(np.split(trajectory.loss_mask, edges), np.split(trajectory.token_ids, edges), strict=True)
@@ -40,12 +40,12 @@ def said(stage: Stage, trajectory: Any) -> list[tuple[int, str]]:
 def test_verifiers_single_turn(api_model: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with stage(api_model, *environment("single")) as made:
-        assert signal.getsignal(signal.SIGTERM) is before, "the library takes it over"
+        assert signal.getsignal(signal.SIGTERM) is before, "verifiers must not replace the signal handler"
         played = made.play(PROMPT, 4, max_tokens=30)
         assert decode(made.tokenizer, played.prompt_ids) == "s:be brief;u:hello;a:"
         for trajectory in played.trajectories:
             check(api_model, played, trajectory)
-            ((mask, text),) = said(made, trajectory)
+            ((mask, text),) = text_runs(made, trajectory)
             assert mask == 1
             assert trajectory.reward == pytest.approx(text.count("e") / max(1, len(text)))
             assert trajectory.metrics == {
@@ -62,7 +62,7 @@ def test_verifiers_several_turns(api_model: Path) -> None:
         for trajectory in played.trajectories:
             check(api_model, played, trajectory)
             assert trajectory.num_turns == 3
-            runs = said(made, trajectory)
+            runs = text_runs(made, trajectory)
             assert [mask for mask, _ in runs] == [1, 0, 1, 0, 1]
             assert [text for mask, text in runs if not mask] == [";u:more 1;a:", ";u:more 2;a:"]
             text = "".join(text for mask, text in runs if mask)
@@ -84,7 +84,7 @@ def test_verifiers_scores_empty_reply(api_model: Path) -> None:
         played = [made.play(PROMPT, 64, max_tokens=1, seed=seed, temperature=1.5) for seed in range(5)]
         spoken = [one for group in played for one in group.trajectories]
         found = [one for one in spoken if not decode(made.tokenizer, one.token_ids)]
-        assert Status.OK in {one.status for one in found}, "it never ended at once, of 320 times that have 99 tokens"
+        assert Status.OK in {one.status for one in found}, "none of 320 replies of up to 99 tokens was empty"
         assert all((one.reward, one.problem) == (0.0, "") for one in found)
         judged = [completion for completion, _ in vf_environments.SEEN if not completion[-1]["content"]]
         assert len(judged) == len(found)

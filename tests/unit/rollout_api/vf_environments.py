@@ -1,4 +1,4 @@
-"""Environments as users of `verifiers` write them, on a dataset of a few rows."""
+"""Environments written for `verifiers`, on a dataset of a few rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = [
     {"question": "world", "answer": "o", "info": {"word": "two"}},
 ]
 SEEN: list[Any] = []
-"""What the rewards were given."""
+"""Arguments of the reward functions."""
 
 
 def rows() -> Dataset:
@@ -20,7 +20,7 @@ def rows() -> Dataset:
 
 
 def share(completion: Any, answer: str) -> float:
-    """Share of the wanted letter in what was said."""
+    """Return the share of the expected letter in the reply."""
     text = "".join(message["content"] or "" for message in completion if message["role"] == "assistant")
     SEEN.append((completion, answer))
     return text.count(answer) / max(1, len(text))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property_tests import examples
 
 from starling.common.wire.messages import AdoptWeights, GenerateGroup, Prompt, PublishWeights, Sampling, Sleep, Wake
 from starling.rollout.core.machine import (
@@ -52,7 +52,7 @@ def rollout_at(version: int) -> RolloutMachine:
 def test_first_adoption_starts_waiting_group() -> None:
     rollout = RolloutMachine()
     assert (rollout.adoption, rollout.version) == ("stale", -1)
-    assert rollout.generate(group("g")) == [], "no weights, no tokens"
+    assert rollout.generate(group("g")) == [], "without weights nothing is generated"
     assert not rollout.may_generate
     assert rollout.adopt(adopt(0), BUFFERS) == [PullWeights(adopt(0), BUFFERS)]
     assert rollout.adoption == "pulling"
@@ -85,14 +85,14 @@ def test_failed_pull_keeps_weights_in_use(held: int) -> None:
     rollout.adopt(adopt(4), BUFFERS)
     assert rollout.pulled("adopt:4:0", "the policy is gone") == [FailLease("adopt:4:0", "the policy is gone")]
     assert (rollout.adoption, rollout.version, rollout.adopting) == (before, held, None)
-    assert rollout.adopt(adopt(4, 1), BUFFERS) == [PullWeights(adopt(4, 1), BUFFERS)], "the next attempt"
+    assert rollout.adopt(adopt(4, 1), BUFFERS) == [PullWeights(adopt(4, 1), BUFFERS)], "the next attempt is accepted"
 
 
 def test_second_adoption_is_rejected() -> None:
     rollout = rollout_at(0)
     rollout.adopt(adopt(1), BUFFERS)
     assert rollout.adopt(adopt(2), BUFFERS) == [FailLease("adopt:2:0", "version 1 is being adopted")]
-    assert rollout.pulled("adopt:2:0", None) == [], "that pull was never begun"
+    assert rollout.pulled("adopt:2:0", None) == [], "the second pull was not started"
     assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0")]
 
 
@@ -104,13 +104,13 @@ def test_older_version_is_rejected() -> None:
     rollout.adopt(adopt(4), BUFFERS)
     rollout.pulled("adopt:4:0", None)
     rollout.switched("adopt:4:0", proven=False)
-    assert rollout.adopt(adopt(2), BUFFERS) == too_old, "its groups may need version 3, torn or not"
+    assert rollout.adopt(adopt(2), BUFFERS) == too_old, "waiting groups may need version 3"
 
 
 def test_version_in_use_may_be_adopted_again() -> None:
     rollout = rollout_at(3)
     assert rollout.adopt(adopt(3, 1), BUFFERS) == [PullWeights(adopt(3, 1), BUFFERS)], (
-        "the controller forgot that it has it"
+        "the controller may have lost the record of its adoption"
     )
 
 
@@ -135,7 +135,7 @@ def test_torn_engine_generates_nothing_until_proven_version() -> None:
     rollout.adopt(adopt(2, 1), BUFFERS)
     assert rollout.pulled("adopt:2:1", None) == [SwitchWeights("adopt:2:1")]
     assert rollout.adoption == "torn"
-    assert not rollout.may_generate, "staged is not in place"
+    assert not rollout.may_generate, "a staged version is not in use"
     assert rollout.switched("adopt:2:1", proven=True) == [StartGroup(group("h"))]
     assert rollout.may_generate
     assert rollout.running == {"g", "h"}
@@ -160,7 +160,7 @@ def test_cancelled_groups_are_removed() -> None:
     assert rollout.running == set()
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
-    assert rollout.switched("adopt:1:0", proven=True) == [], "the group that was held back is gone too"
+    assert rollout.switched("adopt:1:0", proven=True) == [], "the waiting group is cancelled, too"
 
 
 def test_cancelled_adoption_continues() -> None:
@@ -199,7 +199,7 @@ def test_version_in_use_is_published_during_pull() -> None:
     assert rollout.publish(publish(3)) == [PublishVersion(publish(3))]
     rollout.pulled("adopt:4:0", None)
     refused = "version 4 cannot be published: this rollout holds version 3 and adopts version 4"
-    assert rollout.publish(publish(4)) == [FailLease("publish:4:0", refused)], "staged is not in use"
+    assert rollout.publish(publish(4)) == [FailLease("publish:4:0", refused)], "a staged version is not in use"
     rollout.switched("adopt:4:0", proven=True)
     assert rollout.publish(publish(4)) == [PublishVersion(publish(4))]
     refused = "version 3 cannot be published: this rollout holds version 4"
@@ -223,18 +223,18 @@ def test_group_fails_after_waiting_too_long_for_weights() -> None:
     rollout.version_timeout_s = 60.0
     rollout.generate(group("running"))
     rollout.generate(group("early", min_version=2))
-    assert rollout.tick(100.0) == [], "from here it counts"
+    assert rollout.tick(100.0) == [], "the wait counts from here"
     rollout.generate(group("late", min_version=2))
     assert rollout.tick(110.0) == []
     (wait,) = rollout.waits(130.0)
     assert wait.what == "an order to adopt version 2 or newer"
-    assert (wait.on, wait.since_s, wait.seconds_left) == ("controller", 30.0, 30.0), "that of the longest"
+    assert (wait.on, wait.since_s, wait.seconds_left) == ("controller", 30.0, 30.0), "the wait of the oldest group"
     assert rollout.tick(159.0) == []
     given_back = "an order to adopt version 2 or newer did not come within 60 s"
     assert rollout.tick(160.0) == [FailLease("early", given_back)]
     assert rollout.tick(170.0) == [FailLease("late", given_back)]
     assert rollout.waits(170.0) == ()
-    assert rollout.running == {"running"}, "which waits for nothing"
+    assert rollout.running == {"running"}, "the group does not wait any longer"
 
 
 def test_pull_is_reported_as_wait_and_never_times_out_here() -> None:
@@ -246,7 +246,7 @@ def test_pull_is_reported_as_wait_and_never_times_out_here() -> None:
     (wait,) = rollout.waits(12.0)
     assert wait.what == "the weights of version 1"
     assert (wait.on, wait.since_s, wait.seconds_left) == ("rollout-7", 2.0, 3.0)
-    assert rollout.tick(10_000.0) == [], "whoever pulls sees to its deadline"
+    assert rollout.tick(10_000.0) == [], "the puller enforces the deadline"
     assert rollout.waits(10_000.0)[0].seconds_left == 0.0
     rollout.pulled("adopt:1:0", "the deadline passed")
     assert rollout.waits(10_000.0) == ()
@@ -260,7 +260,7 @@ def test_groups_of_torn_engine_time_out() -> None:
     rollout.adopt(adopt(1), BUFFERS)
     rollout.pulled("adopt:1:0", None)
     rollout.switched("adopt:1:0", proven=False)
-    assert rollout.tick(100.0) == [], "the time before does not count"
+    assert rollout.tick(100.0) == [], "the time before the loss does not count"
     what = "an order to adopt a version, as this engine is torn"
     assert [(wait.what, wait.since_s, wait.seconds_left) for wait in rollout.waits(130.0)] == [(what, 30.0, 30.0)]
     assert rollout.tick(160.0) == [CancelGroup("g"), FailLease("g", f"{what} did not come within 60 s")]
@@ -268,7 +268,7 @@ def test_groups_of_torn_engine_time_out() -> None:
 
 
 class Rollouts(RuleBasedStateMachine):
-    """Any order of commands, pulls, tokens, losses and releases, against what an engine would hold."""
+    """Random commands, pulls, tokens, losses and releases, compared with a model of the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,24 +278,24 @@ class Rollouts(RuleBasedStateMachine):
         """Version that the engine holds bit for bit; -1 for none."""
         self.asleep = False
         self.pulling: AdoptWeights | None = None
-        """What is pulled, until it is switched to."""
+        """The pulled version, until the switch."""
         self.pull_ended = False
         self.staged: str | None = None
-        self.wanted: dict[str, GenerateGroup] = {}
+        self.leased: dict[str, GenerateGroup] = {}
         self.num_commands = 0
         self.now = 0.0
-        self.came_at: dict[str, float] = {}
+        self.requested_at: dict[str, float] = {}
 
     @initialize(mode=st.sampled_from(("keep", "finish")), in_place=st.booleans())
-    def it_begins(self, mode: AdoptionMode, in_place: bool) -> None:
+    def start(self, mode: AdoptionMode, in_place: bool) -> None:
         self.rollout = RolloutMachine(mode=mode, in_place=in_place, version_timeout_s=10.0, finish_timeout_s=15.0)
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case StartGroup(message=message):
-                    assert message.lease in self.wanted, "nobody wants it"
-                    assert message.lease not in self.engine, "it is generated already"
+                    assert message.lease in self.leased, "a released lease has no result"
+                    assert message.lease not in self.engine, "the group is already in the engine"
                     assert message.min_version <= self.proven
                     self.engine[message.lease] = message
                 case PullWeights(message=message, in_place=in_place):
@@ -319,14 +319,14 @@ class Rollouts(RuleBasedStateMachine):
                         self.carry_out(self.rollout.woken(self.proven))
                 case FailLease(lease=lease):
                     if lease.startswith("generate"):
-                        assert lease not in self.engine, "it was taken out before"
-                        del self.wanted[lease]
+                        assert lease not in self.engine, "the group was removed before"
+                        del self.leased[lease]
 
     def hand_over(self) -> None:
-        """Give what the engine holds to other rollouts."""
+        """Hand the engine's groups over to other rollouts."""
         leases, self.engine = list(self.engine), {}
         for lease in leases:
-            del self.wanted[lease]
+            del self.leased[lease]
             self.carry_out(self.rollout.finished(lease))
 
     def lease(self, kind: str) -> str:
@@ -334,19 +334,19 @@ class Rollouts(RuleBasedStateMachine):
         return f"{kind}:{self.num_commands}:0"
 
     @rule(min_version=st.integers(0, 6))
-    def a_group_is_asked_for(self, min_version: int) -> None:
+    def request_group(self, min_version: int) -> None:
         message = group(self.lease("generate"), min_version)
-        self.wanted[message.lease] = message
-        self.came_at[message.lease] = self.now
+        self.leased[message.lease] = message
+        self.requested_at[message.lease] = self.now
         self.carry_out(self.rollout.generate(message))
 
     @rule(version=st.integers(0, 6))
-    def an_adoption_is_asked_for(self, version: int) -> None:
+    def request_adoption(self, version: int) -> None:
         self.carry_out(self.rollout.adopt(AdoptWeights(lease=self.lease("adopt"), version=version), BUFFERS))
 
     @precondition(lambda self: self.pulling is not None and not self.pull_ended)
     @rule(fails=st.booleans())
-    def the_pull_ends(self, fails: bool) -> None:
+    def end_pull(self, fails: bool) -> None:
         assert self.pulling is not None
         lease, self.pull_ended = self.pulling.lease, True
         if fails:
@@ -355,7 +355,7 @@ class Rollouts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.staged is not None)
     @rule(proven=st.booleans())
-    def the_weights_are_switched(self, proven: bool) -> None:
+    def switch_weights(self, proven: bool) -> None:
         assert self.pulling is not None
         assert self.pull_ended
         assert self.staged == self.pulling.lease
@@ -365,28 +365,28 @@ class Rollouts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rollout.may_generate and self.engine)
     @rule(data=st.data())
-    def a_token_finishes_a_group(self, data: st.DataObject) -> None:
-        assert self.proven == self.rollout.version >= 0, "a token of weights that nobody published"
+    def finish_group(self, data: st.DataObject) -> None:
+        assert self.proven == self.rollout.version >= 0, "a token of weights that were never published"
         assert all(message.min_version <= self.proven for message in self.engine.values()), "too old a token"
         lease = data.draw(st.sampled_from(sorted(self.engine)))
         del self.engine[lease]
-        del self.wanted[lease]
+        del self.leased[lease]
         self.carry_out(self.rollout.finished(lease))
 
-    @precondition(lambda self: self.wanted)
+    @precondition(lambda self: self.leased)
     @rule(data=st.data())
-    def a_group_is_given_up(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from(sorted(self.wanted)))
-        del self.wanted[lease]
+    def cancel_group(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.leased)))
+        del self.leased[lease]
         self.carry_out(self.rollout.cancelled((lease,)))
 
     @rule(wakes=st.booleans())
-    def others_want_the_devices_or_leave_them(self, wakes: bool) -> None:
+    def sleep_or_wake(self, wakes: bool) -> None:
         lease = self.lease("turn")
         self.carry_out(self.rollout.wake(Wake(lease=lease)) if wakes else self.rollout.sleep(Sleep(lease=lease)))
 
     @rule()
-    def the_controller_is_lost(self) -> None:
+    def lose_controller(self) -> None:
         actions = self.rollout.fenced()
         assert bool(actions) != self.asleep, "once"
         if actions:
@@ -394,7 +394,7 @@ class Rollouts(RuleBasedStateMachine):
         self.carry_out(actions)
 
     @rule()
-    def the_engine_is_lost(self) -> None:
+    def lose_engine(self) -> None:
         self.pulling = self.staged = None
         self.proven, self.asleep = -1, False
         self.carry_out(self.rollout.lost())
@@ -402,38 +402,38 @@ class Rollouts(RuleBasedStateMachine):
         self.carry_out(self.rollout.replaced(-1))
 
     @rule(seconds=st.floats(0.0, 12.0))
-    def time_passes(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.carry_out(self.rollout.tick(self.now))
         self.now += seconds
-        before = set(self.wanted)
+        before = set(self.leased)
         self.carry_out(self.rollout.tick(self.now))
-        for lease in before - set(self.wanted):
-            assert self.now - self.came_at[lease] >= 10.0, "given back too early"
+        for lease in before - set(self.leased):
+            assert self.now - self.requested_at[lease] >= 10.0, "a group was returned too early"
         assert all(wait.seconds_left > 0.0 for wait in self.rollout.waits(self.now) if wait.on != "policy")
 
     @invariant()
-    def every_wait_has_an_end(self) -> None:
+    def check_waits_have_deadlines(self) -> None:
         waits = self.rollout.waits(self.now)
         assert all(wait.seconds_left <= 60.0 for wait in waits)
-        blocked = self.wanted and not (self.rollout.may_generate and self.engine)
-        assert waits or not blocked, "it does nothing, and says not why"
+        blocked = self.leased and not (self.rollout.may_generate and self.engine)
+        assert waits or not blocked, "the rollout is idle without a reported wait"
 
     @invariant()
-    def the_engine_holds_what_the_core_says(self) -> None:
+    def check_engine_groups(self) -> None:
         assert self.rollout.running == set(self.engine)
         assert self.rollout.asleep == self.asleep
 
     @invariant()
-    def it_generates_exactly_when_it_can(self) -> None:
+    def check_generating(self) -> None:
         assert self.rollout.may_generate == (self.proven >= 0 and not self.asleep and self.rollout.adoption != "torn")
         assert not self.rollout.may_generate or self.rollout.version == self.proven
 
     @invariant()
-    def whatever_may_be_generated_is_generated(self) -> None:
-        ready = {lease for lease, message in self.wanted.items() if message.min_version <= self.proven}
+    def check_no_group_is_held_back(self) -> None:
+        ready = {lease for lease, message in self.leased.items() if message.min_version <= self.proven}
         held_back = self.asleep or self.rollout.adoption == "draining"
         assert held_back or ready <= set(self.engine)
 
 
-Rollouts.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+Rollouts.TestCase.settings = examples(120, stateful_step_count=40)
 TestRollouts = Rollouts.TestCase

@@ -56,7 +56,7 @@ def draining() -> RolloutMachine:
 
 def test_finish_mode_drains_before_switch() -> None:
     rollout = draining()
-    assert rollout.generate(group("c")) == [], "it would make them wait for longer"
+    assert rollout.generate(group("c")) == [], "new groups would prolong the drain"
     assert rollout.finished("a") == []
     assert rollout.finished("b") == [SwitchWeights("adopt:1:0", "recompute")]
     assert rollout.adoption == "staged"
@@ -129,7 +129,7 @@ def test_in_place_pull_pauses_engine() -> None:
         "the adoption that is under way",
     }
     refused = "version 0 cannot be published: this rollout holds version 0 and adopts version 1"
-    assert rollout.publish(publish(0)) == [FailLease("publish:0:0", refused)], "it is being overwritten"
+    assert rollout.publish(publish(0)) == [FailLease("publish:0:0", refused)], "the weights are being overwritten"
     assert rollout.pulled("adopt:1:0", None) == [SwitchWeights("adopt:1:0", "keep")]
     assert not rollout.may_generate
     assert rollout.switched("adopt:1:0", proven=True) == [StartGroup(group("b"))]
@@ -165,7 +165,7 @@ def test_asleep_rollout_does_nothing() -> None:
     rollout = rollout_at(2)
     rollout.generate(group("a"))
     assert rollout.sleep(Sleep(lease="sleep:1")) == [FallAsleep("sleep:1")]
-    rollout.finished("a")  # it was handed over
+    rollout.finished("a")  # its group was handed over
     assert not rollout.may_generate
     assert rollout.generate(group("b")) == []
     failed = "version 3 cannot be adopted asleep: wake this rollout first"
@@ -177,7 +177,7 @@ def test_asleep_rollout_does_nothing() -> None:
     assert rollout.sleep(Sleep(lease="sleep:2")) == [FallAsleep("sleep:2", repeated=True)]
 
     assert rollout.wake(Wake(lease="wake:1")) == [WakeUp("wake:1")]
-    assert not rollout.may_generate, "not before the engine has its memory"
+    assert not rollout.may_generate, "not before the engine has its memory back"
     assert rollout.woken(2) == [StartGroup(group("b"))]
     assert rollout.may_generate
     assert rollout.wake(Wake(lease="wake:2")) == [WakeUp("wake:2", repeated=True)]
@@ -192,7 +192,7 @@ def test_fenced_rollout_discards_its_pull(in_place: bool) -> None:
     assert rollout.fenced() == [FailLease("adopt:3:0", failed), FallAsleep("")]
     assert (rollout.adoption, rollout.version) == (("torn", -1) if in_place else ("current", 2))
     assert rollout.fenced() == []
-    assert rollout.pulled("adopt:3:0", None) == [], "nobody waits for it any more"
+    assert rollout.pulled("adopt:3:0", None) == [], "the fenced rollout's adoption is cancelled"
     rollout.finished("a")
     assert rollout.wake(Wake(lease="wake:1")) == [WakeUp("wake:1")]
     rollout.woken(2)
@@ -241,7 +241,7 @@ def test_lost_engine_is_replaced(loaded: int) -> None:
     rollout = rollout_at(0)
     rollout.generate(group("a"))
     assert rollout.lost() == []
-    rollout.finished("a")  # it was handed over
+    rollout.finished("a")  # its group was handed over
     assert (rollout.adoption, rollout.version, rollout.may_generate) == ("stale", -1, False)
     assert rollout.generate(group("b")) == []
     assert rollout.replaced(loaded) == ([] if loaded < 0 else [StartGroup(group("b"))])
@@ -258,7 +258,7 @@ def test_adoption_fails_when_engine_is_lost(mode: AdoptionMode) -> None:
     assert rollout.lost() == [FailLease("adopt:1:0", "the engine was lost meanwhile")]
     assert rollout.finished("a") == []
     assert rollout.replaced(-1) == []
-    assert rollout.pulled("adopt:1:0", None) == [], "for the engine that is gone"
+    assert rollout.pulled("adopt:1:0", None) == [], "the pull was for the lost engine"
     assert rollout.adopt(adopt(1, 1), BUFFERS) == [PullWeights(adopt(1, 1), BUFFERS)]
 
 

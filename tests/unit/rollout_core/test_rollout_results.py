@@ -15,13 +15,13 @@ from starling.weightsync.puller.report import PullProgress
 
 
 def test_unknown_time_left_is_not_reported() -> None:
-    told = lease_progress(PullProgress(bytes_done=0, bytes_total=7, seconds_left=float("inf")))
-    assert told == LeaseProgress(bytes_done=0, bytes_total=7)
+    message = lease_progress(PullProgress(bytes_done=0, bytes_total=7, seconds_left=float("inf")))
+    assert message == LeaseProgress(bytes_done=0, bytes_total=7)
 
 
 def test_pull_progress_is_reported() -> None:
-    told = lease_progress(PullProgress(bytes_done=3, bytes_total=7, seconds_left=1.5))
-    assert told == LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=1.5)
+    message = lease_progress(PullProgress(bytes_done=3, bytes_total=7, seconds_left=1.5))
+    assert message == LeaseProgress(bytes_done=3, bytes_total=7, seconds_left=1.5)
 
 
 ASKED = GenerateGroup(
@@ -43,23 +43,23 @@ def partial(length: int, status: Status | None) -> PartialCompletion:
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from((None, Status.OK, Status.TRUNCATED))), max_size=4))
 def test_partial_completions_round_trip(left: list[tuple[int, Status | None]]) -> None:
     partials = tuple(partial(length, status) for length, status in left)
-    told, buffers = interrupted_message("generate:t0:1", partials, "it leaves")
-    assert [meta.nbytes for meta in told.tensors] == [len(buffer) for buffer in buffers]
-    found = read_partials(msgspec.structs.replace(ASKED, partial=told.partial, tensors=told.tensors), buffers)
+    message, buffers = interrupted_message("generate:t0:1", partials, "it leaves")
+    assert [meta.nbytes for meta in message.tensors] == [len(buffer) for buffer in buffers]
+    found = read_partials(msgspec.structs.replace(ASKED, partial=message.partial, tensors=message.tensors), buffers)
     if not any(length for length, _ in left):
-        assert found == (), "nothing is begun anew as nothing"
+        assert found == (), "an empty handover has no partial completions"
         return
-    for ours, theirs in zip(partials, found, strict=True):
-        assert ours.status is theirs.status
+    for sent, received in zip(partials, found, strict=True):
+        assert sent.status is received.status
         for name in ("token_ids", "logprobs", "versions"):
-            a, b = getattr(ours, name), getattr(theirs, name)
+            a, b = getattr(sent, name), getattr(received, name)
             assert a.dtype == b.dtype
             assert a.tolist() == b.tolist()
 
 
 def test_partial_completions_of_wrong_size_are_rejected() -> None:
-    told, buffers = interrupted_message("generate:t0:1", (partial(2, None), partial(3, None)), "it leaves")
-    asked = msgspec.structs.replace(ASKED, partial=told.partial, tensors=told.tensors)
+    message, buffers = interrupted_message("generate:t0:1", (partial(2, None), partial(3, None)), "it leaves")
+    asked = msgspec.structs.replace(ASKED, partial=message.partial, tensors=message.tensors)
     for wrong in (buffers[:2], (*buffers[:2], buffers[2][:-4])):
         with pytest.raises(RequestError, match="have 5 tokens, and buffers of"):
             read_partials(asked, wrong)

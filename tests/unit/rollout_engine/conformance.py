@@ -3,7 +3,7 @@
     class TestMine(EngineConformance):
         rollout: ClassVar = {"engine": "module:Class"}
 
-One engine serves all tests of a class, as some take long to start. A test leaves it empty, in any version:
+One engine serves all tests of a class, because some take long to start. A test leaves it empty, with any version;
 the rig has a transformers model with the weights of each version as reference.
 """
 
@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 CONTEXT = 512
 MAX_ROWS = 16
 EOS = 3
-"""About every thirtieth token of a random model ends its completion: neither too rare nor too common."""
+"""About one in thirty tokens of a random model ends its completion."""
 DEADLINE_S = 120.0
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
@@ -143,16 +143,16 @@ class Rig:
         drawn = np.random.default_rng(seed).integers(EOS + 1, self.vocab_size, length)
         return [int(token) for token in drawn]
 
-    def until(self, there: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str) -> None:
         """Step the engine until `there()`, within a deadline."""
         deadline = time.monotonic() + DEADLINE_S
-        while not there():
+        while not condition():
             assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
             if not self.engine.ready:
                 self._woken.wait(0.1)
                 self._woken.clear()
             for ended in self.engine.step():
-                assert ended.lease not in self.results, "it ended once"
+                assert ended.lease not in self.results, "the group ended twice"
                 self.results[ended.lease] = ended
 
     def finish(self, *requests: GroupRequest) -> list[GroupResult]:
@@ -226,7 +226,7 @@ class Rig:
         )
         assert len(tokens) == len(completion.logprobs) == len(completion.versions) > 0
         stops = {EOS, *asked.sampling.stop_token_ids}
-        assert not stops & set(tokens[:-1]), "it continued after its end"
+        assert not stops & set(tokens[:-1]), "the completion continued after its end"
         bound = min(asked.sampling.max_tokens, CONTEXT - len(asked.prompt_ids))
         if tokens[-1] in stops:
             assert completion.status is Status.OK
@@ -361,7 +361,9 @@ class EngineConformance:
             found[torch.arange(len(found)), torch.from_numpy(scores.top_ids).long()].numpy(), scores.top_logprobs
         )
         is_top = scores.top_ids == asked.prompt_ids[1:]
-        assert (scores.logprobs[is_top] == scores.top_logprobs[is_top]).all(), "clients compare them"
+        assert (scores.logprobs[is_top] == scores.top_logprobs[is_top]).all(), (
+            "the sampled token's log-probability must be among the top ones"
+        )
 
     def test_num_tokens_counts_sampled_tokens(self, rig: Rig) -> None:
         before = rig.engine.num_tokens
@@ -382,12 +384,12 @@ class EngineConformance:
             return [[c.token_ids.tolist() for c in result.completions] for result in rig.run(*asked)]
 
         ((first, second),) = tokens(rig.request(prompt, 2, seed=1, max_tokens=12))
-        assert first != second, "completions of a group differ"
+        assert first != second, "completions of a group must differ"
         crowd = [rig.request(rig.prompt(n, 3 + n), 2, seed=n, max_tokens=12) for n in range(3)]
         again, other, *_ = tokens(
             rig.request(prompt, 2, seed=1, max_tokens=12), rig.request(prompt, 2, seed=2, max_tokens=12), *crowd
         )
-        assert again == [first, second], "whatever shares the batch"
+        assert again == [first, second], "results must not depend on the batch"
         assert other != again
 
     # --- ends ------------------------------------------------------------------------------------------------------
@@ -430,7 +432,7 @@ class EngineConformance:
         "top_k": (lambda rig: rig.request([5], top_k=-1), "top_k is -1"),
         "huge top_k": (lambda rig: rig.request([5], top_k=1 << 63), "top_k is 9223372036854775808"),
         "stop token": (lambda rig: rig.request([5], stop_token_ids=(6, rig.vocab_size)), "stop token id"),
-        "scores of what goes on": (
+        "scores of a resumed group": (
             lambda rig: replace(rig.request([5, 6]), score_prompt=True, partial=(NOTHING,)),
             "leave score_prompt out",
         ),
@@ -453,7 +455,7 @@ class EngineConformance:
         with pytest.raises(RequestError, match="held already"):
             rig.engine.add(asked)
         rig.finish(asked)
-        rig.run(asked)  # it is free again
+        rig.run(asked)  # the lease is free again
 
     # --- interruptions ---------------------------------------------------------------------------------------------
 
@@ -502,7 +504,7 @@ class EngineConformance:
         rig.until(recorder.has(3, num_completions=2), "token")
         partials = rig.engine.interrupt(first.lease)
         assert partials is not None
-        assert rig.engine.interrupt(first.lease) is None, "it is taken out"
+        assert rig.engine.interrupt(first.lease) is None, "the group must be removed"
         for index, partial in enumerate(partials):
             assert partial.token_ids.tolist() == recorder.tokens.get(index, [])
             assert len(partial.token_ids) == len(partial.logprobs) == len(partial.versions)
@@ -512,9 +514,9 @@ class EngineConformance:
         rig.check(second, result)
         for index, (completion, partial) in enumerate(zip(result.completions, partials, strict=True)):
             tokens, num = completion.token_ids.tolist(), len(partial.token_ids)
-            assert tokens[:num] == partial.token_ids.tolist(), "no token is thrown away"
+            assert tokens[:num] == partial.token_ids.tolist(), "the resumed group keeps all tokens"
             np.testing.assert_array_equal(completion.logprobs[:num], partial.logprobs)
-            assert tokens[num:] == again.tokens.get(index, []), "and none is reported twice"
+            assert tokens[num:] == again.tokens.get(index, []), "no token is reported twice"
             if self.facts.resumes_draws:
                 assert tokens == whole.completions[index].token_ids.tolist()
 

@@ -79,7 +79,7 @@ def test_engine_factory_restarts_are_limited(folder: Path, tmp_path: Path) -> No
     (tmp_path / "refuses").touch()
     with pytest.raises(EngineLostError, match=r"restarted 2 times within 600 s already .*: it did not start"):
         engines.replace(engine, EngineLostError("it died again"), StopSignal())
-    assert (tmp_path / "made").read_text() == "oxoxo", "each was closed before the next"
+    assert (tmp_path / "made").read_text() == "oxoxo", "each engine was closed before the next"
 
 
 def test_engine_factory_old_restarts_do_not_count(folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class TestExclusive(EngineConformance):
     rollout: ClassVar[dict[str, Any]] = {"exclusive": True}
 
 
-class TestEngineOfOnesOwn(EngineConformance):
+class TestEngineOfDocumentationPage(EngineConformance):
     """The engine of the documentation page, loaded by its file name."""
 
     facts: ClassVar[Facts] = Facts(has_cache=False, scores_prompts=False)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from tiny_models import (
     CONTEXT,
     FAMILIES,
@@ -99,7 +100,7 @@ def run_schedule(engine: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2_mixed_sliding", "mistral_all_sliding"])
-@settings(max_examples=20, deadline=None)
+@examples(12)
 @given(groups=st.lists(group, min_size=1, max_size=7), max_rows=st.integers(5, 14), exclusive=st.booleans())
 def test_logprobs_equal_a_forward_pass_for_every_schedule(
     family: str, groups: list[dict[str, Any]], max_rows: int, exclusive: bool
@@ -125,13 +126,13 @@ def test_logprobs_equal_a_forward_pass_for_every_schedule(
     assert engine.cache_size_bytes == 0
 
 
-@settings(max_examples=25, deadline=None)
+@examples(15)
 @given(groups=st.lists(group, min_size=2, max_size=6), max_rows=st.integers(5, 14))
 def test_exclusive_results_are_bitwise_independent_of_the_queue(groups: list[dict[str, Any]], max_rows: int) -> None:
     together = run_schedule(make_engine(max_rows=max_rows, exclusive=True), groups)
     for number, g in enumerate(groups):
         engine = make_engine(max_rows=16, exclusive=True)
-        # A lonely schedule that names the group as the full one does, so that prompt and seed are the same.
+        # Run the group alone under the same name, so that prompt and seed are the same.
         engine_alone = run_schedule_of_one(engine, number, g)
         for alone, among in zip(engine_alone.completions, together[str(number)].completions, strict=True):
             assert alone.token_ids.tobytes() == among.token_ids.tobytes()

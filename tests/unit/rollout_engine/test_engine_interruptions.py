@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from tiny_models import drain, make_engine, make_model, random_prompt, reference_logprobs, request
 
 from starling.common.wire.messages import Status
@@ -33,7 +34,7 @@ def load(engine: TransformersEngine, seed: int, version: int) -> None:
     engine.set_version(version)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(16)
 @given(
     length=st.integers(1, 12),
     count=st.integers(1, 4),
@@ -57,7 +58,7 @@ def test_exclusive_group_is_bitwise_equal_after_any_interruption(
     undisturbed.add(asked)
     whole = drain(undisturbed)["g"]
     again = asked
-    for cut in cuts:  # each on an engine of its own, and each goes on from the one before
+    for cut in cuts:  # each on a new engine that resumes from the previous one
         engine = make_engine(exclusive=True)
         engine.add(again)
         done = 0
@@ -79,7 +80,7 @@ def test_exclusive_group_is_bitwise_equal_after_any_interruption(
         assert before.status is after.status
 
 
-@settings(max_examples=15, deadline=None)
+@examples(10)
 @given(num_steps=st.integers(1, 9), seed=st.integers(0, 50), crowd=st.integers(0, 2))
 def test_shared_batch_resumes_with_the_same_tokens(num_steps: int, seed: int, crowd: int) -> None:
     asked = request("g", random_prompt(seed, 6), 3, max_tokens=14, seed=seed)

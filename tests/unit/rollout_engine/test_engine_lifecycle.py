@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from tiny_models import (
     CONTEXT,
     VOCAB,
@@ -223,7 +224,7 @@ def test_invalid_settings_are_rejected(wrong: dict[str, int], text: str) -> None
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     before=st.integers(0, 9),
     groups=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=4),

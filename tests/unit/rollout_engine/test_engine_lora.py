@@ -42,7 +42,7 @@ def test_sampled_logprobs_equal_those_of_the_policy(tmp_path: Path, form: str) -
     model = build_model(tmp_path, dtype="float32", device="cpu", weights=False, lora=FORMS[form])
     engine = make_engine(model)
     trained, live = version_tensors(policy), engine.tensors()
-    assert list(live) == list(trained), "the same adapters on both sides, and nothing else"
+    assert list(live) == list(trained), "both sides must have the same adapters and no other ones"
     assert all(is_adapter(name) for name in live)
 
     prompt = random_prompt(1, 9)
@@ -61,7 +61,7 @@ def test_sampled_logprobs_equal_those_of_the_policy(tmp_path: Path, form: str) -
         expected = reference_logprobs(policy, prompt, completion.token_ids)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
         without = reference_logprobs(load_model(tmp_path), prompt, completion.token_ids)
-        assert abs(without - expected).max() > 1e-2, "the adapters matter"
+        assert abs(without - expected).max() > 1e-2, "the adapters must change the log-probabilities"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -116,7 +116,11 @@ def test_engine_rejects_a_model_that_it_cannot_decode() -> None:
 @pytest.mark.parametrize(("family", "limit"), [("qwen3", CONTEXT), ("mistral_all_sliding", 5), ("gpt2", CONTEXT)])
 def test_max_trainable_length_bounds_sampling(family: str, limit: int) -> None:
     config = make_model(family).config
-    assert [max_trainable_length(config, wanted) for wanted in (None, limit - 1, limit)] == [limit, limit - 1, limit]
+    assert [max_trainable_length(config, requested) for requested in (None, limit - 1, limit)] == [
+        limit,
+        limit - 1,
+        limit,
+    ]
     with pytest.raises(ConfigError, match=rf"max_model_len = {limit + 1} is more than the {limit} tokens .* lower it"):
         max_trainable_length(config, limit + 1)
 

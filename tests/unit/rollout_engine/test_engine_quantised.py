@@ -119,8 +119,10 @@ def test_quantised_weights_are_pulled_and_verified(form: str) -> None:
     layout = layout_of(source, "policy-0")
     model = quantised_model(form, seed=0)
     engine = make_engine(model, version=0)
-    wanted = received_layout(layout, linear_weights(form)).tensors
-    assert {(t.name, t.shape, t.dtype) for t in engine.layout().tensors} == {(t.name, t.shape, t.dtype) for t in wanted}
+    expected_tensors = received_layout(layout, linear_weights(form)).tensors
+    assert {(t.name, t.shape, t.dtype) for t in engine.layout().tensors} == {
+        (t.name, t.shape, t.dtype) for t in expected_tensors
+    }
     engine.add(request("one", prompt, seed=3, max_tokens=6))
     engine.step()
     with Publisher(layout, transport="local", quantise=linear_weights(form)) as publisher:

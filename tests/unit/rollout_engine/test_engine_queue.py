@@ -24,33 +24,33 @@ from starling.rollout.shell.groups import EngineGroups
 torch.set_num_threads(1)
 
 
-class Gone(TransformersEngine):
+class LostEngine(TransformersEngine):
     """An engine that is lost at the first call."""
 
     def add(self, request: GroupRequest) -> None:
         raise EngineLostError("the engine died")
 
 
-class LostOnTheWay(TransformersEngine):
+class EngineLostOnCall(TransformersEngine):
     """An engine that is lost at the first cancellation or interruption."""
 
     lost_by = ""
 
     def cancel(self, lease: str) -> bool:
-        self._look("cancel")
+        self._check("cancel")
         return super().interrupt(lease) is not None
 
     def interrupt(self, lease: str) -> tuple[PartialCompletion, ...] | None:
-        self._look("interrupt")
+        self._check("interrupt")
         return super().interrupt(lease)
 
-    def _look(self, call: str) -> None:
+    def _check(self, call: str) -> None:
         if self.lost_by == call:
             self.lost_by = ""
             raise EngineLostError("the engine died")
 
 
-def make_door() -> tuple[EngineQueue, threading.Event]:
+def make_queue() -> tuple[EngineQueue, threading.Event]:
     woken = threading.Event()
     return EngineQueue(woken.set), woken
 
@@ -71,7 +71,7 @@ def tokens(result: GroupResult) -> list[list[int]]:
 
 
 def test_queue_returns_the_result_to_the_requesting_thread() -> None:
-    (engine_queue, woken), engine = make_door(), make_engine()
+    (engine_queue, woken), engine = make_queue(), make_engine()
     found: list[GroupResult] = []
     thread = threading.Thread(target=lambda: found.append(ask(engine_queue, "a").result(60)))
     thread.start()
@@ -84,14 +84,14 @@ def test_queue_returns_the_result_to_the_requesting_thread() -> None:
 
 
 def test_queue_ignores_results_of_other_leases() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     engine.add(request("generate:0:0", [1], max_tokens=1))
     (result,) = engine.step()
     assert not engine_queue.settle(result)
 
 
 def test_queue_raises_a_rejection_in_the_requesting_thread() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     good, bad = ask(engine_queue, "good"), ask(engine_queue, "bad", max_tokens=0)
     engine_queue.serve(engine, admit=True)
     with pytest.raises(RequestError, match="max_tokens is 0"):
@@ -101,7 +101,7 @@ def test_queue_raises_a_rejection_in_the_requesting_thread() -> None:
 
 
 def test_queue_requests_prompt_logprobs_again_from_the_next_engine() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     future = engine_queue.submit(
         replace(request(LEASE_PREFIX + "a", [1, 2, 3], 2, max_tokens=6, seed=1), score_prompt=True)
     )
@@ -118,7 +118,7 @@ def test_queue_requests_prompt_logprobs_again_from_the_next_engine() -> None:
 
 
 def test_generation_streams_repeated_tokens_once() -> None:
-    (engine_queue, _), engine, other = make_door(), make_engine(), make_engine()
+    (engine_queue, _), engine, other = make_queue(), make_engine(), make_engine()
     asked = replace(request("", [1, 2, 3], 2, max_tokens=6, seed=1), score_prompt=True)
 
     def decode(ids: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ def test_generation_streams_repeated_tokens_once() -> None:
             engine_queue, [asked], decode=decode, stops=["never said"], timeout_s=60, streaming=False
         )
         task = asyncio.create_task(generation.all())
-        await asyncio.sleep(0)  # it asks
+        await asyncio.sleep(0)  # it sends its request
         engine_queue.serve(engine, admit=True)
         for _ in range(3):
             engine.step()
@@ -148,7 +148,7 @@ def test_generation_streams_repeated_tokens_once() -> None:
 
 
 def test_queue_holds_requests_while_not_admitting() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     future, dropped = ask(engine_queue, "a"), ask(engine_queue, "b")
     engine_queue.abandon(LEASE_PREFIX + "b")
     engine_queue.serve(engine, admit=False)
@@ -162,7 +162,7 @@ def test_queue_holds_requests_while_not_admitting() -> None:
 
 
 def test_queue_cancels_abandoned_requests_in_the_engine() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     abandoned, cancelled = ask(engine_queue, "a", 30), ask(engine_queue, "b", 30)
     assert cancelled.cancel()
     engine_queue.serve(engine, admit=True)
@@ -176,16 +176,16 @@ def test_queue_cancels_abandoned_requests_in_the_engine() -> None:
 
 
 def test_queue_running_request_cannot_be_cancelled_by_its_future() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     future = ask(engine_queue, "a")
     engine_queue.serve(engine, admit=True)
-    assert not future.cancel(), "its result would have nowhere to go"
+    assert not future.cancel(), "its result could not be delivered"
     settle(engine_queue, engine)
     assert future.done()
 
 
 def test_queue_resumes_requests_on_the_next_engine() -> None:
-    (engine_queue, _), first, second = make_door(), make_engine(), make_engine()
+    (engine_queue, _), first, second = make_queue(), make_engine(), make_engine()
     streamed: list[int] = []
     asked = request(LEASE_PREFIX + "a", [1, 2, 3], 1, max_tokens=12, seed=1)
     future = engine_queue.submit(
@@ -211,7 +211,7 @@ def test_queue_resumes_requests_on_the_next_engine() -> None:
 
 
 def test_queue_stopped_request_ends_with_the_next_engine() -> None:
-    (engine_queue, _), first, second = make_door(), make_engine(), make_engine()
+    (engine_queue, _), first, second = make_queue(), make_engine(), make_engine()
     future = ask(engine_queue, "a", 30)
     engine_queue.serve(first, admit=True)
     for _ in range(5):
@@ -226,7 +226,7 @@ def test_queue_stopped_request_ends_with_the_next_engine() -> None:
 
 
 def test_queue_lost_engine_loses_no_request() -> None:
-    (engine_queue, _), engine = make_door(), Gone(make_model(), eos_token_ids=())
+    (engine_queue, _), engine = make_queue(), LostEngine(make_model(), eos_token_ids=())
     futures = [ask(engine_queue, name) for name in "abc"]
     with pytest.raises(EngineLostError):
         engine_queue.serve(engine, admit=True)
@@ -239,7 +239,7 @@ def test_queue_lost_engine_loses_no_request() -> None:
 @pytest.mark.parametrize("call", ["cancel", "interrupt"])
 def test_queue_engine_lost_during_a_cancellation_loses_no_request(call: str) -> None:
     """A cancelled request is dropped all the same; a stopped one gets its result from the next engine."""
-    (engine_queue, _), engine, other = make_door(), LostOnTheWay(make_model(), eos_token_ids=()), make_engine()
+    (engine_queue, _), engine, other = make_queue(), EngineLostOnCall(make_model(), eos_token_ids=()), make_engine()
     unwanted, enough = ask(engine_queue, "unwanted", 30), ask(engine_queue, "enough", 30)
     engine_queue.serve(engine, admit=True)
     for _ in range(5):
@@ -260,22 +260,22 @@ def test_queue_engine_lost_during_a_cancellation_loses_no_request(call: str) -> 
 
 
 def test_queue_close_fails_waiting_requests() -> None:
-    (engine_queue, _), engine = make_door(), make_engine()
+    (engine_queue, _), engine = make_queue(), make_engine()
     held = ask(engine_queue, "held")
     engine_queue.serve(engine, admit=True)
     waiting, cancelled = ask(engine_queue, "waiting"), ask(engine_queue, "cancelled")
     assert cancelled.cancel()
     engine_queue.close()
     for future in (held, waiting):
-        with pytest.raises(QueueClosedError, match="this replica leaves"):
+        with pytest.raises(QueueClosedError, match="this replica is shutting down"):
             future.result(0)
-    with pytest.raises(QueueClosedError, match="ask another one"):
+    with pytest.raises(QueueClosedError, match="use another one"):
         ask(engine_queue, "late")
 
 
 def test_queue_requeues_every_request_of_an_engine_that_is_lost_meanwhile() -> None:
     """The tokens of the request that could not be taken out are lost; no request is."""
-    (engine_queue, _), engine, other = make_door(), LostOnTheWay(make_model(), eos_token_ids=()), make_engine()
+    (engine_queue, _), engine, other = make_queue(), EngineLostOnCall(make_model(), eos_token_ids=()), make_engine()
     futures = [ask(engine_queue, name, 8) for name in ("first", "second")]
     engine_queue.serve(engine, admit=True)
     for _ in range(3):
@@ -295,7 +295,7 @@ def test_every_lease_is_answered_when_the_engine_is_lost_meanwhile() -> None:
     def answer(lease: str, message: Any, buffers: tuple[bytes, ...]) -> None:
         answers[lease] = message
 
-    engine, groups = LostOnTheWay(make_model(), eos_token_ids=()), EngineGroups(answer, lambda ids: "")
+    engine, groups = EngineLostOnCall(make_model(), eos_token_ids=()), EngineGroups(answer, lambda ids: "")
     leases = ["generate:t0:1", "generate:t1:1"]
     for lease in leases:
         sampling = Sampling(max_tokens=8)

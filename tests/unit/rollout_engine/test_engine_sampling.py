@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.rollout.engine.embedded.sampling import completion_key, draw, sampling_rows, truncate, uniforms
 
@@ -57,15 +58,15 @@ def test_draw_frequencies_and_support(temperature: float, top_p: float, top_k: i
     counts = np.bincount(tokens.numpy(), minlength=len(full))
     assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(expected))
     support = expected > 0
-    wanted = expected[support] * DRAWS
-    chi_square = float(((counts[support] - wanted) ** 2 / wanted).sum())
+    expected_counts = expected[support] * DRAWS
+    chi_square = float(((counts[support] - expected_counts) ** 2 / expected_counts).sum())
     freedom = int(support.sum()) - 1
     assert chi_square <= freedom + 4 * math.sqrt(2 * max(freedom, 1))
     # The log-probability is that of the whole distribution, truncated or not.
     np.testing.assert_allclose(logprobs.numpy(), np.log(full[tokens.numpy()]), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.integers(1, 30),
@@ -122,8 +123,8 @@ def test_uniforms_are_uniform_and_differ_between_streams() -> None:
     assert grid.min() >= 0.0
     assert grid.max() <= 1.0 - 2.0**-52
     counts = np.histogram(grid, bins=50, range=(0, 1))[0]
-    wanted = grid.size / 50
-    assert ((counts - wanted) ** 2 / wanted).sum() <= 49 + 4 * math.sqrt(2 * 49)
+    expected_counts = grid.size / 50
+    assert ((counts - expected_counts) ** 2 / expected_counts).sum() <= 49 + 4 * math.sqrt(2 * 49)
     correlations = np.corrcoef(grid.T)[~np.eye(len(keys), dtype=bool)]
     assert abs(correlations).max() < 0.6
     serial = np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]

@@ -1,4 +1,4 @@
-"""A real engine behind a request queue, in a thread of its own, as in the rollout's shell."""
+"""A real engine with a request queue, stepped by its own thread as in the rollout's shell."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make_model(seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-class Held:
-    """An engine that a thread of its own steps."""
+class DrivenEngine:
+    """An engine and the thread that steps it."""
 
     def __init__(self, model: Any) -> None:
         eos = tokenizer("chatml").eos_token_id
@@ -49,10 +49,10 @@ class Held:
         self.engine_queue = EngineQueue(self._news.set)
         self.inbox: queue.Queue[Any] = queue.Queue()
         self._over = False
-        self._thread = threading.Thread(target=self._hold)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _hold(self) -> None:
+    def _run(self) -> None:
         while not self._over:
             self.engine_queue.serve(self.engine, admit=True)
             if self.engine.num_running or self.engine.num_waiting:
@@ -71,18 +71,18 @@ class Held:
 
 
 @contextmanager
-def held(model: Any) -> Iterator[Held]:
-    made = Held(model)
+def driven_engine(model: Any) -> Iterator[DrivenEngine]:
+    made = DrivenEngine(model)
     try:
         yield made
     finally:
         made.close()
 
 
-def prepared(
+def prepared_group(
     prompt: Prompt, ids: list[int], num: int = 2, lease: str = "generate:t0", **sampling: Any
 ) -> PreparedPrompt:
-    """Return a group as the shell has it when its prompt is encoded."""
+    """Return a group after the encoding of its prompt."""
     message = GenerateGroup(
         lease=lease,
         purpose="train",

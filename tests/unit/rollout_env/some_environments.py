@@ -1,4 +1,4 @@
-"""Environments as users write them."""
+"""User environments, some of which misbehave."""
 
 from __future__ import annotations
 

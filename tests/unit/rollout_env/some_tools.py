@@ -1,4 +1,4 @@
-"""Tools as users write them: good ones, and some that do everything wrong. Imported in sandboxed processes only."""
+"""User tools, some of which misbehave; imported in sandboxed processes only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(a: float, b: float) -> float:
 
 
 async def later(text: str) -> str:
-    """Say it after a moment."""
+    """Return the text after a moment."""
     await asyncio.sleep(0)
     return text[::-1]
 
@@ -54,7 +54,7 @@ def never_returns(marker: str) -> None:
 
 
 def count() -> int:
-    """Count its calls, as far as it remembers any."""
+    """Count the calls in this process."""
     CALLS.append(1)
     return len(CALLS)
 
@@ -110,14 +110,14 @@ class Guess:
 
 
 class Broken(Guess):
-    """Returns nothing of what it should."""
+    """Returns invalid results."""
 
     def step(self, action: str) -> Any:
         return action
 
 
 class Silent(Guess):
-    """Begins without a text."""
+    """Its reset returns no text."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> Any:
         return 3

@@ -65,7 +65,7 @@ def test_turns_form_one_token_sequence(style: str) -> None:
 
 
 def test_sampled_tokens_are_not_reencoded() -> None:
-    """Encoded again, the text of these tokens has fewer of them; the sequence keeps those that were sampled."""
+    """Encoding their text again would give fewer tokens; the sequence keeps the sampled ones."""
     letters = [encode("chatml", letter)[0] for letter in "weather"]
     assert len(encode("chatml", "weather")) < len(letters)
     script = Script(completion(letters, Status.TRUNCATED), completion(sampled("chatml", "well")))
@@ -81,16 +81,16 @@ def test_sampled_tokens_are_not_reencoded() -> None:
     assert made.token_ids[:7].tolist() == letters
     whole = [*script.asked[1].prompt_ids, *sampled("chatml", "well")]
     again = encode("chatml", tokenizer("chatml").decode(whole, skip_special_tokens=False))
-    assert len(again) < len(whole), "it would be another sequence, of other probabilities"
+    assert len(again) < len(whole), "the re-encoded sequence would have other probabilities"
     # The turn was cut off: its end is the template's, and not to be trained.
     end = encode("chatml", "<|im_end|>")[0]
     assert made.token_ids[7] == end
     assert made.loss_mask[7] == 0
-    assert made.status is Status.OK, "the last reply ended by itself"
+    assert made.status is Status.OK, "the last reply ended with a sampled token"
 
 
 def test_no_token_spans_two_turns() -> None:
-    """In plain text a token of the whole text may reach over the border; ours begins where the reply ends."""
+    """Encoding the whole text could merge tokens across turns; the sequence splits them at the end of the reply."""
     one = start("chatml", TEXT, script := Script(completion(encode("chatml", " is su")), completion([1])))
 
     async def play() -> None:
@@ -188,7 +188,7 @@ def test_episode_out_of_tokens_is_truncated(bound: str) -> None:
     asyncio.run(play())
     (made,) = played(one, reward=0.5).trajectories
     assert (made.status, made.reward) == (Status.TRUNCATED, 0.5)
-    assert made.token_ids.tolist() == reply, "what nobody answered is left out"
+    assert made.token_ids.tolist() == reply, "unanswered messages are not in the sequence"
 
 
 STOP_REPLY = "is sunny</tool_call> and more"
@@ -212,7 +212,7 @@ def test_reply_ends_at_token_that_completes_stop_text(listening: bool) -> None:
     asyncio.run(play())
     cut = len(one.turns[0].token_ids)
     at = len(script.asked[0].prompt_ids) + cut
-    assert script.asked[1].prompt_ids[at] == encode("chatml", "<|im_end|>")[0], "the template ends the turn"
+    assert script.asked[1].prompt_ids[at] == encode("chatml", "<|im_end|>")[0], "the end of the turn is the template's"
 
 
 def test_texts_are_encoded_where_they_were_added() -> None:
@@ -243,7 +243,7 @@ def test_texts_are_encoded_where_they_were_added() -> None:
 
 
 def test_failed_reply_can_be_retried() -> None:
-    """What was said is written once, and the reply is a message of its own."""
+    """The added text is in the sequence once, followed by the reply."""
 
     class Failing(Script):
         async def ask(self, *asked: Any) -> Any:
@@ -270,7 +270,7 @@ def test_failed_reply_can_be_retried() -> None:
 
 
 def test_retried_reply_has_new_lease() -> None:
-    """The queue drops an abandoned request by its lease, possibly only after the next one has been submitted."""
+    """The queue drops an abandoned request by its lease, possibly after the next request was submitted."""
     gave_up = asyncio.Event()
 
     class Slow(Script):
@@ -357,7 +357,7 @@ ACTIONS = st.lists(
 @pytest.mark.parametrize("style", TEMPLATES)
 @given(actions=ACTIONS)
 def test_sequence_only_grows_and_mask_is_exact(style: str, actions: list[Any]) -> None:
-    """Whatever is said and sampled: each request continues the one before, and 1 stands for what was sampled."""
+    """For any texts and replies: each request continues the previous one, and the mask is 1 at sampled tokens."""
     replies = [
         completion(ids, Status.TRUNCATED) if cut else completion([*ids, *encode(style, TEMPLATES[style][1])])
         for kind, ids, cut in actions

@@ -27,7 +27,7 @@ def test_hermes_parses_calls(calls: list[tuple[str, dict[str, Any]]], around: st
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
     )
     assert hermes(text) == [Call(name, arguments) for name, arguments in calls]
-    assert hermes(text.removesuffix("</tool_call>")) == hermes(text), "a stop text may have cut the end off"
+    assert hermes(text.removesuffix("</tool_call>")) == hermes(text), "a stop text may have removed the end"
     assert hermes(around) == []
 
 

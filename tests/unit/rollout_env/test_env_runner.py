@@ -1,4 +1,4 @@
-"""Episodes beside a real engine: their trajectories, and failures of environments."""
+"""Episodes on a real engine: their trajectories, and failures of environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driven import CONTEXT, Held, held, make_model, prepared
+from driven import CONTEXT, DrivenEngine, driven_engine, make_model, prepared_group
 from tiny_chat import chat, tokenizer
 
 from starling.algo.text import decode, encode_prompt
@@ -35,13 +35,13 @@ IDS = encode_prompt(tokenizer("chatml"), HELLO)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Held]:
-    with held(make_model()) as made:
+def engine() -> Iterator[DrivenEngine]:
+    with driven_engine(make_model()) as made:
         yield made
 
 
 @pytest.fixture
-def play(engine: Held) -> Iterator[Callable[..., EnvironmentGroups]]:
+def play(engine: DrivenEngine) -> Iterator[Callable[..., EnvironmentGroups]]:
     runners: list[EnvironmentGroups] = []
 
     def make(name: str, options: dict[str, Any] | None = None, **settings: Any) -> EnvironmentGroups:
@@ -60,7 +60,7 @@ def play(engine: Held) -> Iterator[Callable[..., EnvironmentGroups]]:
 
 
 def seen() -> list[str]:
-    """Return the list in which the environments leave their marks, without any."""
+    """Return the cleared list in which environments record their progress."""
     marks: list[str] = next(
         module.SEEN for module in list(sys.modules.values()) if getattr(module, "__file__", "") == str(HERE)
     )
@@ -68,7 +68,7 @@ def seen() -> list[str]:
     return marks
 
 
-def awaited(engine: Held, runner: EnvironmentGroups, lease: str = "generate:t0") -> PlayedGroup:
+def wait_for_group(engine: DrivenEngine, runner: EnvironmentGroups, lease: str = "generate:t0") -> PlayedGroup:
     played = engine.inbox.get(timeout=LONG_S)
     assert isinstance(played, PlayedGroup)
     assert played.lease == lease
@@ -77,10 +77,10 @@ def awaited(engine: Held, runner: EnvironmentGroups, lease: str = "generate:t0")
     return played
 
 
-def test_episode_logprobs_match_model(engine: Held, play: Any) -> None:
+def test_episode_logprobs_match_model(engine: DrivenEngine, play: Any) -> None:
     runner = play("two_turns", {"word": "no. try again"})
-    runner.begin(prepared(HELLO, IDS, 3))
-    played = awaited(engine, runner)
+    runner.begin(prepared_group(HELLO, IDS, 3))
+    played = wait_for_group(engine, runner)
     assert played.prompt_ids.tolist() == IDS
     model = make_model()
     for index, made in enumerate(played.trajectories):
@@ -97,16 +97,16 @@ def test_episode_logprobs_match_model(engine: Held, play: Any) -> None:
         np.testing.assert_allclose(made.logprobs[at], expected, atol=1e-5)
         assert "no. try again" in tokenizer("chatml").decode(made.token_ids)
     again = play("two_turns", {"word": "no. try again"})
-    again.begin(prepared(HELLO, IDS, 3))
-    same = awaited(engine, again)
+    again.begin(prepared_group(HELLO, IDS, 3))
+    same = wait_for_group(engine, again)
     for one, other in zip(played.trajectories, same.trajectories, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist(), "the seed decides"
+        assert one.token_ids.tolist() == other.token_ids.tolist(), "trajectories depend on the seed"
 
 
-def test_played_message_is_complete(engine: Held, play: Any) -> None:
+def test_played_message_is_complete(engine: DrivenEngine, play: Any) -> None:
     runner = play("two_turns")
-    runner.begin(prepared(HELLO, IDS, temperature=0.7))
-    played = awaited(engine, runner)
+    runner.begin(prepared_group(HELLO, IDS, temperature=0.7))
+    played = wait_for_group(engine, runner)
     message, buffers = played_message(played, lambda ids: decode(tokenizer("chatml"), ids))
     assert [tensor.name for tensor in message.tensors] == ["", "", "", "", "loss_mask"]
     assert [len(buffer) for buffer in buffers] == [tensor.nbytes for tensor in message.tensors]
@@ -120,18 +120,18 @@ def test_played_message_is_complete(engine: Held, play: Any) -> None:
     assert message.temperature == 0.7
 
 
-def test_fully_sampled_group_sends_no_mask(engine: Held, play: Any) -> None:
+def test_fully_sampled_group_sends_no_mask(engine: DrivenEngine, play: Any) -> None:
     runner = play("forever", max_turns=1)
-    runner.begin(prepared(HELLO, IDS))
-    message, _ = played_message(awaited(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    runner.begin(prepared_group(HELLO, IDS))
+    message, _ = played_message(wait_for_group(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
     assert [tensor.name for tensor in message.tensors] == [""] * 4
     assert [meta.num_masked for meta in message.trajectories] == [0, 0]
 
 
-def test_environment_need_not_catch_episode_over(engine: Held, play: Any) -> None:
+def test_environment_need_not_catch_episode_over(engine: DrivenEngine, play: Any) -> None:
     runner = play("forever", max_turns=100)
-    runner.begin(prepared(HELLO, IDS, max_tokens=9))
-    for made in awaited(engine, runner).trajectories:
+    runner.begin(prepared_group(HELLO, IDS, max_tokens=9))
+    for made in wait_for_group(engine, runner).trajectories:
         assert (made.status, len(made.token_ids), made.problem) == (Status.TRUNCATED, 9, "")
 
 
@@ -140,51 +140,51 @@ def test_environment_need_not_catch_episode_over(engine: Held, play: Any) -> Non
     [
         ("exits", {}, "the environment raised SystemExit: 3", 0),
         ("cancels_its_own", {}, "the environment raised CancelledError", 0),
-        ("sleeps", {"timeout_s": 1.5}, "the environment took longer than 1.5 s", 2),
+        ("sleeps", {"timeout_s": 0.3}, "the environment took longer than 0.3 s", 2),
         ("returns_text", {}, "the environment returned a str: return a number, an EpisodeOutcome or None", 2),
         ("returns_nan", {}, "the environment returned nan as the reward: return a finite number", 2),
         ("speaks_wrongly", {}, "the environment raised EpisodeError: messages were added after a text", 0),
     ],
 )
 def test_environment_failures_are_described(
-    engine: Held, play: Any, name: str, settings: dict[str, Any], problem: str, num_tokens: int
+    engine: DrivenEngine, play: Any, name: str, settings: dict[str, Any], problem: str, num_tokens: int
 ) -> None:
     runner = play(name, **settings)
-    runner.begin(prepared(HELLO, IDS))
-    for made in awaited(engine, runner).trajectories:
+    runner.begin(prepared_group(HELLO, IDS))
+    for made in wait_for_group(engine, runner).trajectories:
         assert made.status is Status.ENV_ERROR
         assert made.problem.startswith(problem)
         assert len(made.token_ids) <= num_tokens
-    message, _ = played_message(awaited_again(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    message, _ = played_message(wait_for_second_group(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
     assert {meta.status for meta in message.trajectories} == {Status.ENV_ERROR}
     if not num_tokens:
         assert {(meta.oldest_version, meta.newest_version) for meta in message.trajectories} == {(4, 4)}
 
 
-def awaited_again(engine: Held, runner: EnvironmentGroups) -> PlayedGroup:
-    runner.begin(prepared(HELLO, IDS, lease="generate:t0.1"))
-    return awaited(engine, runner, "generate:t0.1")
+def wait_for_second_group(engine: DrivenEngine, runner: EnvironmentGroups) -> PlayedGroup:
+    runner.begin(prepared_group(HELLO, IDS, lease="generate:t0.1"))
+    return wait_for_group(engine, runner, "generate:t0.1")
 
 
-def test_failure_costs_one_trajectory(engine: Held, play: Any) -> None:
+def test_failure_costs_one_trajectory(engine: DrivenEngine, play: Any) -> None:
     runner = play("raises")
-    runner.begin(prepared(HELLO, IDS, 3))
-    first, second, third = awaited(engine, runner).trajectories
+    runner.begin(prepared_group(HELLO, IDS, 3))
+    first, second, third = wait_for_group(engine, runner).trajectories
     assert (first.status, third.status) == (Status.TRUNCATED, Status.TRUNCATED)
     assert (second.status, second.problem) == (Status.ENV_ERROR, "the environment raised KeyError: 'map'")
 
 
-def test_prompt_that_fills_context_fails(engine: Held, play: Any) -> None:
+def test_prompt_that_fills_context_fails(engine: DrivenEngine, play: Any) -> None:
     runner = play("two_turns")
-    runner.begin(prepared(Prompt(id="p", text="x"), [9] * CONTEXT))
-    for made in awaited(engine, runner).trajectories:
+    runner.begin(prepared_group(Prompt(id="p", text="x"), [9] * CONTEXT))
+    for made in wait_for_group(engine, runner).trajectories:
         assert made.status is Status.ENV_ERROR
         assert f"its prompt of {CONTEXT} tokens leaves no room in the context of {CONTEXT}" in made.problem
 
 
-def test_cancelled_group_is_not_answered(engine: Held, play: Any) -> None:
+def test_cancelled_group_is_not_answered(engine: DrivenEngine, play: Any) -> None:
     runner, marks = play("sleeps"), seen()
-    runner.begin(prepared(HELLO, IDS))
+    runner.begin(prepared_group(HELLO, IDS))
     until(lambda: bool(runner.waits(time.monotonic() + 1.0)), "a wait")
     (wait,) = runner.waits(time.monotonic())
     assert wait.on == "environment"
@@ -197,10 +197,10 @@ def test_cancelled_group_is_not_answered(engine: Held, play: Any) -> None:
     assert runner.waits(time.monotonic()) == ()
 
 
-def test_leaving_replica_hands_over_groups(engine: Held, play: Any) -> None:
+def test_leaving_replica_hands_over_groups(engine: DrivenEngine, play: Any) -> None:
     runner, answers = play("sleeps"), list[Any]()
-    runner.begin(prepared(HELLO, IDS))
-    runner.begin(prepared(HELLO, IDS, lease="generate:t1"))
+    runner.begin(prepared_group(HELLO, IDS))
+    runner.begin(prepared_group(HELLO, IDS, lease="generate:t1"))
     assert runner.interrupt("stopped by SIGTERM", lambda *answer: answers.append(answer)) == [
         "generate:t0",
         "generate:t1",
@@ -212,9 +212,9 @@ def test_leaving_replica_hands_over_groups(engine: Held, play: Any) -> None:
     assert len(answers) == 2
 
 
-def test_group_is_answered_once(engine: Held, play: Any) -> None:
+def test_group_is_answered_once(engine: DrivenEngine, play: Any) -> None:
     runner, answers = play("two_turns"), list[Any]()
-    runner.begin(prepared(HELLO, IDS))
+    runner.begin(prepared_group(HELLO, IDS))
     played = engine.inbox.get(timeout=LONG_S)
     assert runner.answer(played, lambda *answer: answers.append(answer))
     assert not runner.answer(played, lambda *answer: answers.append(answer))
@@ -222,47 +222,47 @@ def test_group_is_answered_once(engine: Held, play: Any) -> None:
     assert (lease, message.lease, len(message.trajectories)) == ("generate:t0", "generate:t0", 2)
 
 
-def test_reply_with_stop_text_ends_early(engine: Held, play: Any) -> None:
-    """Every single character is a stop text, so the first token that shows one ends the reply."""
+def test_reply_with_stop_text_ends_early(engine: DrivenEngine, play: Any) -> None:
+    """Every character is a stop text, so the first token with text ends the reply."""
     runner = play("stops", {"stop": [chr(code) for code in range(32, 127)]})
-    runner.begin(prepared(HELLO, IDS, 2, max_tokens=100))
-    for made in awaited(engine, runner).trajectories:
+    runner.begin(prepared_group(HELLO, IDS, 2, max_tokens=100))
+    for made in wait_for_group(engine, runner).trajectories:
         assert made.status is Status.OK
         assert made.reward == len(made.token_ids) < 60
 
 
-def test_time_limit_pauses_while_engine_cannot_generate(engine: Held, play: Any) -> None:
-    runner = play("sleeps", timeout_s=1.0)
+def test_time_limit_pauses_while_engine_cannot_generate(engine: DrivenEngine, play: Any) -> None:
+    runner = play("sleeps", timeout_s=0.2)
     runner.set_paused(True)
-    runner.begin(prepared(HELLO, IDS))
+    runner.begin(prepared_group(HELLO, IDS))
     assert runner.expire(time.monotonic() + 1000.0) == []
     with pytest.raises(queue.Empty):
-        engine.inbox.get(timeout=2.0)
+        engine.inbox.get(timeout=0.5)
     runner.set_paused(False)
-    for made in awaited(engine, runner).trajectories:
-        assert made.problem == "the environment took longer than 1 s"
+    for made in wait_for_group(engine, runner).trajectories:
+        assert made.problem == "the environment took longer than 0.2 s"
 
 
-def test_blocking_environment_costs_only_its_groups(engine: Held, play: Any) -> None:
+def test_blocking_environment_costs_only_its_groups(engine: DrivenEngine, play: Any) -> None:
     limit_s, begun = 60.0, time.monotonic()
     runner, marks = play("blocks", timeout_s=limit_s), seen()
-    runner.begin(prepared(HELLO, IDS))
+    runner.begin(prepared_group(HELLO, IDS))
     until(lambda: "blocked" in marks, "the block")
     runner.expire(begun + limit_s + GRACE_S)
-    assert engine.inbox.empty(), "it has its time"
+    assert engine.inbox.empty(), "the deadline has not passed"
     runner.expire(time.monotonic() + limit_s + GRACE_S + 1.0)
-    for made in awaited(engine, runner).trajectories:
+    for made in wait_for_group(engine, runner).trajectories:
         assert made.status is Status.ENV_ERROR
         assert made.problem.endswith("could not be stopped: it must not block")
     others = play("two_turns")
-    others.begin(prepared(HELLO, IDS, lease="generate:t1"))
-    assert len(awaited(engine, others, "generate:t1").trajectories) == 2
+    others.begin(prepared_group(HELLO, IDS, lease="generate:t1"))
+    assert len(wait_for_group(engine, others, "generate:t1").trajectories) == 2
 
 
-def until(happened: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + LONG_S
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not come"
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0.02)
 
 

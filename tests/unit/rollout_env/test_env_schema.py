@@ -22,7 +22,7 @@ def weather(
         city: where; a place
             of some size.
         days (int): how long.
-        more: nobody knows
+        more: not documented further
 
     Returns:
         A text.
@@ -43,7 +43,7 @@ def test_schema_is_made_from_signature_and_docstring() -> None:
                     "days": {"type": "integer", "description": "how long."},
                     "unit": {"type": "string", "enum": ["C", "F"]},
                     "places": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
-                    "more": {"description": "nobody knows"},
+                    "more": {"description": "not documented further"},
                 },
                 "required": ["city"],
             },

@@ -13,7 +13,7 @@ def test_pausable_clock() -> None:
     clock = PausableClock()
     assert clock.at(10.0) == 10.0
     assert clock.set_paused(True, 12.0)
-    assert not clock.set_paused(True, 13.0), "it stands still already"
+    assert not clock.set_paused(True, 13.0), "the clock is already paused"
     assert clock.at(20.0) == 12.0
     assert clock.set_paused(False, 20.0)
     assert not clock.set_paused(False, 21.0)
@@ -39,7 +39,7 @@ def test_paused_timeout_does_not_expire() -> None:
             limits.set_paused(False)
             when = limit.when()
             assert when is not None
-            assert when >= begun, "what was left before is left now"
+            assert when >= begun, "the remaining time is unchanged by the pause"
         async with limits.within(0.05):
             limits.set_paused(True)
             limits.set_paused(False)

@@ -25,7 +25,7 @@ TOOLS: list[Any] = [
     f"{HERE}:fails",
     f"{HERE}:long",
     f"{HERE}:table",
-    {"function": f"{HERE}:never_returns", "timeout_s": 1.0},
+    {"function": f"{HERE}:never_returns", "timeout_s": 0.3},
     {"function": f"{HERE}:later", "name": "reverse", "description": "Turn it round.",
      "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}},
 ]  # fmt: skip
@@ -52,7 +52,7 @@ def call(name: str, **arguments: Any) -> str:
 def play(
     chosen: LoadedEnvironment, *texts: str, prompt: Prompt | None = None, **changes: Any
 ) -> tuple[EpisodeOutcome, Any, Script]:
-    """Have a model say `texts`; returns what came of it, the episode, and what the model was asked."""
+    """Run an episode with scripted replies; return its outcome, the episode and the model's requests."""
     prompt = prompt or chat("hello")
     script = Script(*(completion(encode("qwen3", text + "<|im_end|>")) for text in texts))
     ids = encode_prompt(tokenizer("qwen3"), prompt, chosen.tools)
@@ -89,8 +89,11 @@ def test_tool_results_are_not_trained(chosen: LoadedEnvironment) -> None:
     (made,) = group_trajectories("t0", [0], [one.end(outcome)], temperature=1.0, min_version=0, tensors={}).trajectories
     sampled = text_of(made.token_ids[made.loss_mask == 1].tolist())
     assert sampled == f"{first}<|im_end|>{last}<|im_end|>"
-    said = text_of(made.token_ids[made.loss_mask == 0].tolist())
-    assert said == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    environment_text = text_of(made.token_ids[made.loss_mask == 0].tolist())
+    assert (
+        environment_text
+        == "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert (made.status, made.num_turns, made.reward) == (Status.OK, 2, None)
     assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "assistant"]
     assert one.messages[2] == {"role": "tool", "name": "add", "content": "42"}
@@ -134,7 +137,7 @@ def test_last_turn_may_be_a_call(chosen: LoadedEnvironment) -> None:
     assert outcome.metrics == {"tool_calls": 1, "tool_errors": 0}
     ended = one.end(outcome)
     assert ended.status is Status.OK
-    assert all(ended.sampled), "what nobody answered is left out"
+    assert all(ended.sampled), "unanswered messages are not in the sequence"
 
 
 def test_plain_text_prompt_gets_results(chosen: LoadedEnvironment) -> None:
@@ -205,7 +208,7 @@ def test_gym_without_end_stops_at_turn_limit() -> None:
         ({"environment": f"{HERE}:Broken"}, r"step\(\) returned '1': return \(text, a finite reward"),
         ({"environment": f"{HERE}:Silent"}, r"reset\(\) returned '3': return the text"),
         ({"arguments": {"least": 1}}, "TypeError: .*unexpected keyword argument 'least'"),
-        ({"arguments": {"slow": 3600.0}, "timeout_s": 2.0}, "it took longer than 2 s"),
+        ({"arguments": {"slow": 3600.0}, "timeout_s": 0.5}, "it took longer than 0.5 s"),
     ],
 )
 def test_gym_failures_are_described(changes: dict[str, Any], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Text between two replies: what the template writes after the last one, whatever it does to earlier ones."""
+"""Text between two replies, as the template renders it after the last reply."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_only_sampled_end_token_is_stripped() -> None:
     assert strip_end_token(text, "<|im_end|>") == text.removeprefix("<|im_end|>")
     assert strip_end_token("\n" + text, "<|im_end|>") == text.removeprefix("<|im_end|>")
     assert strip_end_token(text, "") == text
-    assert strip_end_token(text, "<|endoftext|>") == text, "another end does not end the turn of the template"
+    assert strip_end_token(text, "<|endoftext|>") == text, "another end token does not end the template's turn"
 
 
 def test_template_errors_are_described() -> None:
@@ -63,20 +63,20 @@ WORDS = st.sampled_from(["weather", "no. ", "<think>", "</think>", "\n", " ", "4
 @pytest.mark.parametrize("style", ["chatml", "llama3"])
 @given(replies=st.lists(st.lists(WORDS, min_size=1, max_size=6).map("".join), min_size=1, max_size=3))
 def test_sequence_equals_rendered_conversation(style: str, replies: list[str]) -> None:
-    """Where a template keeps what was said, and the model samples as the tokenizer encodes, both ways are one."""
+    """For templates that keep earlier messages and replies sampled as the tokenizer encodes them."""
     chosen, (_, eos) = tokenizer(style), TEMPLATES[style]
     messages = [{"role": "user", "content": "hello"}]
     ids = encode(style, conversation_text(chosen, messages, of="it"))
     for reply in replies:
         if style == "llama3":
-            reply = reply.strip()  # its template would do that
+            reply = reply.strip()  # its template changes earlier messages
         ids += encode(style, reply + eos)
         messages.append({"role": "assistant", "content": reply})
         ids += encode_continuation(chosen, strip_end_token(text_between(chosen, messages, [USER], (), of="it"), eos))
         messages.append(USER)
     whole = conversation_text(chosen, messages, of="it")
     assert chosen.decode(ids, skip_special_tokens=False) == whole
-    assert ids == encode(style, whole), "special tokens part the turns, so nothing merges across"
+    assert ids == encode(style, whole), "special tokens separate turns, so no tokens merge across"
 
 
 def test_no_tokenizer_prefix_blank_inside_text() -> None:

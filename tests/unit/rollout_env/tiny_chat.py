@@ -1,4 +1,4 @@
-"""Small tokenizers with chat templates as models have them, and models whose replies a test writes."""
+"""Small tokenizers with the chat templates of real models, and a model with scripted replies."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def encode(style: str, text: str) -> list[int]:
 
 
 def chat(*contents: str, **fields: Any) -> Prompt:
-    """Return a conversation whose messages the user and the assistant write in turn."""
+    """Return a conversation of alternating user and assistant messages."""
     roles = ("user", "assistant")
     messages = tuple(ChatMessage(role=roles[at % 2], content=text) for at, text in enumerate(contents))
     return Prompt(id="train/0/0", messages=messages, **fields)
@@ -105,13 +105,13 @@ def completion(ids: Sequence[int], status: Status = Status.OK, version: int = 3)
 
 
 class Script:
-    """A model that says what was written for it, and remembers what it was asked."""
+    """A model with scripted replies that records its requests."""
 
     def __init__(self, *replies: Completion) -> None:
         self._replies, self.asked = list(replies), list[GroupRequest]()
 
     async def ask(self, request: GroupRequest, enough: Callable[[], bool]) -> GroupResult:
-        """Answer as the engine does: as the listener is told, token by token, until that is enough."""
+        """Answer like the engine: token by token, until `enough` accepts the reply."""
         self.asked.append(request)
         whole = self._replies.pop(0)
         if request.listener is not None:

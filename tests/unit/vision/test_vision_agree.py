@@ -37,11 +37,11 @@ class Sampled:
 
     @property
     def logprobs(self) -> Tensor:
-        """Those of the rollout, of all tokens."""
+        """Log-probabilities of the rollout, of all tokens."""
         return torch.from_numpy(np.concatenate([group.logprobs for group in self.groups]))
 
     def prompted(self) -> list[PromptBlock]:
-        """Return what the policy lays out."""
+        """Return the prompted sequences of the policy's batch."""
         made, end = [], 0
         for group in self.groups:
             ends = end + np.cumsum(group.lengths)

@@ -23,7 +23,7 @@ def test_both_services_load_the_same_model(tmp_path: Path, family: str) -> None:
     empty = live_tensors(build_model(tmp_path, dtype="float32", device="cpu", weights=False))
     assert policy.keys() == rollout.keys() == empty.keys()
     assert any(".visual." in name for name in policy)
-    assert "lm_head.weight" not in policy, "it is tied"
+    assert "lm_head.weight" not in policy, "the output layer is tied"
     for name, parameter in make_model(family).named_parameters():
         assert torch.equal(policy[name], parameter)
         assert torch.equal(rollout[name], parameter)

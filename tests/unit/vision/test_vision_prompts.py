@@ -38,9 +38,10 @@ from starling.rollout.shell.results import generated_message
 IMAGE, VIDEO = VOCABULARY["<|image_pad|>"], VOCABULARY["<|video_pad|>"]
 
 
-@pytest.fixture(params=FAMILIES)
-def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> PromptEncoder:
-    return make_encoder(write_folder(tmp_path, request.param, weights=False), make_model(request.param))
+@pytest.fixture(scope="module", params=FAMILIES)
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    folder = tmp_path_factory.mktemp("model")
+    return make_encoder(write_folder(folder, request.param, weights=False), make_model(request.param))
 
 
 def video(uri: object, fps: float = 0.0) -> Media:
@@ -132,7 +133,7 @@ def test_frame_processor_reads_the_files_of_transformers(tmp_path: Path) -> None
         read()
 
 
-# --- what cannot be ------------------------------------------------------------------------------------------------
+# --- invalid prompts -----------------------------------------------------------------------------------------------
 
 
 def refused(encoder: PromptEncoder, prompt: Prompt) -> str:

@@ -47,7 +47,7 @@ STALLED_S: Final = 0.3
 FLIPPED_S: Final = 1.0
 """Deadline of a pull with a flipped bit: a length that has grown is never reached."""
 WHOLE: Final = ("counts", "odd", "turned")
-"""Tensors that travel whole, together with the digest computed at publication."""
+"""Tensors that are never sent as deltas; their digest is computed at publication."""
 REFUSED: Final = 3
 """Exit code of an export that failed with a WeightsError."""
 

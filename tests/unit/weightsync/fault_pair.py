@@ -23,7 +23,7 @@ from starling.weightsync.tensors.modules import layout_of
 Outcome = Literal["adopted", "stale", "torn"]
 
 SETTLE_S: Final = 5.0
-"""How long a publisher may take to notice that readers are gone."""
+"""Time within which a publisher must notice that its readers have disconnected."""
 POOL_THREADS: Final = 4
 """Threads that a publisher starts on first use, and keeps."""
 

@@ -1,8 +1,7 @@
 """A publisher and a destination in child processes, and the memory of each in addition to its tensors.
 
-Memory counts where it belongs: what is private in its process, and snapshots at the publisher whose they are, although
-readers on the same host map them too. It is compared with what was there before: code, threads, the model's own
-tensors, and whatever a first tiny publication has left.
+Private memory counts for its process, and snapshots for their publisher only, although readers on the same host map
+them, too. The baseline has code, threads, the model's own tensors, and the memory retained by a first tiny publication.
 """
 
 from __future__ import annotations

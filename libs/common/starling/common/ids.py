@@ -14,9 +14,9 @@ Objective = Literal["sft", "dpo", "reward_model"]
 TrainerKind = Literal["sft", "rl", "dpo", "reward_model"]
 """Trainer of a step: supervised examples, scored groups, or preference pairs."""
 Activity = Literal["rl", "replay", "generate", "evaluate", "infer", "serve"]
-"""What a run does with its groups."""
+"""Use of the groups of a run."""
 Purpose = Literal["train", "evaluate"]
-"""What a group is for: the steps of the run, or an evaluation of a version. A run that trains nothing has groups of
+"""Purpose of a group: the steps of the run, or an evaluation of a version. A run that trains nothing has groups of
 purpose `train` too: the values are on the wire, and a file takes the place of its step."""
 LeaseKind = Literal[
     "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save", "sleep", "wake",

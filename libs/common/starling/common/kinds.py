@@ -28,7 +28,7 @@ from starling.common.ids import Activity, Objective, TrainerKind
 
 
 class Feed(enum.Enum):
-    """What the groups of a run are made from. Steps of examples come before them, in runs that train."""
+    """Source of the groups of a run. Steps of examples come before them, in runs that train."""
 
     EXAMPLES_ONLY = "examples only"
     PROMPTS = "prompts"
@@ -38,7 +38,7 @@ class Feed(enum.Enum):
 
 
 class Results(enum.Enum):
-    """What completions are for."""
+    """Use of completions."""
 
     TRAINED = "trained"
     WRITTEN_WITH_TOKENS = "written to files, with tokens"
@@ -162,7 +162,7 @@ class RunKind:
 
     @property
     def activity(self) -> Activity:
-        """What is done with groups, by its name in the journal and as the phase of a run."""
+        """Use of the groups: its name in the journal, and the phase of the run."""
         return ACTIVITIES.get(self.name, "rl")
 
     def phase(self, *, is_example_step: bool) -> str:

@@ -303,7 +303,7 @@ class ControllerProcess(ServiceSettings):
 
     @property
     def kind(self) -> RunKind:
-        """What the run does."""
+        """Kind of the run."""
         return KINDS[self.run.kind]
 
     @property

@@ -129,8 +129,8 @@ def test_export_adapters_follows_run_settings(
     StateStore(Storage(str(folder / "states"))).write(learner.take_state(4))
     assert main(["export", str(folder), str(tmp_path / "out"), "--model", str(model)]) == 2
     assert "contains adapters, and [model.lora] is not known" in capsys.readouterr().err
-    told = f'targets = ["q_proj"]\nmerged = {str(merged).lower()}\n'
-    (folder / "config.toml").write_text(f'[model]\npath = "{model}"\n[model.lora]\nrank = 2\n{told}')
+    lora_settings = f'targets = ["q_proj"]\nmerged = {str(merged).lower()}\n'
+    (folder / "config.toml").write_text(f'[model]\npath = "{model}"\n[model.lora]\nrank = 2\n{lora_settings}')
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     if merged:
         again, expected = version_tensors(load_model(tmp_path / "out")), export_model(learner.model)

@@ -1,4 +1,4 @@
-"""A learner that is killed repeatedly, at any moment, makes the same weights as one that is not."""
+"""A learner that is killed repeatedly at random moments trains the same weights as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_killed_learner_makes_the_same_weights(tmp_path: Path, moments: tuple[st
     learners = []
     for name in ("killed", "whole"):
         learner = killed_learner.learner()
-        begun = killed_learner.go_on(learner, killed_learner.saving_of(learner, tmp_path / name))
+        begun = killed_learner.resume_and_train(learner, killed_learner.saving_of(learner, tmp_path / name))
         assert (begun > 0) == (name == "killed" and moments != ("made 1",))
         learners.append(learner)
     killed, whole = learners
@@ -46,4 +46,4 @@ def test_killed_learner_makes_the_same_weights(tmp_path: Path, moments: tuple[st
     states = [SavedState.of(find_state(str(tmp_path / name))) for name in ("killed", "whole")]
     assert states[0].state.digests == states[1].state.digests, "optimizer, reference and generators too"
     assert states[0].state.version == killed_learner.LAST
-    assert len(list((tmp_path / "killed" / "states").iterdir())) == 2, "nothing half-written is left"
+    assert len(list((tmp_path / "killed" / "states").iterdir())) == 2, "no incomplete state is left"

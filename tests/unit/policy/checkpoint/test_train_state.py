@@ -52,7 +52,7 @@ def settings(kl: float) -> PolicySettings:
     )
 
 
-class Course:
+class TrainingCourse:
     """Deterministic steps of a run: supervised ones, then reinforcement."""
 
     def __init__(self, tiny: Make, make_groups: Make, kl: float, num_sft: int = NUM_SFT) -> None:
@@ -65,13 +65,13 @@ class Course:
         return [self.step(learner, step) for step in range(first, last + 1)]
 
     def step(self, learner: Learner, step: int, **changes: float) -> dict[str, float]:
-        told = {key.replace("__", "."): value for key, value in changes.items()}
+        settings_changes = {key.replace("__", "."): value for key, value in changes.items()}
         if step <= self._num_sft:
             groups: list[ScoredGroup] = self._make_groups(SHAPES, seed=step)
             examples = [SftExample(group.prompt_ids, group.completion_ids) for group in groups]
-            return learner.supervise(examples, num_steps=self._num_sft, changes=told)
+            return learner.supervise(examples, num_steps=self._num_sft, changes=settings_changes)
         groups = self._make_groups(SHAPES, seed=step, version=step - 1)
-        return learner.reinforce(groups, step=step, num_steps=NUM_GRPO, temperature=0.9, changes=told)
+        return learner.reinforce(groups, step=step, num_steps=NUM_GRPO, temperature=0.9, changes=settings_changes)
 
 
 def found_in(folder: Path) -> VerifiedState:
@@ -97,7 +97,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_resumed_learner_is_bitwise_equal(
     tiny: Make, make_groups: Make, tmp_path: Path, kl: float, saved_at: int
 ) -> None:
-    course, last = Course(tiny, make_groups, kl), NUM_SFT + NUM_GRPO
+    course, last = TrainingCourse(tiny, make_groups, kl), NUM_SFT + NUM_GRPO
     whole = course.learner()
     course.take(whole, 1, saved_at)
     save(whole, tmp_path, saved_at)
@@ -109,7 +109,7 @@ def test_resumed_learner_is_bitwise_equal(
 
 
 def test_replayed_steps_are_bitwise_equal(tiny: Make, make_groups: Make) -> None:
-    course, learners = Course(tiny, make_groups, 0.05), []
+    course, learners = TrainingCourse(tiny, make_groups, 0.05), []
     for _ in range(2):
         learner = course.learner()
         course.take(learner, 1, NUM_SFT + NUM_GRPO)
@@ -120,7 +120,7 @@ def test_replayed_steps_are_bitwise_equal(tiny: Make, make_groups: Make) -> None
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_resume_twice_equals_resume_once(tiny: Make, make_groups: Make, tmp_path: Path, kl: float) -> None:
     """A new learner resumes for every step."""
-    course = Course(tiny, make_groups, kl)
+    course = TrainingCourse(tiny, make_groups, kl)
     for step in range(1, NUM_SFT + NUM_GRPO + 1):
         learner = course.learner()
         assert resume(learner, tmp_path / "parts") == step - 1
@@ -132,11 +132,11 @@ def test_resume_twice_equals_resume_once(tiny: Make, make_groups: Make, tmp_path
 
 
 def test_resume_reloads_initial_reference(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
-    course = Course(tiny, make_groups, 0.05, num_sft=0)
+    course = TrainingCourse(tiny, make_groups, 0.05, num_sft=0)
     whole = course.learner()
     course.take(whole, 1, 2)
     path = save(whole, tmp_path, 2)
-    assert not SavedState.of(found_in(path)).has("reference/"), "it is the initial model"
+    assert not SavedState.of(found_in(path)).has("reference/"), "the reference is the initial model"
     again = course.learner()
     resume(again, tmp_path)
     assert course.take(whole, 3, 4) == course.take(again, 3, 4)
@@ -144,7 +144,7 @@ def test_resume_reloads_initial_reference(tiny: Make, make_groups: Make, tmp_pat
 
 
 def test_resume_continues_random_numbers(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
-    learner = Course(tiny, make_groups, 0.0).learner()
+    learner = TrainingCourse(tiny, make_groups, 0.0).learner()
     np.random.standard_normal()
     save(learner, tmp_path, 0)
 
@@ -157,7 +157,7 @@ def test_resume_continues_random_numbers(tiny: Make, make_groups: Make, tmp_path
 
 
 def test_state_store_keeps_newest_two(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
-    course = Course(tiny, make_groups, 0.0)
+    course = TrainingCourse(tiny, make_groups, 0.0)
     learner = course.learner()
     (tmp_path / ".version-1.saving-abc").mkdir()
     for version in (2, 4, 9, 10):
@@ -186,7 +186,7 @@ def empty(file: Path) -> None:
 def test_newest_state_skips_damaged(
     tiny: Make, make_groups: Make, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    course = Course(tiny, make_groups, 0.05, num_sft=1)
+    course = TrainingCourse(tiny, make_groups, 0.05, num_sft=1)
     learner = course.learner()
     for step in (1, 2, 3):
         course.step(learner, step)
@@ -201,14 +201,14 @@ def test_newest_state_skips_damaged(
 
 
 def test_newest_state_skips_misnamed(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
-    learner = Course(tiny, make_groups, 0.0).learner()
+    learner = TrainingCourse(tiny, make_groups, 0.0).learner()
     path = save(learner, tmp_path, 3)
     shutil.copytree(path, tmp_path / "version-7")
     assert found_in(tmp_path).state.version == 3
 
 
 def test_newest_state_of_empty_storage_is_none(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
-    course = Course(tiny, make_groups, 0.0)
+    course = TrainingCourse(tiny, make_groups, 0.0)
     learner = course.learner()
     before = held(learner)
     assert resume(learner, tmp_path / "nowhere") == 0
@@ -237,16 +237,16 @@ def test_resume_state_of_other_model_is_refused(
 
 
 def test_state_header_content(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
-    course = Course(tiny, make_groups, 0.05)
+    course = TrainingCourse(tiny, make_groups, 0.05)
     learner = course.learner()
     course.take(learner, 1, NUM_SFT + 1)
     learner.next_prompt = 17
     path = save(learner, tmp_path, NUM_SFT + 1)
-    told = json.loads((path / "state.json").read_text())["state"]
-    assert told["trainer"] == {"kind": "rl", "num_steps": 1, "total_steps": NUM_GRPO, "begun_at": NUM_SFT}
-    assert told["next_prompt"] == 17
-    assert told["metrics"]["loss"] == learner.metrics["loss"]
-    assert set(told["digests"]) == {file.name for file in (path / "parts").iterdir()}
+    reported = json.loads((path / "state.json").read_text())["state"]
+    assert reported["trainer"] == {"kind": "rl", "num_steps": 1, "total_steps": NUM_GRPO, "begun_at": NUM_SFT}
+    assert reported["next_prompt"] == 17
+    assert reported["metrics"]["loss"] == learner.metrics["loss"]
+    assert set(reported["digests"]) == {file.name for file in (path / "parts").iterdir()}
     sections = {name.partition("/")[0] for name in SavedTensors(Storage(str(path)).fs, f"{path}/parts").shapes()}
     assert sections == {"weights", "trainer", "reference", "random"}
 
@@ -254,7 +254,7 @@ def test_state_header_content(tiny: Make, make_groups: Make, tmp_path: Path) -> 
 def test_equal_states_write_equal_files(tiny: Make, make_groups: Make, tmp_path: Path) -> None:
     digests = []
     for name in ("one", "other"):
-        course = Course(tiny, make_groups, 0.0, num_sft=0)
+        course = TrainingCourse(tiny, make_groups, 0.0, num_sft=0)
         learner = course.learner()
         course.take(learner, 1, 2)
         torch.manual_seed(0)
@@ -295,8 +295,8 @@ def test_killed_writer_leaves_intact_state(tmp_path: Path, num: int) -> None:
                 last = int(line.removeprefix("wrote "))
     with capture_logs() as lines:
         found = found_in(tmp_path)
-    assert found.state.version in (last, last + 1), "the one after may have got its name, and not yet said so"
-    assert lines == [], "nothing that has a name is damaged"
+    assert found.state.version in (last, last + 1), "the next state may have been renamed before it was reported"
+    assert lines == [], "all renamed states must be intact"
     weights = {"w": torch.zeros(500_000)}
     SavedState.of(found).restore("weights/", weights)
     assert torch.equal(weights["w"], torch.full((500_000,), float(found.state.version)))

@@ -131,11 +131,13 @@ def test_s3_killed_writer_keeps_previous_state(store: Store, delay_objects: int)
     assert version >= 2
     assert value == float(version)
     unfinished = {line["reason"] for line in lines}
-    assert unfinished <= {"it has no state.json"}, "what has a manifest is whole"
+    assert unfinished <= {"it has no state.json"}, "a state with a manifest must be complete"
     states = StateStore(store.storage("states"))
     write(states, version + 1, 9.0)
     assert value_of(newest_state(states.storage)) == (version + 1, 9.0)
-    assert states.storage.names() == [f"version-{version}", f"version-{version + 1}"], "nothing of it is left"
+    assert states.storage.names() == [f"version-{version}", f"version-{version + 1}"], (
+        "all files of the incomplete state are removed"
+    )
 
 
 def test_s3_next_save_removes_incomplete_folders(store: Store) -> None:

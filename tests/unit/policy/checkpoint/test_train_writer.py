@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from forks import forked
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from state_writers import write_or_read_shards
 from structlog.testing import capture_logs
 
@@ -69,13 +70,13 @@ def test_state_store_missing_metric_is_logged(tmp_path: Path) -> None:
     assert [(line["metric"], line["available"]) for line in lines] == [("loss", ["reward_mean"])]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(2, 4))
 def test_state_store_keeps_newest_written_states(tmp_path_factory: Any, versions: list[int], max_keep: int) -> None:
     states = StateStore(Storage(str(tmp_path_factory.mktemp("states"))), max_keep=max_keep)
     for value, version in enumerate(versions):
         write(states, version, float(value))
-        # Those after it are of a life of the policy that found them damaged, or they would have been begun from.
+        # Later states were found damaged when the policy started; otherwise it would have resumed from them.
         assert f"version-{version}" in kept(states)
         assert sum(int(name[8:]) <= version for name in kept(states)) <= max_keep
     found = newest_state(states.storage)
@@ -90,7 +91,7 @@ def test_host_buffers_copy_is_independent() -> None:
     first = room.take({"w": tensor})["w"]
     tensor += 1
     assert first.tolist() == [0.0] * 4
-    assert room.take({"w": tensor})["w"].data_ptr() == first.data_ptr(), "the room is taken again"
+    assert room.take({"w": tensor})["w"].data_ptr() == first.data_ptr(), "the buffer is reused"
     assert room.take({"w": torch.zeros(5)})["w"].shape == (5,)
 
 
@@ -174,15 +175,15 @@ def no_failure(future: Future[None]) -> None:
 
 
 def test_writer_next_save_waits() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     gate, outcomes = Gate(), list[WriteOutcome]()
-    saver = BackgroundWriter(30.0, no_failure, lambda: told.extend(wait.what for wait in saver.waits(0.0)))
+    saver = BackgroundWriter(30.0, no_failure, lambda: reported.extend(wait.what for wait in saver.waits(0.0)))
     saver.begin("the state of version 3", gate.write, outcomes.append)
     assert gate.begun.wait(30.0)
-    assert saver.waits(0.0) == (), "nobody waits for it"
+    assert saver.waits(0.0) == (), "the writer reports no wait"
     with pytest.raises(ConfigError, match="the state of version 3 is not written after 0 s: check the storage"):
         saver.wait(0.001)
-    assert told == ["the state of version 3 to be written"]
+    assert reported == ["the state of version 3 to be written"]
     assert outcomes == []
     gate.open.set()
     saver.wait()
@@ -229,7 +230,7 @@ def test_dcp_tensors_of_two_ranks_are_readable_by_any_number(tmp_path: Path) -> 
     for size in (1, 3):
         ranks(tmp_path, "read", size)
     read = SavedTensors(Storage(str(tmp_path)).fs, f"{tmp_path}/parts").read("weights/")
-    assert torch.equal(read["a"], torch.arange(35.0).reshape(7, 5)), "nor needs it ranks at all"
+    assert torch.equal(read["a"], torch.arange(35.0).reshape(7, 5)), "reading needs no process group"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])

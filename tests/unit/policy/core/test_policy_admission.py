@@ -74,7 +74,7 @@ def test_admission_restarted_policy_can_publish_its_version() -> None:
     assert progress.objection(publish(7)) is None
     assert progress.objection(publish(6)) == "version 6 cannot be published: this policy holds version 7"
     step = TrainStep(lease="train:8:0", step=8, groups=GROUPS, published=7)
-    assert progress.must_wait(step), "its predecessor's snapshot went with it"
+    assert progress.must_wait(step), "the snapshot was lost with the previous process"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_admission_held_step_expires_with_reason() -> None:
     (wait,) = progress.waits(100.0)
     assert (wait.since_s, wait.seconds_left, wait.on) == (0.0, 60.0, "controller")
     assert wait.what == "the command to publish version 3, before step 4"
-    assert progress.expire(100.0) == [], "from here it counts"
+    assert progress.expire(100.0) == [], "the wait counts from here"
     (wait,) = progress.waits(130.0)
     assert (wait.since_s, wait.seconds_left) == (30.0, 30.0)
     assert progress.expire(159.0) == []
@@ -131,7 +131,7 @@ def test_admission_held_step_expires_with_reason() -> None:
     assert reason.startswith("step 4 waited 60 s for the publication of version 3, whose snapshot must be taken before")
     assert progress.waits(160.0) == ()
     progress.published = 3
-    assert progress.take_ready() == [], "it was given back"
+    assert progress.take_ready() == [], "the step was returned"
 
 
 def test_admission_held_steps_have_separate_deadlines() -> None:

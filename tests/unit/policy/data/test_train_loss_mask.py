@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from plain_rl import (
     ALGORITHMS,
@@ -24,6 +23,7 @@ from plain_rl import (
     near,
     plain_loss,
 )
+from property_tests import examples
 from torch import Tensor
 
 from starling.common.errors import ConfigError, WireError
@@ -133,7 +133,7 @@ def test_loss_mask_of_ones_equals_no_mask(tiny: Make, make_groups: Make) -> None
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-@examples(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), budget=st.integers(1, 60), share=st.booleans())
 def test_loss_mask_is_independent_of_packing(
     tiny: Make, make_groups: Make, data: st.DataObject, budget: int, share: bool

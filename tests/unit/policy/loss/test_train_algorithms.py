@@ -60,14 +60,14 @@ def test_step_equals_plain_reference(tiny: Make, make_groups: Make, name: str) -
     expected = plain_loss(name, plain, groups)
     expected.backward()  # type: ignore[no-untyped-call]
     for budget, share in WAYS:
-        # In double precision but for the log-probabilities, so that only the step's own rounding is left.
+        # In double precision except for log-probabilities, so that only the step's own rounding remains.
         model = tiny().double()
         chosen = settings(AlgorithmSettings(name=name), budget, share)
         metrics = RlTrainer(model, chosen, total_steps=1).step(groups, step=1)
         assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-7, rel=1e-6)
         assert (metrics["num_microbatches"] == 1.0) == (budget == 10_000)
         assert_same_gradients(model, plain, 1e-6)
-        assert 0.0 < metrics[BOUNDED.get(name, "clip_fraction")] < 1.0, "no bound is tested"
+        assert 0.0 < metrics[BOUNDED.get(name, "clip_fraction")] < 1.0, "the rollouts must exceed the bounds"
     assert ("dual_clip_fraction" in metrics) == (name == "dual_clip")
     assert metrics.get("dual_clip_fraction", 1.0) > 0.0
     single = tiny()

@@ -83,7 +83,9 @@ def test_algorithms_page_invalid_recipe_is_detected(tmp_path: Path) -> None:
 def test_algorithms_page_explains_every_setting() -> None:
     explained = set(re.findall(r"`([a-z0-9_]+)`", PAGE))
     settings = (AlgorithmSettings, DpoSettings, RewardModelSettings)
-    wanted = {name for section in settings for name in section.model_fields}
-    wanted |= {*get_args(Aggregate), *get_args(KlKind)}
-    wanted |= {one for name in ("kind", "level") for one in get_args(CorrectionSettings.model_fields[name].annotation)}
-    assert sorted(wanted - explained) == []
+    names_of_settings = {name for section in settings for name in section.model_fields}
+    names_of_settings |= {*get_args(Aggregate), *get_args(KlKind)}
+    names_of_settings |= {
+        one for name in ("kind", "level") for one in get_args(CorrectionSettings.model_fields[name].annotation)
+    }
+    assert sorted(names_of_settings - explained) == []

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from structlog.testing import capture_logs
 from torch import Tensor
 
@@ -193,7 +194,7 @@ def test_token_logprobs_model_copy_uses_its_own_weights() -> None:
     assert not torch.equal(token_logprobs(model, inputs, chunk_tokens=5)[0], before)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(
     num_tokens=st.integers(1, 70),
     vocabulary=st.integers(2, 150),

@@ -109,8 +109,10 @@ def test_distillation_step_equals_plain_reference(
     metrics = RlTrainer(model, settings, total_steps=1).step(groups, step=1, temperature=divisor)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-6, abs=1e-7)
     assert metrics["num_trained_tokens"] == sum(map(sum, (group.lengths for group in groups)))
-    told = np.concatenate([group.logprobs - group.teacher.logprobs for group in groups if group.teacher is not None])
-    assert metrics["teacher_kl"] == pytest.approx(float(told.mean()), rel=1e-5)
+    differences = np.concatenate(
+        [group.logprobs - group.teacher.logprobs for group in groups if group.teacher is not None]
+    )
+    assert metrics["teacher_kl"] == pytest.approx(float(differences.mean()), rel=1e-5)
     for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None

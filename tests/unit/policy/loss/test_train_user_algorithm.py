@@ -39,15 +39,17 @@ def test_user_algorithm_of_docs_learns(name: str, tiny: Callable[..., Any]) -> N
         algorithm=AlgorithmSettings(name=name, options={"keep": 1}),
     )
     trainer = RlTrainer(model, settings, total_steps=12)
-    prompt, wanted = np.array([5, 6], np.int32), 9
+    prompt, rewarded_token = np.array([5, 6], np.int32), 9
 
     def likelihood() -> float:
         with torch.no_grad():
-            return float(model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].softmax(-1)[wanted])
+            return float(
+                model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].softmax(-1)[rewarded_token]
+            )
 
     before = likelihood()
     for step in range(1, 13):
-        ids = np.array([wanted, 3, 4, 7], np.int32)
+        ids = np.array([rewarded_token, 3, 4, 7], np.int32)
         with torch.no_grad():
             logprobs = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
         drawn = logprobs[torch.from_numpy(ids.astype(np.int64))].numpy()

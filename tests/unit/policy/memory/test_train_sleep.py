@@ -20,7 +20,7 @@ def test_offload_restores_views_and_shared_memory() -> None:
     rows, tied = whole.view(3, 4), whole[4:8]
     kept = rows.clone()
     offload = DeviceOffload(("cpu",))
-    assert offload.offload([whole, rows, tied, torch.empty(0)]) == 48, "one memory behind three tensors"
+    assert offload.offload([whole, rows, tied, torch.empty(0)]) == 48, "three tensors share one storage"
     assert whole.untyped_storage().nbytes() == 0
     assert offload.offload([whole]) == 0
     offload.restore()
@@ -46,7 +46,7 @@ def test_learner_that_slept_makes_the_same_versions(tiny: Make, make_groups: Mak
         for learner in (steady, sleeper):
             learner.reinforce(make_groups([(6, [4, 1]), (3, [2, 5])], seed=step), step=step, num_steps=3)
         num_bytes = sum(tensor.nbytes for tensor in sleeper.tensors.values())
-        assert sleeper.sleep() > 2 * num_bytes, "the moments of the optimizer go too"
+        assert sleeper.sleep() > 2 * num_bytes, "the optimizer's moments are offloaded, too"
         assert sleeper.asleep
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in sleeper.tensors.values())
         sleeper.wake()

@@ -41,7 +41,7 @@ def counted(model: Any, lengths: list[int]) -> float:
     with FlopCounterMode(display=False) as counter:
         for length in lengths:
             embedded = model.get_input_embeddings()(torch.arange(length)[None] % 50)
-            # What leads to the embeddings is asked for, as where they are trained; of frozen weights it is not.
+            # Gradients with respect to embeddings are computed if they are trained, and not if they are frozen.
             model(inputs_embeds=embedded.detach().requires_grad_(), use_cache=False).logits.sum().backward()
     return float(counter.get_total_flops())
 

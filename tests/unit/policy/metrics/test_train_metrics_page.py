@@ -46,10 +46,10 @@ def test_metrics_page_lists_every_metric(tiny: Callable[..., Any], make_groups: 
         **effective_sample_size(np.zeros(2), np.zeros(2), [2]),
         **staleness_shares(np.arange(3)),
     }
-    told, _ = watch.end(1, {**reinforced, **measured, FLOPS: 1.0})
+    reported, _ = watch.end(1, {**reinforced, **measured, FLOPS: 1.0})
     example = SftExample(np.array([1, 2], dtype=np.int32), np.array([3], dtype=np.int32))
     supervised = SftTrainer(model, settings, total_steps=1).step([example])
-    names = {*told, *supervised, "score/x", "reward_min", "reward_max", "completion_tokens_mean", "num_discarded"}
+    names = {*reported, *supervised, "score/x", "reward_min", "reward_max", "completion_tokens_mean", "num_discarded"}
     names |= {"num_env_errors", "turns_mean", "env/x"}
     assert sorted(name for name in names if not is_listed(name)) == []
     assert not is_listed("no_such_metric")

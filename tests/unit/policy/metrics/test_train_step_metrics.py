@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from plain_rl import ALGORITHMS, CUT, RAGGED, gradients, logprobs_of, near
+from property_tests import examples
 from torch import Tensor
 from vocabulary import VOCABULARY
 
@@ -50,7 +50,7 @@ def aged(model: Any, make_groups: Make) -> list[ScoredGroup]:
     return [*groups[:2], replace(groups[2], versions=np.full_like(groups[2].versions, 3)), groups[3]]
 
 
-class Told:
+class ExpectedMetrics:
     """Expected metrics of some groups, by a loop over completions."""
 
     def __init__(self, model: Any, groups: Sequence[ScoredGroup], begun_with: int) -> None:
@@ -101,10 +101,10 @@ def test_step_mismatch_uses_weights_at_start_of_step(
     """Over all tokens if they were computed before an update, otherwise over those of the first update."""
     model = tiny()
     groups = aged(model, make_groups)
-    told = Told(model, [groups[index] for index in known], begun_with=6)
-    assert 0 < len(told.fresh) < len(told.differences)
+    expected_metrics = ExpectedMetrics(model, [groups[index] for index in known], begun_with=6)
+    assert 0 < len(expected_metrics.fresh) < len(expected_metrics.differences)
     metrics = RlTrainer(model, settings(30, **chosen), total_steps=9).step(groups, step=7)
-    told.check(metrics)
+    expected_metrics.check(metrics)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
@@ -203,7 +203,7 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 SHAPE = st.tuples(st.integers(1, 8), LENGTHS)
 
 
-@examples(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(SHAPE, min_size=1, max_size=4).filter(lambda shapes: any(any(lengths) for _, lengths in shapes)),
     budget=st.integers(1, 80),
@@ -255,9 +255,9 @@ def alone(group: ScoredGroup) -> list[ScoredGroup]:
 
 def test_step_entropy_is_of_sampling_distribution(tiny: Make, make_groups: Make) -> None:
     """It is lower at a lower temperature, and the logarithm of the vocabulary if uniform."""
-    told = []
+    entropies = []
     for temperature in (0.25, 1.0, 1e6):
         trainer = RlTrainer(tiny(), settings(30), total_steps=9)
-        told.append(trainer.step(make_groups(RAGGED), step=1, temperature=temperature)["entropy"])
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(math.log(VOCABULARY), rel=1e-5)
+        entropies.append(trainer.step(make_groups(RAGGED), step=1, temperature=temperature)["entropy"])
+    assert entropies == sorted(entropies)
+    assert entropies[-1] == pytest.approx(math.log(VOCABULARY), rel=1e-5)

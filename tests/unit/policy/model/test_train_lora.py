@@ -200,7 +200,7 @@ def test_base_is_identified_by_digest(tiny: Make) -> None:
         return base_digest(adapted(base, settings), settings)
 
     known = digest(tiny())
-    assert digest(tiny(), merged=True, init="gaussian") == known, "neither changes what the adapters are on"
+    assert digest(tiny(), merged=True, init="gaussian") == known, "neither changes the base weights"
     others = [digest(tiny(seed=1)), digest(tiny().to(torch.bfloat16)), digest(tiny(), alpha=31.0)]
     others += [digest(tiny(), rslora=True), digest(tiny(), alpha_pattern={"q_proj": 1.0})]
     assert len({known, *others}) == 6
@@ -337,7 +337,7 @@ def test_frozen_parameters_do_not_change(tiny: Make) -> None:
     loss(model).backward()
     optimizer.apply(1.0)
     after = version_tensors(model)
-    assert after.keys() == before.keys(), "what is frozen travels too"
+    assert after.keys() == before.keys(), "frozen parameters are part of a version, too"
     same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert same == {name for name in before if "layers.0." in name or "embed" in name}
 

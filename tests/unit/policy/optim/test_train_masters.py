@@ -88,7 +88,7 @@ def test_masters_sum_microbatches_in_float32() -> None:
         for name, gradient in accumulate(model, seed).items():
             sums[name] += gradient
             rounded[name] += gradient
-        assert all(parameter.grad is None for parameter in model.parameters()), "it is freed at once"
+        assert all(parameter.grad is None for parameter in model.parameters()), "the gradient is freed at once"
     norm = optimizer.apply(1.0).grad_norm
     total = sum(float(gradient.double().square().sum()) for gradient in sums.values()) ** 0.5
     assert norm == pytest.approx(total, rel=1e-6)

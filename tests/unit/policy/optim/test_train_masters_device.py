@@ -24,7 +24,7 @@ from starling.policy.train.sft import SftTrainer
 torch.set_num_threads(1)
 
 ELSEWHERE = torch.device("cpu")
-"""Given by name, it is taken for another device, though the memory is the same."""
+"""A device with an explicit index is treated as another device, although the memory is the same."""
 
 
 def make(model: torch.nn.Module, where: torch.device | None = ELSEWHERE, **changes: object) -> ModelOptimizer:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor
 
 from starling.policy.settings.optimizer import OptimizerSettings
@@ -32,7 +33,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(rows=st.integers(1, 24), columns=st.integers(1, 24), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
 def test_orthogonalised_changes_only_singular_values(rows: int, columns: int, scale: float, seed: int) -> None:
     matrix = scale * draw(rows, columns, seed=seed)

@@ -36,8 +36,8 @@ def settings(**changes: float) -> PolicySettings:
 
 def reinforce(learner: Learner, make_groups: Make, step: int, **changes: float) -> dict[str, float]:
     groups = make_groups(SHAPES, seed=step, version=step - 1)
-    told = {f"policy.{key.replace('__', '.')}": value for key, value in changes.items()}
-    return learner.reinforce(groups, step=step, num_steps=NUM_STEPS, changes=told)
+    settings_changes = {f"policy.{key.replace('__', '.')}": value for key, value in changes.items()}
+    return learner.reinforce(groups, step=step, num_steps=NUM_STEPS, changes=settings_changes)
 
 
 def supervise(learner: Learner, make_groups: Make, step: int, changes: dict[str, float]) -> dict[str, float]:
@@ -72,13 +72,13 @@ def test_changed_setting_equals_setting_in_recipe(
     recipe = Learner(lambda: tiny(), settings(**{key.rpartition(".")[2]: value}))
     resume(recipe, tmp_path)
     for step in (first, first + 1):
-        told = reinforce(learner, make_groups, step, **{key.replace(".", "__"): value})
-        assert told == reinforce(recipe, make_groups, step)
+        metrics = reinforce(learner, make_groups, step, **{key.replace(".", "__"): value})
+        assert metrics == reinforce(recipe, make_groups, step)
         reinforce(plain, make_groups, step)
     assert same(learner, recipe)
     assert not same(learner, plain), "the change must be seen in the weights for this to prove anything"
     if key != "optimizer.learning_rate":  # whose metric is the rate of the step, not its peak
-        assert told[key.rpartition(".")[2]] == value
+        assert metrics[key.rpartition(".")[2]] == value
 
 
 def test_changed_setting_applies_only_to_its_steps(tiny: Make, make_groups: Make) -> None:
@@ -92,8 +92,8 @@ def test_changed_setting_applies_only_to_its_steps(tiny: Make, make_groups: Make
 def test_kl_term_can_be_removed_and_added_again(tiny: Make, make_groups: Make) -> None:
     learner, other = (Learner(lambda: tiny(), settings(kl_coefficient=0.1)) for _ in range(2))
     without = Learner(lambda: tiny(), settings())
-    told = reinforce(learner, make_groups, 1, algorithm__kl_coefficient=0.0)
-    assert told == reinforce(without, make_groups, 1)
+    metrics = reinforce(learner, make_groups, 1, algorithm__kl_coefficient=0.0)
+    assert metrics == reinforce(without, make_groups, 1)
     assert same(learner, without)
     back = reinforce(learner, make_groups, 2)
     reinforce(other, make_groups, 1, algorithm__kl_coefficient=0.0)
@@ -125,8 +125,8 @@ def test_changed_learning_rate_applies_to_its_kind_of_step(tiny: Make, make_grou
     assert supervise(learner, make_groups, 2, changes)["learning_rate"] == 0.5
     learner = Learner(lambda: tiny(), settings())
     examples = [SftExample(group.prompt_ids, group.completion_ids) for group in make_groups(SHAPES, seed=1)]
-    told = learner.supervise(examples, num_steps=1, changes={"policy.sft.optimizer.max_grad_norm": 0.25})
-    assert told["max_grad_norm"] == 0.25
+    metrics = learner.supervise(examples, num_steps=1, changes={"policy.sft.optimizer.max_grad_norm": 0.25})
+    assert metrics["max_grad_norm"] == 0.25
 
 
 @pytest.mark.parametrize(

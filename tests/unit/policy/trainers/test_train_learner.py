@@ -92,7 +92,7 @@ def test_learner_after_broken_step_refuses_everything(tiny: Make, make_groups: M
             match=r"not a version, because a step failed between two updates \(the second loss failed\): restart",
         ):
             asked()  # type: ignore[operator]
-    assert Learner(tiny, PLAIN).resume(SavedState.of(find_state(str(path)))) == 1, "there a fresh process begins"
+    assert Learner(tiny, PLAIN).resume(SavedState.of(find_state(str(path)))) == 1, "a new process resumes from there"
 
 
 def test_learner_after_refused_step_continues(tiny: Make, make_groups: Make) -> None:

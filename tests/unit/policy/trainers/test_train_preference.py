@@ -61,13 +61,13 @@ def plain_dpo(model: Any, reference: Any, pairs: list[PreferencePair], settings:
 
 
 def assert_same_gradients(plain: torch.nn.Module, model: torch.nn.Module) -> None:
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert wanted
+    expected_gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert expected_gradients
     for name, parameter in model.named_parameters():
-        if name in wanted:
+        if name in expected_gradients:
             assert parameter.grad is not None, name
-            difference = torch.linalg.vector_norm(parameter.grad - wanted[name])
-            assert difference <= 2e-6 * torch.linalg.vector_norm(wanted[name]) + 1e-7, name
+            difference = torch.linalg.vector_norm(parameter.grad - expected_gradients[name])
+            assert difference <= 2e-6 * torch.linalg.vector_norm(expected_gradients[name]) + 1e-7, name
         else:
             assert parameter.grad is None or not parameter.grad.any(), name
 

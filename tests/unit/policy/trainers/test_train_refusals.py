@@ -163,7 +163,7 @@ def test_nan_loss_skips_the_step(tiny: Make, make_groups: Make, name: str, minib
     assert metrics["num_updates"] == minibatches
     assert math.isnan(metrics["loss"])
     assert_held(model, trainer, before)
-    assert trainer.optimizer.num_steps == 2  # the schedule goes on
+    assert trainer.optimizer.num_steps == 2  # skipped steps count for the schedule
     assert trainer.step(groups, step=3)["skipped_step"] == 0.0
 
 

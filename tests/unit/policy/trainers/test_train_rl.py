@@ -91,9 +91,9 @@ def test_step_equals_plain_reference(
     trainer = RlTrainer(model, chosen, total_steps=1, reference=other)
     metrics = trainer.step(groups, step=1, temperature=temperature)
     assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6)
-    wanted, found = gradients(plain), gradients(model)
-    assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
+    expected_gradients, found = gradients(plain), gradients(model)
+    assert expected_gradients.keys() == found.keys()
+    for name, gradient in expected_gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 

@@ -84,9 +84,9 @@ def plain_step(
 
 
 def assert_same_weights(model: torch.nn.Module, plain: torch.nn.Module) -> None:
-    wanted = dict(plain.named_parameters())
+    expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach().double(), wanted[name].detach(), rtol=0.0, atol=1e-6, msg=name)
+        torch.testing.assert_close(parameter.detach().double(), expected[name].detach(), rtol=0.0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(

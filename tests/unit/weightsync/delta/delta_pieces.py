@@ -40,7 +40,7 @@ def patchwork(rng: np.random.Generator, item_bytes: int, shares: tuple[float, ..
 
 
 def runs_at_block_ends(rng: np.random.Generator) -> tuple[Piece, Piece]:
-    """Return a piece of 6 blocks and its successor, which changes in runs that go on, or seem to, in the next block."""
+    """Return a piece of 6 blocks and its successor, with runs of changes that end at or cross block ends."""
     base = random_piece(rng, 6 * BLOCK, 2)
     new = base.copy()
     new[BLOCK - 300 : BLOCK + 400] ^= 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from delta_pieces import changed, random_piece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box, cut
@@ -35,7 +36,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.size, strict=True))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(80)
 @given(
     shape_and_part=parts(),
     seed=st.integers(0, 1 << 30),
@@ -55,11 +56,11 @@ def test_cut_of_a_delta_equals_the_delta_of_the_part(
     if whole.header.form == "dense":
         return
     encoded = cut(whole, Box(offset=(0,) * len(shape), size=shape), part)
-    held, wanted = base.reshape(shape).copy(), base.reshape(shape).copy()
+    held, expected = base.reshape(shape).copy(), base.reshape(shape).copy()
     inside = index_of(part)
-    wanted[inside] = new.reshape(shape)[inside]
+    expected[inside] = new.reshape(shape)[inside]
     apply_box(encoded.data, held[inside] if shape else held)
-    np.testing.assert_array_equal(held, wanted)
+    np.testing.assert_array_equal(held, expected)
     assert encoded.metrics.num_changed == int((new != base).reshape(shape)[inside].sum())
     if encoded.form == "delta":  # nothing is wasted: as large as if the part itself had been compared
         alone = encode(np.ascontiguousarray(new.reshape(shape)[inside]), base.reshape(shape)[inside].copy(), item_bytes)
@@ -75,9 +76,9 @@ def test_cut_of_boxes_across_windows() -> None:
     for part in (Box(offset=(0, 3), size=(3, 1000)), Box(offset=(1, 0), size=(2, shape[1]))):
         held = base.reshape(shape).copy()
         apply_box(cut(whole, Box(offset=(0, 0), size=shape), part).data, held[index_of(part)])
-        wanted = base.reshape(shape).copy()
-        wanted[index_of(part)] = new.reshape(shape)[index_of(part)]
-        np.testing.assert_array_equal(held, wanted)
+        expected = base.reshape(shape).copy()
+        expected[index_of(part)] = new.reshape(shape)[index_of(part)]
+        np.testing.assert_array_equal(held, expected)
 
 
 def test_dense_piece_fills_a_strided_box() -> None:

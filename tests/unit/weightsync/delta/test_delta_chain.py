@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from delta_pieces import Piece, changed, random_piece, versions
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.chain import apply_chain, compose
@@ -28,7 +29,7 @@ def links(pieces: list[Piece]) -> list[Encoded]:
 
 
 @given(versions(count=4))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_compose_equals_applying_both(pieces: list[Piece]) -> None:
     first, second, third = (encoded.data for encoded in links(pieces))
     together = compose(first, second)
@@ -50,7 +51,7 @@ def test_compose_equals_applying_both(pieces: list[Piece]) -> None:
 
 
 @given(versions(count=4))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_chain_equals_applying_its_deltas(pieces: list[Piece]) -> None:
     held = pieces[0].copy()
     apply_chain([encoded.data for encoded in links(pieces)], held, base_digest=digest_of(held.tobytes()))
@@ -142,7 +143,6 @@ def test_empty_chain_changes_nothing() -> None:
 
 
 @given(st.booleans(), st.booleans())
-@settings(deadline=None, derandomize=True)
 def test_unchanged_piece_passes_digests_on(first_known: bool, second_known: bool) -> None:
     base = random_piece(np.random.default_rng(0), 5000, 2)
     new = changed(np.random.default_rng(1), base, 0.01)

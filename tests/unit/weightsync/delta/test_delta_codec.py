@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from delta_pieces import Piece, changed, patchwork, random_piece, runs_at_block_ends, versions
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.changes import WINDOW
@@ -20,7 +21,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 @given(versions())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_apply_turns_the_base_into_the_new_piece(pieces: list[Piece]) -> None:
     base, new = pieces
     encoded = encode(new, base, new.itemsize)
@@ -41,7 +42,7 @@ def test_apply_turns_the_base_into_the_new_piece(pieces: list[Piece]) -> None:
 
 
 @given(versions())
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_scan_predicts_write_and_encode_writes_the_same(pieces: list[Piece]) -> None:
     base, new = pieces
     scanned = scan(new, base, new.itemsize)
@@ -167,7 +168,7 @@ def test_dense_when_much_changed_and_comparison_stops_early() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @given(seed=st.integers(0, 1000))
-@settings(max_examples=5, deadline=None, derandomize=True)
+@examples(5)
 def test_unaligned_memory(shift: int, seed: int) -> None:
     base = random_piece(rng(seed), BLOCK + 99, 4)
     new = changed(rng(seed + 1), base, 0.02)

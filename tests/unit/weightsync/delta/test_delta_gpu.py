@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from delta_pieces import Piece, changed, patchwork, random_piece, runs_at_block_ends, versions
-from hypothesis import given, settings
+from hypothesis import given
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.codec import apply, encode
@@ -46,7 +47,7 @@ def check(base: Piece, new: Piece) -> None:
 
 
 @given(versions())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 def test_bytes_equal_those_of_numpy(pieces: list[Piece]) -> None:
     check(*pieces)
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from delta_pieces import Piece, changed, patchwork, random_piece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.codec import apply, encode, scan, write
@@ -65,26 +66,24 @@ def test_intact_delta_is_accepted() -> None:
 
 
 @given(st.integers(0, len(DATA) - 1))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 def test_truncated_delta_is_refused(size: int) -> None:
     assert refused_or_inside(DATA[:size], BASE)
 
 
 @given(st.binary(min_size=1, max_size=20))
-@settings(deadline=None, derandomize=True)
 def test_trailing_bytes_are_refused(more: bytes) -> None:
     assert refused_or_inside(DATA + more, BASE)
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None, derandomize=True)
 def test_garbage_is_refused(data: bytes) -> None:
     assert refused_or_inside(data, BASE)
     assert refused_or_inside(DATA[: HEADER.size] + data, BASE)
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(150)
 def test_changed_bytes_never_write_outside_the_piece(data: st.DataObject) -> None:
     broken = bytearray(DATA)
     section = data.draw(st.sampled_from([(0, HEADER.size), *SECTIONS[:-1]]))

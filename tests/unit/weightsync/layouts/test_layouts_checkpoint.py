@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -255,7 +256,7 @@ def test_invalid_files_are_refused(tmp_path: Path, content: bytes, message: str)
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_corrupted_headers_never_read_outside_the_file(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever stands in the header, a file is refused or its tensors lie inside it."""
     header, _ = make_header(specs_of({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)}), {})

@@ -91,10 +91,10 @@ def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
 
 def pull(source: Mapping[str, torch.Tensor], live: dict[str, torch.Tensor], *, in_place: bool = False) -> None:
     """Publish `source` and bring it into `live`."""
-    held, wanted = layout_of(source, "policy-0"), layout_of(live, "rollout-0")
-    plan = make_plan(held, wanted, bucket_bytes=4096)
-    with Publisher(held, transport="local") as publisher:
-        puller = Puller(wanted)
+    source_layout, destination_layout = layout_of(source, "policy-0"), layout_of(live, "rollout-0")
+    plan = make_plan(source_layout, destination_layout, bucket_bytes=4096)
+    with Publisher(source_layout, transport="local") as publisher:
+        puller = Puller(destination_layout)
         offer = publisher.publish(1, source)
         puller.pull(offer, plan, deadline_s=DEADLINE_S, into=live if in_place else None)
         if not in_place:
@@ -179,11 +179,16 @@ def test_diffusers_loads_an_export(make: Callable[[], ModelMixin], tmp_path: Pat
     tensors = model.state_dict()
     specs = layout_of(tensors, "policy-0").tensors
     with create_folder(tmp_path / "out", specs, stem=STEM, max_file_bytes=20_000) as folder:
-        held, wanted = layout_of(tensors, "policy-0"), folder.layout("export")
+        source_layout, destination_layout = layout_of(tensors, "policy-0"), folder.layout("export")
         files = {name: torch.from_numpy(memory) for name, memory in folder.memories.items()}
-        with Publisher(held, transport="local") as publisher:
-            puller = Puller(wanted)
-            puller.pull(publisher.publish(1, tensors), make_plan(held, wanted), deadline_s=DEADLINE_S, into=files)
+        with Publisher(source_layout, transport="local") as publisher:
+            puller = Puller(destination_layout)
+            puller.pull(
+                publisher.publish(1, tensors),
+                make_plan(source_layout, destination_layout),
+                deadline_s=DEADLINE_S,
+                into=files,
+            )
             puller.close()
         del files
         folder.add_file("config.json", (tmp_path / "config" / "config.json").read_bytes())

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -117,7 +118,7 @@ def sharded(dims: int) -> st.SearchStrategy[Placement]:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_placements_agree_with_dtensor(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
@@ -139,7 +140,7 @@ def test_placements_agree_with_dtensor(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_mesh_holds_each_element_equally_often(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.sampled_from((2, 4)), min_size=1, max_size=2)))

@@ -27,7 +27,7 @@ def test_collapse_keeps_the_content_and_the_last_view_unmaps(size: int) -> None:
     content = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     memory[:] = content
     done = collapse(memory, lambda: False)
-    assert done in (0, size // HUGE_BYTES * HUGE_BYTES)  # kernels that cannot do it leave everything as it is
+    assert done in (0, size // HUGE_BYTES * HUGE_BYTES)  # kernels without support change nothing
     np.testing.assert_array_equal(memory, content)
     assert os.pread(descriptor, size, 0) == content.tobytes()
     view = memory[size // 2 :]

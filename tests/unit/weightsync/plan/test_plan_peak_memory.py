@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_pair import layouts
+from property_tests import examples
 from puller_models import Model
 
 from starling.weightsync.memory.arena import Arena
@@ -79,7 +80,7 @@ def check_peaks(source: Layout, destination: Layout, bucket_bytes: int, *, in_pl
         assert min(together, MAX_PACKING_BYTES) <= peaks["ucx"].packing_bytes <= 4 * sum(map(max, most))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(
     seed=st.integers(0, 1 << 30),
     num_sources=st.integers(1, 4),
@@ -162,7 +163,7 @@ def test_is_contiguous_agrees_with_numpy(shape: list[int], cuts: list[tuple[int,
     item_bytes=st.sampled_from([1, 2, 8]),
     salt=st.integers(0, 40),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_sampled_digest_is_independent_of_strides(rows: int, columns: int, item_bytes: int, salt: int) -> None:
     draw = np.random.default_rng(rows * columns + salt)
     wide = draw.integers(0, 256, rows * (columns + 7) * item_bytes, np.uint8).view(f"u{item_bytes}")
@@ -176,7 +177,7 @@ def test_sampled_digest_is_independent_of_strides(rows: int, columns: int, item_
     columns=st.sampled_from([0, 1, 700_000]),
     item_bytes=st.sampled_from([1, 4]),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_digest_during_the_copy_equals_the_digest_of_the_box(
     shape: tuple[int, ...], columns: int, item_bytes: int
 ) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from plan_cases import Memory, carry_out, filled, pairs, topologies
+from property_tests import examples
 from test_weights_plan import whole
 
 from starling.common.errors import WeightsError
@@ -28,7 +29,7 @@ def held_pieces(layout: Layout) -> dict[int, tuple[object, ...]]:
 
 
 @given(pairs(), topologies(), bucket_sizes)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_executed_plan_equals_slicing_the_model(
     pair: tuple[Layout, Layout], topology: Topology | None, bucket_bytes: int
 ) -> None:
@@ -44,7 +45,7 @@ def test_executed_plan_equals_slicing_the_model(
 
 
 @given(pairs(), topologies(), bucket_sizes, st.integers(1, 3))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 def test_plan_bytes_equal_the_bytes_of_its_transfers(
     pair: tuple[Layout, Layout], topology: Topology | None, bucket_bytes: int, in_flight: int
 ) -> None:
@@ -67,7 +68,7 @@ def test_plan_bytes_equal_the_bytes_of_its_transfers(
 
 
 @given(pairs(), topologies())
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_plan_of_one_rank_equals_its_part_of_the_whole(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
     source, destination = pair
     plan = make_plan(source, destination, topology=topology, bucket_bytes=256)
@@ -82,7 +83,7 @@ def test_plan_of_one_rank_equals_its_part_of_the_whole(pair: tuple[Layout, Layou
 
 
 @given(pairs(), topologies())
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_only_the_nearest_copies_serve(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
     source, destination = pair
     plan = make_plan(source, destination, topology=topology)
@@ -98,7 +99,7 @@ def test_only_the_nearest_copies_serve(pair: tuple[Layout, Layout], topology: To
 
 
 @given(pairs(), topologies())
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_compact_layouts_give_the_same_plan(pair: tuple[Layout, Layout], topology: Topology | None) -> None:
     source, destination = pair
     plan = make_plan(source, destination, topology=topology)
@@ -132,7 +133,7 @@ def brings_everything(plan: Plan, source: Layout, destination: Layout) -> bool:
 
 @pytest.mark.parametrize("name", [*COLUMNS, "part_boxes"])
 @given(pairs(), st.data())
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 def test_corrupted_plan_is_harmless_or_refused(name: str, pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=256)
@@ -156,7 +157,7 @@ def test_corrupted_plan_is_harmless_or_refused(name: str, pair: tuple[Layout, La
 
 
 @given(pairs(), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_garbage_is_refused_with_one_sentence(pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     plan = make_plan(*pair, bucket_bytes=256)
     wire = bytearray(encode(plan))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import topologies
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.compact import CompactLayout, check_compact, make_tensor_split
@@ -138,7 +139,7 @@ def test_detect_topology_of_this_machine(tmp_path: Path) -> None:
     st.integers(1, 6),
     st.integers(1, 4),
 )
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(40)
 def test_copies_are_balanced_to_within_one_piece(
     tensors: list[tuple[int, int]], num_copies: int, num_destinations: int
 ) -> None:
@@ -171,7 +172,7 @@ def random_replicas(draw: st.DrawFn) -> list[list[Place]]:
 
 
 @given(st.data(), topologies(), st.lists(st.integers(1, 100), max_size=40))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(50)
 def test_every_replica_gets_every_bucket_and_the_publisher_sends_one_model(
     data: st.DataObject, topology: Topology | None, sizes: list[int]
 ) -> None:

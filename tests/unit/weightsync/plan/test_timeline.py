@@ -57,13 +57,13 @@ def test_bottleneck_is_named(changes: dict[str, float], bottleneck: str) -> None
 
 
 def test_time_split_of_several_publications() -> None:
-    rounds = [
+    publications = [
         PublicationTimeline(
             version=1, publish_s=0.01, offer_s=0.5, adoptions=(adoption(), adoption(read_s=0.3, attested=False))
         ),
         PublicationTimeline(version=2, publish_s=0.03, adoptions=(adoption(read_s=0.7),)),
     ]
-    split = time_split(rounds)
+    split = time_split(publications)
     assert split is not None
     assert (split.num_publications, split.num_adoptions, split.num_unproven) == (2, 3, 1)
     assert split.parts["read"] == 0.5
@@ -87,7 +87,9 @@ def test_chrome_trace_is_ordered() -> None:
     assert [event["name"] for event in slices] == list(PARTS[:-1])
     for event, following in itertools.pairwise(slices):
         assert following["ts"] == pytest.approx(event["ts"] + event["dur"])
-    assert slices[-1]["ts"] + slices[-1]["dur"] == pytest.approx(1e6), "it ends when the controller knew of it"
+    assert slices[-1]["ts"] + slices[-1]["dur"] == pytest.approx(1e6), (
+        "the adoption ends when the controller has recorded it"
+    )
 
 
 def test_timelines_are_read_from_the_metrics_of_a_run() -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.boxes import (
@@ -113,7 +114,7 @@ def carry_out(plan: Plan, source: Layout, destination: Layout) -> None:
 
 
 @given(pairs(), st.integers(64, 400))
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_every_destination_element_arrives_once(pair: tuple[Layout, Layout], bucket_bytes: int) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=bucket_bytes)
@@ -129,7 +130,7 @@ def test_every_destination_element_arrives_once(pair: tuple[Layout, Layout], buc
 
 
 @given(pairs())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_plans_are_deterministic_and_serialisable(pair: tuple[Layout, Layout]) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=256)
@@ -161,7 +162,7 @@ MUTATIONS: dict[str, Callable[[Transfer], tuple[Transfer, ...]]] = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @given(pairs(), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_mutated_plan_is_detected(mutation: str, pair: tuple[Layout, Layout], data: st.DataObject) -> None:
     source, destination = pair
     plan = make_plan(source, destination, bucket_bytes=128)

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 from puller_models import Model, Storages, equal, evolved, local, publish, publishers, zeros
 from transport_peers import served_transports
 
@@ -274,7 +275,7 @@ def test_changes_report_the_changed_elements_of_a_version() -> None:
         assert (total.num_changed, total.num_compared) == (1, tensor.numel())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@examples(15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     num_sources=st.integers(1, 3),

@@ -94,10 +94,10 @@ def test_pull_without_fallback_names_the_reason(world: World) -> None:
 
 def poison(publisher: Publisher) -> None:
     """Make a source send wrong digests, as if every payload were corrupted on the way."""
-    publisher._source.cache = lambda snapshot: Liar()  # type: ignore[method-assign,assignment,return-value]
+    publisher._source.cache = lambda snapshot: WrongDigests()  # type: ignore[method-assign,assignment,return-value]
 
 
-class Liar:
+class WrongDigests:
     def get_or_compute(self, key: object, compute: Callable[[], bytes]) -> bytes:
         return bytes(b ^ 1 for b in compute())
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 from puller_models import Model, equal, local, publish, publishers, zeros
 from transport_peers import served_transports
 
@@ -21,7 +22,7 @@ DEADLINE_S = 30.0
 TRANSPORTS: tuple[Transport, ...] = ("local", *served_transports())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@examples(15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     num_sources=st.integers(1, 4),

@@ -26,7 +26,7 @@ Storages = dict[str, torch.Tensor]
 
 
 class Threads:
-    """Ranks that are threads: each leaves its messages on a table, and takes those meant for it."""
+    """Ranks that are threads and exchange messages through a shared table."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -8,8 +8,9 @@ import itertools
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import Box, TensorSpec
@@ -115,7 +116,7 @@ def splits(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box], QuantSpec]:
 
 
 @given(splits())
-@settings(max_examples=250, deadline=None, derandomize=True)
+@examples(120)
 def test_any_split_gives_the_bits_of_the_whole(case: tuple[torch.Tensor, list[Box], QuantSpec]) -> None:
     tensor, boxes, spec = case
     full = quantise(tensor, spec)

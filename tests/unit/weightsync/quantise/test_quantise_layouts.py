@@ -9,8 +9,9 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from quantised_models import layout, source_layout, storages
 from test_quantise import SMALL_FORMATS
 
@@ -146,7 +147,7 @@ def test_tied_tensors_stay_tied() -> None:
 
 
 @given(seed=st.integers(0, 1 << 30), num_ranks=st.integers(1, 4), form=st.sampled_from(SMALL_FORMATS))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 def test_every_code_and_scale_is_published(seed: int, num_ranks: int, form: QuantFormat) -> None:
     draw = random.Random(seed)
     shapes = ((13, 22), (8, 24), (5, 7), (9, 1), (3, 7, 10))
@@ -167,7 +168,7 @@ def test_every_code_and_scale_is_published(seed: int, num_ranks: int, form: Quan
 
 
 @given(seed=st.integers(0, 1 << 30), num_ranks=st.integers(1, 4), form=st.sampled_from(SMALL_FORMATS))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 def test_schedules_of_ranks_match(seed: int, num_ranks: int, form: QuantFormat) -> None:
     draw = random.Random(seed)
     specs = [spec_of(name, *draw.choice(((13, 22), (8, 24), (3, 7, 10)))) for name in ("a", "b")]

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
+from property_tests import examples
 from quantised_models import (
     WAIT_S,
     ThreadExchange,
@@ -66,7 +67,7 @@ def publishers(
     ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@examples(30, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 1 << 30), num_sources=st.integers(1, 4), num_destinations=st.integers(1, 3))
 @example(seed=386, num_sources=1, num_destinations=1)  # a vector, which is not quantised, shares a pattern
 def test_any_layout_receives_the_quantised_full_tensors(seed: int, num_sources: int, num_destinations: int) -> None:

@@ -9,8 +9,9 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import Box, Layout, TensorSpec, check_layout, decode, encode
@@ -210,7 +211,7 @@ def groups_of(spec: QuantSpec, part: Box) -> set[int]:
 
 
 @given(tilings())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(80)
 def test_boxes_agree_with_counting_elements(case: tuple[QuantSpec, list[Box]]) -> None:
     spec, boxes = case
     ids = group_ids(spec)
@@ -231,7 +232,7 @@ def test_boxes_agree_with_counting_elements(case: tuple[QuantSpec, list[Box]]) -
 
 
 @given(tilings())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(80)
 def test_exchanges_bring_every_part_of_every_cut_group_once(
     case: tuple[QuantSpec, list[Box]],
 ) -> None:
@@ -253,7 +254,7 @@ def test_exchanges_bring_every_part_of_every_cut_group_once(
 
 
 @given(tilings())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(60)
 def test_runs_cover_the_groups_of_a_dim(case: tuple[QuantSpec, list[Box]]) -> None:
     spec, boxes = case
     for part in boxes:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from transport_peers import ANSWER_S, ServedSource, content, piece, read_target, reader, serving
 
 from starling.common.errors import WeightsError
@@ -130,7 +131,7 @@ def test_default_process_group_is_not_touched(served: ServedSource) -> None:
     assert works(served)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @given(
     st.lists(
         st.tuples(

@@ -157,7 +157,7 @@ def test_wake_ends_a_wait(pair: WorkerPair) -> None:
     pair.near.wake()
     begin = time.monotonic()
     assert pair.near.progress(WAIT_S)
-    assert time.monotonic() - begin < WAIT_S - 1.0, "it did not wait until its end"
+    assert time.monotonic() - begin < WAIT_S - 1.0, "the wakeup ended the wait early"
 
 
 def test_close_with_pending_operations_returns(pair: WorkerPair) -> None:
@@ -200,7 +200,7 @@ def _close_while_a_reader_connects() -> None:
 
 
 def test_connecting_to_a_closing_source_fails_and_aborts_no_process() -> None:
-    """UCX listens for as long as a connection is not freed, and then calls the listener back, freed or not."""
+    """UCX may call a listener back while one of its connections is not freed, even after the listener was freed."""
     process = mp.get_context("spawn").Process(target=_close_while_a_reader_connects)
     process.start()
     process.join(5 * WAIT_S)

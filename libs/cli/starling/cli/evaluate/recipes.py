@@ -1,4 +1,4 @@
-"""Recipes of runs without a policy, made from the command lines of `starling evaluate`, `infer` and `serve`.
+"""Recipes of runs without a policy, built from the command lines of `starling evaluate`, `infer` and `serve`.
 
 Instances of the engine share the prompts: the controller gives the next one to an instance with a free slot, and the
 answers are written in the order of prompts, so the number of instances changes the duration and not the result.

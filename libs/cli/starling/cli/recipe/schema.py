@@ -199,7 +199,7 @@ def to_toml(recipe: Recipe) -> str:
 def resolved(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe as the services of the attempt in `folder` read it.
 
-    It has an id of its own, and a model made from nothing is a folder, whose weights the policy draws at random.
+    It has an id of its own, and a [model.scratch] is a model folder, whose weights the policy draws at random.
     """
     run_id = f"{folder.parent.name}/{folder.name}/{secrets.token_hex(4)}"
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": run_id})})

@@ -1,4 +1,4 @@
-"""Where the time of weight synchronisation went in a run, the bottleneck and its remedy."""
+"""Report on the time of weight synchronisation in a run: its parts, the bottleneck and the remedy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The folder of a run's keys: keys are made, listed and revoked, also during the run.
+"""The folder of a run's keys: keys are created, listed and revoked, also during the run.
 
 Every file is written under a temporary name and then renamed: a running controller that reads the folder sees the old
-file or the new one. `allowed.json` is written last when a key is made and first when one is revoked, so that no key is
-allowed whose file is missing.
+file or the new one. `allowed.json` is written last when a key is created and first when one is revoked, so that no key
+is allowed whose file is missing.
 """
 
 from __future__ import annotations

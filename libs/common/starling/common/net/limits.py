@@ -54,7 +54,7 @@ DEFAULT_RATE_LIMITS: Final = RateLimits()
 
 
 class PeerAllowance:
-    """What one peer may still send: two token buckets, refilled only when one of them is empty.
+    """Send budget of one peer: two token buckets, refilled only when one of them is empty.
 
     Counting a message is then two subtractions. In a time t a peer may send at most `rate * t` plus two bursts.
     """

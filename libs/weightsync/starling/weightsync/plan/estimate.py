@@ -254,7 +254,7 @@ def publisher_peak(
     Args:
         source: layout of the publisher.
         rank: its rank.
-        plan: made from `source` and `destination`.
+        plan: computed from `source` and `destination`.
         destination: the layout of one destination replica.
         transport: ``tcp`` packs one bucket for each reader at a time, ``ucx`` all that are in flight, each in a buffer
             for the largest; ``local`` packs nothing.

@@ -85,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Destination rank of a partial plan; -1 for a plan for all ranks."""
 
     def of_destination(self, rank: int) -> Sequence[Bucket]:
-        """Return the buckets that destination rank `rank` reads, in order. They are made on access.
+        """Return the buckets that destination rank `rank` reads, in order. They are created on access.
 
         Raises:
             WeightsError: a rank that this plan is not for, or more transfers than `buckets.MAX_ROWS`.

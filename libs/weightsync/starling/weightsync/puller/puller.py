@@ -112,7 +112,7 @@ class Puller:
 
         Args:
             offer: the version, from all source ranks that the plan reads.
-            plan: made from the source's layout and this one.
+            plan: computed from the source's layout and this one.
             deadline_s: seconds from now by which it must be done.
             cancelled: checked every few milliseconds; True ends the pull.
             into: the live tensors, of an engine that is paused, to be written in place.

@@ -1,7 +1,7 @@
-"""Low-rank adapters: create the same ones in every replica's model, and list the tensors that travel.
+"""Low-rank adapters: adds the same adapters to every replica's model, and selects the tensors that are published.
 
-The weights that adapters are for never change, so they do not travel: each replica reads them from files. That all
-read the same is proven once, when a transfer between two replicas is planned: their layouts contain a digest of them.
+The base weights never change, so they are not transferred: each replica reads them from files. Layouts carry a digest
+of the base weights, so that planning between two replicas proves that both have read the same ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from starling.common.errors import ConfigError
 
 ADAPTER: Final = "default"
-"""The name that peft gives an adapter which is the only one."""
+"""Name that peft gives to a model's only adapter."""
 _INIT: Final[dict[str, bool | str]] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}
 _SCALING: Final = {"rank", "alpha", "rank_pattern", "alpha_pattern", "rslora", "dora"}
 
 
 class AdapterSpec(Protocol):
-    """The layers of a model that get adapters, and their form; names and values as in peft's `LoraConfig`."""
+    """Layers of a model that get adapters, and the form of these; names and values as in peft's `LoraConfig`."""
 
     @property
     def rank(self) -> int: ...
@@ -54,18 +54,18 @@ class AdapterSpec(Protocol):
 
 
 def add_adapters(model: torch.nn.Module, spec: AdapterSpec, *, seed: int) -> None:
-    """Put new adapters into `model`, in place. They add nothing yet, and nothing but them requires gradients.
+    """Add new adapters to `model`, in place. They are neutral at first, and only they require gradients.
 
-    The adapters are float32, whatever the weights below: they are small, and steps of bfloat16 would be lost. `model`
-    stays the object and the class that it is; only the layers with an adapter become peft's.
+    The adapters are float32 for base weights of any type: they are small, and bfloat16 would round updates away.
+    `model` keeps its identity and class; only its layers with an adapter are replaced by peft's.
 
     Args:
         model: a transformers model on the CPU, so that every device gets the same adapters.
-        spec: which layers, and how.
-        seed: decides the adapters, whatever was drawn before; the global generator is left as it was.
+        spec: the layers with adapters, and their form.
+        seed: seed of the initial adapters; the global generator is not changed.
 
     Raises:
-        ConfigError: `spec` names a layer that is not there, or one that can have no adapter.
+        ConfigError: `spec` names a layer that does not exist or cannot have an adapter.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -75,7 +75,7 @@ def add_adapters(model: torch.nn.Module, spec: AdapterSpec, *, seed: int) -> Non
     config = LoraConfig(**_arguments(spec))
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="peft")  # of what is refused below, or what peft did by itself
+            warnings.filterwarnings("ignore", module="peft")  # errors are checked below
             torch.manual_seed(seed)
             get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
@@ -87,25 +87,25 @@ def add_adapters(model: torch.nn.Module, spec: AdapterSpec, *, seed: int) -> Non
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Say whether `model` has adapters."""
+    """Whether `model` has adapters."""
     return hasattr(model, "peft_config")
 
 
 def is_adapter(name: str) -> bool:
-    """Say whether the parameter `name` of an adapted model is trained: of an adapter, or of a module trained whole."""
+    """Whether the parameter `name` of an adapted model belongs to an adapter or to a fully trained module."""
     return any(part == "modules_to_save" or part.startswith("lora_") for part in name.split("."))
 
 
 def published_tensors(model: torch.nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of the tensors `named` of `model` that make up a version: all, or adapters where it has any."""
+    """Return the tensors of `named` that form a version of `model`: all, or only adapters if it has any."""
     adapted = is_adapted(model)
     return {name: tensor for name, tensor in named.items() if not adapted or is_adapter(name)}
 
 
 def base_digest(model: torch.nn.Module, spec: AdapterSpec | None) -> str:
-    """Return the digest of what `model` has below its adapters and of how these are scaled; empty without adapters.
+    """Return the digest of the base weights of `model` and of the adapters' scaling; empty without adapters.
 
-    It reads all weights once, a tensor at a time, through the host's memory.
+    Reads all weights once, tensor by tensor, through host memory.
     """
     if spec is None:
         return ""
@@ -120,15 +120,15 @@ def base_digest(model: torch.nn.Module, spec: AdapterSpec | None) -> str:
 
 
 def base_name(name: str) -> str:
-    """Return the name that a module or tensor `name` of an adapted model has in a model without adapters."""
+    """Return the name in the base model of the module or tensor `name` of an adapted model."""
     parts = (part for part in name.split(".") if part not in ("base_layer", "original_module"))
     return ".".join(parts)
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers of `model` that have adapters or are trained whole, with their names.
+    """Yield the layers of `model` that have adapters or are fully trained, with their names.
 
-    Where one weight of a module after the other has an adapter, each is a layer around the one before.
+    A module with adapters on several of its parameters has nested layers, one per parameter.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -139,7 +139,7 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _arguments(spec: AdapterSpec) -> dict[str, Any]:
-    """Return the arguments of peft's configuration."""
+    """Return the arguments of peft's `LoraConfig`."""
     return {
         "r": spec.rank,
         "lora_alpha": spec.alpha,
@@ -160,15 +160,15 @@ def _as_peft(targets: str | tuple[str, ...]) -> str | list[str]:
 
 
 def _check_named(spec: AdapterSpec, config: Any, modules: list[str], weights: list[str]) -> None:
-    """Check that each ending that was listed is that of a name: peft is content when any of them is.
+    """Check that each listed suffix matches a name; peft accepts a list of which only one matches.
 
-    Endings that peft has turned into others (as those of experts that were layers once) it has checked itself.
+    Suffixes that peft has converted into others (those of experts that were layers in earlier models) it has checked.
     """
     targets = () if isinstance(spec.targets, str) else spec.targets
-    kept = [ending for ending in targets if ending in (config.target_modules or ())]
+    unconverted = [ending for ending in targets if ending in (config.target_modules or ())]
     excluded = () if isinstance(spec.exclude, str) else spec.exclude
     listed = (
-        ("targets", kept, modules),
+        ("targets", unconverted, modules),
         ("exclude", excluded, modules),
         ("modules_to_save", spec.modules_to_save, modules),
         ("parameters", spec.parameters, weights),
@@ -183,7 +183,7 @@ def _check_named(spec: AdapterSpec, config: Any, modules: list[str], weights: li
 
 
 def _check_patterns(spec: AdapterSpec, model: torch.nn.Module) -> None:
-    """Check that each pattern is for some layer with an adapter."""
+    """Check that each pattern matches a layer with an adapter."""
     from peft.utils.other import get_pattern_key
 
     names = {base_name(name) for name, _ in adapted_layers(model)}

@@ -1,1 +1,1 @@
-"""Data of a run: datasets, the stream of prompts made from their rows, and trajectory files."""
+"""Data of a run: datasets, the stream of prompts from their rows, and trajectory files."""

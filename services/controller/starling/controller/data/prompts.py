@@ -1,4 +1,4 @@
-"""Prompts made from the rows of a dataset, as an endless, reproducible stream.
+"""Prompts from the rows of a dataset, as an endless, reproducible stream.
 
 The stream is a function of one integer: the prompt at position `i` of a run is the same in every process and after
 every restart, so a run resumes from its position alone. Epoch `e` over `n` training rows has the positions
@@ -25,7 +25,7 @@ from starling.controller.data.sources import DataRow, load_rows, nearest
 _HELD_OUT_SEED: Final = "starling/held-out"
 
 Needs = Literal["prompt", "response", "pair"]
-"""What a row must have: a prompt only, also a response to learn, or a chosen and a rejected response."""
+"""Required fields of a row: a prompt only, also a response to learn, or a chosen and a rejected response."""
 
 
 class PromptSource:

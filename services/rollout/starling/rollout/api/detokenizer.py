@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 REPLACEMENT_CHARACTER: Final = "�"
-"""What decoders write for an incomplete character."""
+"""Text of decoders for an incomplete character."""
 
 
 class IncrementalDetokenizer:

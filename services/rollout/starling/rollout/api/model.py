@@ -34,7 +34,7 @@ def served_model(spec: EngineSpec, tokenizer: Any, max_model_len: int, version: 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the HTTP server needs to know about the model."""
+    """Facts about the model for the HTTP server."""
 
     name: str
     """Its name in /v1/models."""

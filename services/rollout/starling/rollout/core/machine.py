@@ -98,7 +98,7 @@ Action = StartGroup | PullWeights | SwitchWeights | CancelGroup | FailLease | Pu
 
 @dataclass(frozen=True)
 class _LeaseWait:
-    """What a lease waits for, which component can end the wait, and its limit."""
+    """Wait of a lease: its reason, the component that can end it, and its limit."""
 
     what: str
     on: str

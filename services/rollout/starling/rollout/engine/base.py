@@ -267,7 +267,7 @@ class Engine(Protocol):
 
         Args:
             offer: the version, from all source ranks that the plan reads.
-            plan: made from the source's layout and this engine's.
+            plan: computed from the source's layout and this engine's.
             deadline_s: seconds from now until the pull fails.
             cancelled: polled between any two steps; True ends the pull.
             progress: called now and then with the progress over all workers.

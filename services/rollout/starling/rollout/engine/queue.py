@@ -159,7 +159,7 @@ class EngineQueue:
             submitted, self._submitted = list(self._submitted), deque()
         for _, future in (*submitted, *self._running.values()):
             if future.running() or future.set_running_or_notify_cancel():
-                future.set_exception(QueueClosedError("this replica leaves; ask another one"))
+                future.set_exception(QueueClosedError("this replica is shutting down; use another one"))
         self._running.clear()
 
     def _admit(self, engine: Engine, request: GroupRequest, future: Future[GroupResult]) -> None:

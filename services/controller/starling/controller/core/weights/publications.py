@@ -136,7 +136,7 @@ class Publications:
         return next((offer for offer in everywhere if offer.holder != destination.name), None)
 
     def plan(self, source: Layout, destination: Layout) -> bytes:
-        """Return the encoded plan between two replicas; it is made once, while neither layout changes.
+        """Return the encoded plan between two replicas; it is computed once, while neither layout changes.
 
         Raises:
             WeightsError: as `make_plan`.

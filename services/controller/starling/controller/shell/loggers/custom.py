@@ -35,7 +35,7 @@ class CustomLogger:
 
 
 def import_logger(name: str) -> Callable[[], CustomLogger]:
-    """Import a custom logger; the returned function makes it.
+    """Import a custom logger; the returned function creates it.
 
     Raises:
         ConfigError: it cannot be imported, does not exist, or is not a logger.

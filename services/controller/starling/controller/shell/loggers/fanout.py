@@ -1,4 +1,4 @@
-"""The loggers of a run: how each is made from its name, and the distribution of steps, samples and evaluations."""
+"""The loggers of a run: how each is created by its name, and the distribution of steps, samples and evaluations."""
 
 from __future__ import annotations
 

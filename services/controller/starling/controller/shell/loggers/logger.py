@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Receives the metrics of a run. It is made, called and closed in one thread; its exceptions are logged."""
+    """Receives the metrics of a run. It is created, called and closed in one thread; its exceptions are logged."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of `step`; names with the prefix ``eval/`` are of an evaluation of that version."""

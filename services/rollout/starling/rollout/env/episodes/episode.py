@@ -37,7 +37,7 @@ class EpisodeError(StarlingError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """What the episodes of one group share."""
+    """Common parts of the episodes of one group."""
 
     lease: str
     prompt: Prompt

@@ -14,7 +14,7 @@ LENGTH: Final = struct.Struct("<I")
 
 
 class SandboxSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """What to import; the first message."""
+    """Objects to import; the first message."""
 
     names: tuple[str, ...]
     what: str
