@@ -64,7 +64,7 @@ SHARDS = (
     Shard("unit", ("tests/unit", "tests/scenarios"), 3.5),
     Shard("processes", ("tests/processes",), 1.6, services=True),
     Shard("sim", ("tests/sim",), 0.9),
-    Shard("system", ("tests/system",), 7.0, services=True),
+    Shard("system", ("tests/system",), 4.5, services=True),
     Shard("vllm", ("tests/vllm",), 5.0, services=True, environment=_VLLM),
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 6.0, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import tomli_w
+from forked_command import ForkedCommand
 
 from starling.common.net.telemetry import TelemetrySubscriber
 
@@ -59,17 +60,27 @@ class Command:
         name: str = "command",
         prefix: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
-        """Start it after the words of `prefix`, such as ``ip netns exec NAME``, with more `environment` variables."""
+        """Start it after the words of `prefix`, such as ``ip netns exec NAME``, with more `environment` variables.
+
+        Without either, it is forked from a server that has done the imports, unless it has to be `fresh`.
+        """
         self.folder, self.mark, self.name = folder, uuid.uuid4().hex, name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         # SPT_NOENV: setproctitle must not overwrite the memory from which /proc shows the environment.
-        variables = {MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        own = {MARK: self.mark, "SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, **own, **(environment or {})}
+        words = ["-m", "starling.cli.main", *arguments]
+        self.process: ForkedCommand | subprocess.Popen[bytes]
         with self._out.open("w") as out, self._err.open("w") as err:
+            if not (fresh or prefix or environment):
+                self.process = ForkedCommand(words, folder, variables, MARK, self._out, self._err)
+                return
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "starling.cli.main", *arguments],
+                [*prefix, sys.executable, *words],
                 cwd=folder,
-                env={**os.environ, **variables, **(environment or {})},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -147,10 +158,11 @@ def starling_command(
     name: str = "command",
     prefix: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Iterator[Command]:
     """Start a command; assert at its end that it leaves no process and no file in /dev/shm."""
     before = shared_memory()
-    command = Command(folder, *arguments, name=name, prefix=prefix, environment=environment)
+    command = Command(folder, *arguments, name=name, prefix=prefix, environment=environment, fresh=fresh)
     try:
         yield command
         command.wait()
@@ -161,9 +173,9 @@ def starling_command(
 
 
 @contextmanager
-def run(folder: Path, *flags: str) -> Iterator[Command]:
+def run(folder: Path, *flags: str, fresh: bool = False) -> Iterator[Command]:
     """`starling run` of the recipe in `folder`."""
-    with starling_command(folder, "run", "tiny.toml", *flags, name="run") as command:
+    with starling_command(folder, "run", "tiny.toml", *flags, name="run", fresh=fresh) as command:
         yield command
 
 

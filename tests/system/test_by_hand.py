@@ -49,13 +49,13 @@ def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) 
         json.dumps({**json.loads(stranger_file.read_text()), "controller_public": own_key["controller_public"]})
     )
     with ExitStack() as stack:
-        controller = stack.enter_context(starling_command(folder, "controller", *config, name="controller"))
+        controller = stack.enter_context(starling_command(folder, "controller", *config, name="controller", fresh=True))
         controller.wait_until((folder / "run/controller.json").exists, "its address")
         address = json.loads((folder / "run/controller.json").read_text())["address"]
 
         def start(role: str, *more: str, name: str) -> Command:
             arguments = [role, *config, "--controller", address, *more]
-            return stack.enter_context(starling_command(folder, *arguments, name=name))
+            return stack.enter_context(starling_command(folder, *arguments, name=name, fresh=True))
 
         # All are started before the policy, so that they connect while the run is in progress.
         other_replica = start("reward", "--name", "reward-1", "--key", "run/keys/reward-0.json", name="key of another")

@@ -69,7 +69,7 @@ def only_rollout_killed_repeatedly(folder: Path) -> None:
 
 def supervisor_killed(folder: Path) -> None:
     """Without the supervisor the processes still end, and leave nothing."""
-    with run(make_workdir(folder, rl={"num_steps": ENDLESS})) as command:
+    with run(make_workdir(folder, rl={"num_steps": ENDLESS}), fresh=True) as command:
         command.wait_until(lambda: trained(folder), "a step of reinforcement")
         assert len(command.processes()) >= 7, "supervisor, four services, two scoring workers"
         command.process.kill()

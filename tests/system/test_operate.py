@@ -81,7 +81,7 @@ def test_operator_commands_report_errors(tmp_path: Path) -> None:
 def test_run_resumes_after_a_crash_of_all_processes(tmp_path: Path) -> None:
     """All processes die at once, as in a power failure, and `starling run --resume` continues the run."""
     folder = make_workdir(tmp_path, rl={"num_steps": 150})
-    with run(folder) as command:
+    with run(folder, fresh=True) as command:
         command.wait_until(lambda: len(trained(folder)) >= 12, "three steps of reinforcement")
         assert "is being run by process" in sentence(run_to_the_end(folder, "run", "--resume", "runs/tiny", code=2))
         command.process.kill()

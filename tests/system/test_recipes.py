@@ -152,7 +152,7 @@ def check_lora(pretrained: Path, folder: Path) -> None:
 
 
 def test_smoke_passes(tmp_path: Path) -> None:
-    command = Command(tmp_path, "smoke")
+    command = Command(tmp_path, "smoke", fresh=True)
     assert command.wait() == 0, command.transcript()
     assert command.output.count("ok: ") == 5
     assert "was killed during the run" in command.output

@@ -62,13 +62,13 @@ def assert_stops_without_checkpoint(command: Command, folder: Path) -> None:
 
 
 def before_the_controller_listens(folder: Path) -> None:
-    with run(make_workdir(folder)) as command:
+    with run(make_workdir(folder), fresh=True) as command:
         command.wait_until((attempt(folder) / "config.toml").exists, "the configuration")
         assert_stops_without_checkpoint(command, folder)
 
 
 def during_imports(folder: Path) -> None:
-    with run(make_workdir(folder)) as command:
+    with run(make_workdir(folder), fresh=True) as command:
         command.wait_until((attempt(folder) / "logs" / "rollout-0.log").exists, "the start of a rollout")
         assert_stops_without_checkpoint(command, folder)
 
@@ -80,7 +80,7 @@ def during_supervised_steps(folder: Path) -> None:
 
 
 def during_reinforcement(folder: Path) -> None:
-    with run(make_workdir(folder, rl={"num_steps": ENDLESS})) as command:
+    with run(make_workdir(folder, rl={"num_steps": ENDLESS}), fresh=True) as command:
         command.wait_until(lambda: len(metrics(folder, "trained")) >= 2, "two steps of reinforcement")
         assert_stops_with_checkpoint(command, folder)
 
@@ -135,7 +135,7 @@ def second_ctrl_c(folder: Path) -> None:
 
 def at_a_random_moment(folder: Path) -> None:
     """Either a checkpoint of the last step or nothing to save, whenever the signal arrives."""
-    with run(make_workdir(folder, rl={"num_steps": ENDLESS})) as command:
+    with run(make_workdir(folder, rl={"num_steps": ENDLESS}), fresh=True) as command:
         moment_s = random.uniform(0.2, 8.0)
         print(f"Ctrl-C after {moment_s:.3f} s")  # shown when the test fails, to repeat this moment
         time.sleep(moment_s)

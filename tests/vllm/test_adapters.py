@@ -293,7 +293,7 @@ def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
         "rollout.vllm.enforce-eager": "true",
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    command = Command(tmp_path, "run", str(RECIPES / "lora.toml"), *flags, name="lora")
+    command = Command(tmp_path, "run", str(RECIPES / "lora.toml"), *flags, name="lora", fresh=True)
     try:
         assert command.wait(2 * DEADLINE_S) == 0, command.transcript()
     finally:
