@@ -194,6 +194,7 @@ class SimulatedCluster:
         self._every(faults.teacher_crash_every_s, lambda: self._crash("teacher"))
         self._every(faults.policy_crash_every_s, lambda: self._crash("policy"))
         self._every(faults.controller_crash_every_s, self.host.crash)
+        self._every(faults.power_cut_every_s, self._lose_power)
         self._every(faults.partition_every_s, self._partition)
         self._every(faults.request_every_s, self.operator.make_request)
         self._every(faults.join_every_s, self._join)
@@ -223,6 +224,14 @@ class SimulatedCluster:
         replaced = self.rng.random() < REPLACED_SHARE
         delay_s = self.rng.uniform(0.1, RESTART_S)
         self.clock.after(delay_s, self._start, role, *(() if replaced else (name, old.incarnation + 1)))
+
+    def _lose_power(self) -> None:
+        """Stop everything at once. What remains is on disks: durable records, files, and the states that were saved."""
+        self.network.lose_all()
+        self.host.lose_power()
+        for name in self._alive(*ROLES):
+            self.replicas[name].die()
+            self.restart_later(self.replicas[name])
 
     def _disconnect(self, name: str) -> None:
         self.host.handle(ReplicaDisconnected(self.now, name))

@@ -1,4 +1,4 @@
-"""Fault mixes of simulated runs: nine mixes of related faults, and one of everything."""
+"""Fault mixes of simulated runs: mixes of related faults, and one of everything."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class Faults:
     teacher_crash_every_s: float = 0.0
     policy_crash_every_s: float = 0.0
     controller_crash_every_s: float = 0.0
+    power_cut_every_s: float = 0.0
+    """The controller and all replicas stop at once, and records that are not durable and messages in transit are
+    lost."""
     silent_deaths: float = 0.0
     """Share of the crashes and partitions that do not close the connection."""
     partition_every_s: float = 0.0
@@ -68,6 +71,7 @@ MIXES: Final[dict[str, Faults]] = {
     ),
     "preemptions": Faults(preempt_every_s=1.0, controller_crash_every_s=10.0),
     "controller": Faults(controller_crash_every_s=4.0, request_every_s=3.0),
+    "power_cuts": Faults(power_cut_every_s=4.0, request_every_s=3.0, pull_failures=0.05),
     "lies": Faults(lies=0.3, rollout_crash_every_s=8.0, controller_crash_every_s=8.0),
     "partitions": Faults(partition_every_s=3.0, silent_deaths=0.5, stragglers=0.1),
 }
