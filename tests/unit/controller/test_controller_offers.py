@@ -51,6 +51,14 @@ def offers(script: Script, version: int, data: bytes, name: str = "rollout-0") -
     return script.receive(name, wire.WeightsPublished(lease=lease, version=version, publish_s=0.0), data)
 
 
+def test_offer_that_arrives_after_the_next_adoption_is_ignored() -> None:
+    script = offering()
+    script.heartbeats("rollout-0", version=-1)
+    offers(script, 0, encoded_offer(0))
+    assert "rollout-0" not in script.state.weights.offers
+    assert "rollout-0" in script.state.replicas.membership.members
+
+
 def published(script: Script) -> list[tuple[int, str]]:
     """Return the versions and roots that the journal holds."""
     return [

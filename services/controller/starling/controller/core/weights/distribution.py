@@ -57,8 +57,8 @@ def on_published(
     try:
         if lease_subject(lease.id) != str(message.version):
             raise WeightsError(f"Version {message.version} came in answer to {lease.id}.")
-        if member.role != "policy" and member.version != message.version:
-            raise WeightsError(f"{member.name} holds version {member.version}.")
+        if member.role == "rollout" and member.version != message.version:
+            return  # it has adopted another version since it was asked
         root, is_new = state.weights.publish(member, message.version, event.buffers[0])
     except WeightsError as error:
         _offer_failed(state, member, f"the offer of version {message.version} by {member.name} is not usable: {error}")
