@@ -73,6 +73,7 @@ bench: $(DEV)
 	$(BIN)/python bench/fuzz.py --quick
 	$(BIN)/python bench/loop.py --quick
 	$(BIN)/python bench/controller.py --quick
+	$(BIN)/python bench/recovery.py --quick
 	$(BIN)/python bench/controller_side_by_side.py --quick
 	$(BIN)/python bench/weightsync.py --quick
 	$(BIN)/python bench/weightsync_delta.py --quick

@@ -61,8 +61,10 @@ def format_scenario(blocks: list[Block]) -> str:
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def play(blocks: list[Block], folder: Path) -> list[Block]:
+def play(blocks: list[Block], folder: Path, *, compacts: bool = False) -> list[Block]:
     """Run the events on a controller, and return the blocks with its commands.
+
+    `compacts`: its journal is compacted before every event.
 
     Raises:
         ValueError: an invalid line.
@@ -74,7 +76,7 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
         for event in block.events:
             verb, _, rest = event.partition(" ")
             if verb == "plan":
-                harness = _begin(folder, rest)
+                harness = _begin(folder, rest, compacts)
                 continue
             if harness is None:
                 raise ValueError(f"{event!r} comes before the plan; begin with 'plan', and its numbers")
@@ -87,14 +89,14 @@ def play(blocks: list[Block], folder: Path) -> list[Block]:
     return played
 
 
-def _begin(folder: Path, rest: str) -> Harness:
+def _begin(folder: Path, rest: str, compacts: bool) -> Harness:
     options = _options(shlex.split(rest))[1]
     plan_fields = {key: value if value.islower() else ast.literal_eval(value) for key, value in options.items()}
     if "kind" in plan_fields:
         plan_fields["kind"] = KINDS[plan_fields["kind"]]
     names = [one.name for one in fields(LeaseTimeouts) if one.name in plan_fields]
     plan_fields["timeouts"] = LeaseTimeouts(**{name: plan_fields.pop(name) for name in names})
-    return Harness(folder, plan_fields.pop("held_out", 2), **plan_fields)
+    return Harness(folder, plan_fields.pop("held_out", 2), compacts=compacts, **plan_fields)
 
 
 def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:

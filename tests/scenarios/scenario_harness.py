@@ -14,6 +14,7 @@ from transcript import SMALL, Script, Stream
 from wording import command_line, record_text
 
 from starling.common.wire import messages as wire
+from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
     Event,
     Fetch,
@@ -51,8 +52,11 @@ class Replica:
 class Harness(Script):
     """A `Script` whose controller can crash and recover from its journal."""
 
-    def __init__(self, folder: Path, num_held_out: int, **changes: Any) -> None:
-        """`changes` override fields of the plan in `transcript`; the journal is written to `folder`."""
+    def __init__(self, folder: Path, num_held_out: int, *, compacts: bool = False, **changes: Any) -> None:
+        """`changes` override fields of the plan in `transcript`; the journal is written to `folder`.
+
+        `compacts`: the journal is compacted before every event, which must not change anything.
+        """
         super().__init__(SMALL, num_held_out, **changes)
         self.file = folder / "journal.sqlite"
         self.replicas: dict[str, Replica] = {}
@@ -63,18 +67,20 @@ class Harness(Script):
         self.stored_steps: list[int] = []
         """Steps whose groups were stored in files, in the order of their `Store` commands."""
         self.ended = False
+        self.compacts = compacts
         self.restart_controller()
 
     def restart_controller(self) -> list[str]:
         """Start the controller from the journal."""
         self.store = Journal(self.file)
-        begun = start_incarnation(self.store, "scenario", self.plan)
+        number = start_incarnation(self.store, "scenario", self.plan)
+        past = list(self.store.read())
         self.controller = Controller(
-            self.plan, Stream("train"), Stream("sft"), self.held_out, journal=begun.entries, incarnation=begun.number
+            self.plan, Stream("train"), Stream("sft"), self.held_out, journal=past, incarnation=number
         )
         self.state = self.controller.state
         self.commands = []
-        return [f"journal <- {record_text(ControllerStarted(incarnation=begun.number))}"]
+        return [f"journal <- {record_text(ControllerStarted(incarnation=number))}"]
 
     def crash(self, lost: LostCommands = "") -> list[str]:
         """Crash and restart the controller; the `lost` ones of its last commands are never carried out."""
@@ -101,6 +107,8 @@ class Harness(Script):
 
     def _step(self, event: Event) -> list[str]:
         self.carry_out()
+        if self.compacts and (record := compact(self.state)) is not None:
+            self.store.compact(record)
         self.commands = self.controller.step(event)
         self.ended = self.ended or any(isinstance(command, FinishRun) for command in self.commands)
         is_heartbeat = isinstance(event, Received) and isinstance(event.message, wire.Heartbeat)

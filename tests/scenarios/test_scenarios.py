@@ -20,6 +20,12 @@ def test_scenario(file: Path, tmp_path: Path, request: pytest.FixtureRequest) ->
         assert text == played, "the output has changed; if that is intended: pytest tests/scenarios --regenerate"
 
 
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_scenario_with_a_compacted_journal(file: Path, tmp_path: Path) -> None:
+    text = file.read_text()
+    assert text == format_scenario(play(parse(text), tmp_path, compacts=True))
+
+
 def test_scenario_begins_with_a_comment() -> None:
     assert FILES
     assert [file.name for file in FILES if not file.read_text().startswith("# ")] == []

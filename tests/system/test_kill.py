@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +103,42 @@ def each_role_killed_once(folder: Path) -> None:
     assert_complete(folder, num_steps=150)
 
 
+def controller_killed_between_compactions(folder: Path) -> None:
+    """The journal is compacted repeatedly, so each restart reads a compacted state and the records since."""
+    changes = {"compact_records": 40, "save_every": 5, "save_rest_s": 0.0}
+    with run(make_workdir(folder, controller=changes, rl={"num_steps": 120})) as command:
+        for number in range(1, 4):
+            made, found = num_steps(folder), num_compactions(folder)
+            command.wait_until(lambda found=found: num_compactions(folder) > found, "a compaction")
+            command.wait_until(lambda made=made: num_steps(folder) >= made + 5, "five more steps")
+            command.process_titled("controller").kill()
+            command.wait_for_output(f"controller was killed by SIGKILL; restarting it in {2.0**number / 4:g} s")
+        assert command.wait() == 0, command.transcript()
+    assert len(metrics(folder, "evaluation")) == 1
+    assert [line["step"] for line in metrics(folder, "step")] == list(range(1, 124))
+    assert_complete(folder, num_steps=120)
+
+
+def num_compactions(folder: Path) -> int:
+    """Return how often the controller has logged a compaction of its journal."""
+    log = attempt(folder) / "logs" / "controller.log"
+    return log.read_text().count("compacted") if log.exists() else 0
+
+
+def journal_write_fails(folder: Path) -> None:
+    """Writes fail as on a broken disk: the controller is restarted, and the run continues."""
+    with run(make_workdir(folder, rl={"num_steps": 60})) as command:
+        command.wait_until(lambda: len(trained(folder)) >= 8, "two steps of reinforcement learning")
+        controller, made = command.process_titled("controller").pid, num_steps(folder)
+        resource.prlimit(controller, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        command.wait_for_output("controller exited with code 75; restarting it in 0.5 s (1 of 3 times)")
+        command.wait_until(lambda: num_steps(folder) >= made + 5, "five more steps")
+        assert command.wait() == 0, command.transcript()
+    assert "journal.sqlite cannot be written: disk I/O error; check its disk" in command.output
+    assert [line["step"] for line in metrics(folder, "step")] == list(range(1, 64))
+    assert_complete(folder, num_steps=60)
+
+
 def assert_complete(folder: Path, num_steps: int) -> None:
     """Assert that a run of the tiny recipe trained every prompt once and left its checkpoint and its plot."""
     assert len(trained(folder)) == num_steps * 4
@@ -147,6 +184,11 @@ def test_run_continues_without_one_rollout(tmp_path: Path) -> None:
 
 def test_killed_services_are_restarted(tmp_path: Path) -> None:
     each_role_killed_once(tmp_path)
+
+
+def test_controller_restarts_from_a_compacted_journal_and_after_an_io_error(tmp_path: Path) -> None:
+    scenarios = [controller_killed_between_compactions, journal_write_fails]
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), max_workers=2)
 
 
 def test_run_fails_when_restarts_are_exhausted(tmp_path: Path) -> None:

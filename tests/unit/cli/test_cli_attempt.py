@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from starling.cli.run.attempt import Attempt, read_metrics
+from starling.cli.run.supervisor import START_S, start_limit_s
 from starling.common.errors import ConfigError
 
 
@@ -76,3 +77,13 @@ def test_read_metrics_skips_truncated_lines(tmp_path: Path) -> None:
     path.write_text('{"kind": "step", "step": 1}\n{"kind": "st{"kind": "step", "step": 2}\n{"kind": "left"}\n{"kind"')
     assert read_metrics(path) == [{"kind": "step", "step": 1}, {"kind": "left"}]
     assert read_metrics(path, "left") == [{"kind": "left"}]
+
+
+def test_start_limit_grows_with_what_the_controller_reads(tmp_path: Path) -> None:
+    """A journal of an older version may have millions of records, which take longer than a minute to read."""
+    attempt = Attempt.create_at(tmp_path / "attempt-1")
+    assert start_limit_s(attempt) == START_S
+    for file, num_bytes in ((attempt.journal, 5 << 30), (attempt.metrics, 1 << 30)):
+        with file.open("wb") as sparse:
+            sparse.truncate(num_bytes)
+    assert start_limit_s(attempt) > START_S + 6000

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from starling.cli.recipe.schema import Recipe
-from starling.cli.run.screen import LiveScreen
+from starling.cli.run.screen import LiveScreen, PlainScreen
 from starling.common.settings import load
 from starling.common.wire.telemetry import RunSnapshot
 
@@ -39,3 +40,27 @@ def test_live_screen_shows_active_alarms() -> None:
         alarms=("clip: 0.7 against a bound of 0.5 since step 12: most [tokens] are clipped",),
     )
     assert "clip: 0.7 against a bound of 0.5 since step 12: most [tokens] are clipped" in shown(changed)
+
+
+def test_plain_screen_prints_each_evaluation_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A snapshot has the last evaluations only, however many there were."""
+    screen = PlainScreen(load(Recipe, [QUICKSTART]))
+    for first, last in ((1, 2), (1, 2), (1, 3), (2, 4), (8, 10)):
+        evaluations = tuple(
+            {"version": float(version), "reward_mean": 0.5, "k": 1.0, "num_prompts": 2.0, "num_failed": 0.0}
+            for version in range(first, last + 1)
+        )
+        screen.show(
+            RunSnapshot(
+                phase="rl",
+                version=0,
+                last_step=20,
+                num_supervised_steps=0,
+                elapsed_s=1.0,
+                waiting_for="the policy",
+                evaluations=evaluations,
+                num_evaluations=last,
+            )
+        )
+    lines = [line for line in capsys.readouterr().out.splitlines() if "evaluation of version" in line]
+    assert [int(line.split("version ")[1].split(":")[0]) for line in lines] == [1, 2, 3, 4, 8, 9, 10]

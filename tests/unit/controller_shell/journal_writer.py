@@ -1,4 +1,7 @@
-"""Process that writes a journal until it is killed, and prints the number of durable records after each commit."""
+"""Process that writes a journal until it is killed, and prints the number of durable records after each commit.
+
+With a third argument it also compacts the journal again and again; its records then only count incarnations.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import random
 import sys
 from pathlib import Path
 
-from starling.common.wire.messages import Status, TensorMeta, TrajectoryMeta
-from starling.controller.core.records import CompletionsStored, Record, RewardsStored
+from starling.common.wire.messages import Prompt, Sampling, Status, TensorMeta, TrajectoryMeta
+from starling.controller.core.compaction import compact
+from starling.controller.core.plan import RunPlan
+from starling.controller.core.records import CompletionsStored, ControllerStarted, Record, RewardsStored, RunBegun
+from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.shell.journal.journal import Journal
 
 TENSORS = (TensorMeta(dtype="int32", shape=(50,), nbytes=200),)
@@ -36,5 +42,35 @@ def main() -> None:
         print(number, flush=True)
 
 
+class NoPrompts:
+    """No prompts: nothing reads them."""
+
+    def prompt(self, position: int) -> Prompt:
+        """Raise an error."""
+        raise IndexError(position)
+
+
+def compact_for_ever() -> None:
+    """Count incarnations for ever, with a compaction after every third commit."""
+    journal, rng = Journal(Path(sys.argv[1])), random.Random(sys.argv[2])
+    sampling = Sampling(max_tokens=1)
+    plan = RunPlan(seed=0, sampling=sampling, eval_sampling=sampling)
+    number = 0
+    for record in journal.records():
+        number = getattr(record, "incarnation", number)
+    if number == 0:
+        journal.append(RunBegun(run="r", plan={}))
+    while True:
+        for _ in range(3):
+            for _ in range(rng.randint(1, 20)):
+                number += 1
+                journal.append(ControllerStarted(incarnation=number))
+            journal.commit()
+            print(number, flush=True)
+        record = compact(ControllerState(plan, RunPrompts(NoPrompts(), NoPrompts(), ()), number))
+        assert record is not None
+        journal.compact(record)
+
+
 if __name__ == "__main__":
-    main()
+    main() if len(sys.argv) == 3 else compact_for_ever()

@@ -16,8 +16,6 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
     EvaluationClosed,
-    GroupsOpened,
-    JournalEntry,
     RunBegun,
     StepCommitted,
     StepFrozen,
@@ -38,9 +36,9 @@ def resume(path: Path, run: str = "r", plan: RunPlan = PLAN) -> int:
     """Start an incarnation on the journal at `path`, and return it."""
     journal = Journal(path)
     try:
-        past = start_incarnation(journal, run, plan)
+        number = start_incarnation(journal, run, plan)
         journal.commit()
-        return past.number
+        return number
     finally:
         journal.close()
 
@@ -72,10 +70,10 @@ def test_start_incarnation_rejects_changed_plan_numbers(tmp_path: Path) -> None:
 
 def test_missing_lines_of_steps() -> None:
     records = [
-        JournalEntry(StepCommitted(step=1, metrics={"phase": "sft", "loss": 2.0})),
-        JournalEntry(StepFrozen(step=2, ordinals=(0,), prompts=("p0",))),
-        JournalEntry(StepCommitted(step=2, metrics={"phase": "rl", "loss": 1.0})),
-        JournalEntry(StepFrozen(step=3, ordinals=(1,), prompts=("p1",))),
+        StepCommitted(step=1, metrics={"phase": "sft", "loss": 2.0}),
+        StepFrozen(step=2, ordinals=(0,), prompts=("p0",)),
+        StepCommitted(step=2, metrics={"phase": "rl", "loss": 1.0}),
+        StepFrozen(step=3, ordinals=(1,), prompts=("p1",)),
     ]
     step = "step", {"step": 2, "phase": "rl", "loss": 1.0}
     trained = "trained", {"step": 2, "prompts": ("p0",)}
@@ -88,7 +86,7 @@ def test_missing_lines_of_steps() -> None:
 
 
 def test_missing_lines_of_evaluations() -> None:
-    records = [JournalEntry(EvaluationClosed(number=number, summary={"version": 7})) for number in (3, 4)]
+    records = [EvaluationClosed(number=number, summary={"version": 7}) for number in (3, 4)]
     line = "evaluation", {"version": 7}
     assert list(missing_lines(records, set())) == [line, line]
     assert list(missing_lines(records, {("evaluation", 0)})) == [line]
@@ -135,8 +133,8 @@ def test_written_lines_skip_and_count_damaged_ones(tmp_path: Path, damaged: byte
 
 def test_missing_lines_of_files() -> None:
     records = [
-        JournalEntry(StepFrozen(step=1, ordinals=(0,), prompts=("p0",))),
-        JournalEntry(StepCommitted(step=1, metrics={"phase": "infer"})),
+        StepFrozen(step=1, ordinals=(0,), prompts=("p0",)),
+        StepCommitted(step=1, metrics={"phase": "infer"}),
     ]
     assert [kind for kind, _ in missing_lines(records, set())] == ["step", "answered"]
 
@@ -149,17 +147,16 @@ def test_journal_that_is_empty_after_steps_is_rejected(tmp_path: Path) -> None:
 
 
 def test_journal_that_lost_its_end_is_logged(tmp_path: Path) -> None:
-    entries = [JournalEntry(StepCommitted(step=1)), JournalEntry(StepCommitted(step=2))]
+    records = [StepCommitted(step=1), StepCommitted(step=2)]
     for newest, warnings in ((2, []), (3, [{"event": "journal_behind", "step": 2, "metrics_step": 3}])):
         with structlog.testing.capture_logs() as logs:
-            check_journal_is_whole(tmp_path, entries, {("step", 1), ("step", newest)})
+            check_journal_is_whole(tmp_path, records, {("step", 1), ("step", newest)})
         assert logs == [{**one, "log_level": "warning"} for one in warnings]
 
 
 def test_check_num_prompts_rejects_missing_prompts() -> None:
-    opened = [JournalEntry(GroupsOpened(first=0, num=3)), JournalEntry(GroupsOpened(first=3, num=2))]
     plan = replace(PLAN, kind=INFER, num_prompts=5)
-    check_num_prompts(opened, plan)
-    check_num_prompts(opened, PLAN)
+    check_num_prompts(5, plan)
+    check_num_prompts(5, PLAN)
     with pytest.raises(ConfigError, match="has worked on 5 prompts, and its data has only 4 now; restore the data"):
-        check_num_prompts(opened, replace(plan, num_prompts=4))
+        check_num_prompts(5, replace(plan, num_prompts=4))

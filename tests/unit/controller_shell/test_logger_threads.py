@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from starling.controller.core.records import JournalEntry, StepCommitted
 from starling.controller.settings import LoggingSettings
-from starling.controller.shell.loggers.fanout import MARKS, LoggerFanout
+from starling.controller.shell.loggers.fanout import MARKS, LoggerFanout, PastSteps
 from starling.controller.shell.loggers.logger_thread import MAX_FAILURES, LogEntry, LoggerThread
 
 LONG_S = 30.0
@@ -141,7 +141,7 @@ def test_logger_thread_gives_up_a_logger_that_hangs_at_start(tmp_path: Path) -> 
     one = outlet(tmp_path, deadline_s=0.01)
     one.begin(make, [LogEntry(1, {})])
     poll_until_given_up(one)
-    assert (one.is_given_up, one.num_dropped) == (True, 1)
+    assert (one.is_given_up, one.num_dropped) == (True, 0), "the next incarnation passes it again"
     gate.set()
 
 
@@ -177,7 +177,7 @@ def test_logger_thread_gives_up_after_repeated_exceptions(tmp_path: Path) -> Non
     one = outlet(tmp_path)
     one.begin(recording.make, [LogEntry(step, {}) for step in range(1, num + 1)])
     close(one)
-    assert (one.is_given_up, one.num_dropped, recording.seen) == (True, num, [])
+    assert (one.is_given_up, one.num_dropped, recording.seen) == (True, MAX_FAILURES, [])
     assert one.problem.startswith(f"it failed {MAX_FAILURES} times in a row, the last time with ConnectionError")
 
 
@@ -196,9 +196,25 @@ def test_logger_thread_reports_a_failed_start(tmp_path: Path) -> None:
 # --- all loggers of a run ------------------------------------------------------------------------------------------
 
 
-def committed(*steps: int) -> list[JournalEntry]:
-    """Return the journal's records of these committed steps."""
-    return [JournalEntry(StepCommitted(step=step, metrics={"phase": "rl", "loss": float(step)})) for step in steps]
+def committed(folder: Path, *steps: int) -> PastSteps:
+    """Write a metrics.jsonl with these steps, among other lines."""
+    path = folder / "metrics.jsonl"
+    lines = [{"time": 0.1, "kind": "step", "step": step, "phase": "rl", "loss": float(step)} for step in steps]
+    others = [{"time": 0.2, "kind": "trained", "step": step, "prompts": ['"kind": "step"']} for step in steps]
+    path.write_text("".join(json.dumps(line) + "\n" for both in zip(lines, others, strict=True) for line in both))
+    return PastSteps(path, path.stat().st_size, newest=max(steps))
+
+
+def test_past_steps_begin_where_their_version_is_summed_up(tmp_path: Path) -> None:
+    whole = committed(tmp_path, 1, 2, 3)
+    two = len("".join(whole.path.read_text().splitlines(keepends=True)[:4]))
+    past = PastSteps(whole.path, whole.size_bytes, newest=3, summed_up=two, version=2)
+    whole.path.write_text("{nonsense}\n" + whole.path.read_text()[11:])
+    assert [entry.step for entry in past.after(2)] == [3], "what is summed up is not read"
+    assert [entry.step for entry in past.after(1)] == [2, 3]
+    with whole.path.open("a") as file:
+        file.write('{"time": 1, "kind": "step", "step": 4}\n')
+    assert [entry.step for entry in past.after(2)] == [3], "lines of this incarnation reach the logger as they come"
 
 
 def test_logger_fanout_passes_missed_steps_after_a_restart(tmp_path: Path) -> None:
@@ -208,9 +224,8 @@ def test_logger_fanout_passes_missed_steps_after_a_restart(tmp_path: Path) -> No
     for step in (1, 2):
         fanout.note("step", {"step": step, "phase": "rl", "loss": float(step)})
     assert fanout.close() == []
-    again = LoggerFanout(
-        {"mine.py:log": second.make, "new": new.make}, LoggingSettings(), tmp_path, committed(1, 2, 3, 4)
-    )
+    past = committed(tmp_path, 1, 2, 3, 4)
+    again = LoggerFanout({"mine.py:log": second.make, "new": new.make}, LoggingSettings(), tmp_path, past)
     again.note("step", {"step": 5, "loss": 5.0})
     assert again.close() == []
     assert first.seen == [(1, {"loss": 1.0}), (2, {"loss": 2.0})]
@@ -223,7 +238,7 @@ def test_logger_fanout_passes_all_steps_without_a_readable_mark(tmp_path: Path) 
     (tmp_path / MARKS).mkdir()
     (tmp_path / MARKS / "mine").write_text("nonsense")
     recording = Recording()
-    assert LoggerFanout({"mine": recording.make}, LoggingSettings(), tmp_path, committed(1, 2)).close() == []
+    assert LoggerFanout({"mine": recording.make}, LoggingSettings(), tmp_path, committed(tmp_path, 1, 2)).close() == []
     assert recording.steps() == [1, 2]
 
 

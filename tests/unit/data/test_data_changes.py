@@ -43,10 +43,10 @@ def read(folder: Path, rows: list[dict[str, str]] = ROWS, *, name: str = "rows.j
     return load_data(ControllerProcess.model_validate({"data": settings, "sft": {"num_steps": 1}}))
 
 
-def journal_of(data: RunData, *frozen: StepFrozen) -> list[JournalEntry]:
+def journal_of(data: RunData, *frozen: StepFrozen) -> list[Record]:
     """Return the records of a run that has read `data`."""
     assert data.read is not None
-    return [JournalEntry(record) for record in (ControllerStarted(incarnation=1), data.read, *frozen)]
+    return [ControllerStarted(incarnation=1), data.read, *frozen]
 
 
 def frozen_of(data: RunData, step: int, *ordinals: int) -> StepFrozen:
@@ -77,26 +77,26 @@ def test_data_that_was_moved_is_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_changed_data_is_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
-    entries = journal_of(read(tmp_path))
+    records = journal_of(read(tmp_path))
     with pytest.raises(
         ConfigError, match=rf"^the data of this run has changed: {complaint}.*; restore it, or train on"
     ):
-        check_data(entries, read(tmp_path, **changes), accept=False)
+        check_data(records, read(tmp_path, **changes), accept=False)
 
 
 def test_changed_data_is_accepted_once_if_that_is_asked_for(tmp_path: Path) -> None:
     data = read(tmp_path)
-    entries = journal_of(data, frozen_of(data, 2, 4, 5, 6))
+    records = journal_of(data, frozen_of(data, 2, 4, 5, 6))
     changed = read(tmp_path, CHANGED)
     with structlog.testing.capture_logs() as logs:
-        record = check_data(entries, changed, accept=True)
+        record = check_data(records, changed, accept=True)
     assert record is not None
     assert record.is_changed
     assert [line["event"] for line in logs] == ["data_changed"]
-    entries.append(JournalEntry(record))
-    assert check_data(entries, changed, accept=False) is None, "the steps before were frozen with other prompts"
+    records.append(record)
+    assert check_data(records, changed, accept=False) is None, "the steps before were frozen with other prompts"
     with pytest.raises(ConfigError, match="the data of this run has changed"):
-        check_data(entries, read(tmp_path), accept=False)
+        check_data(records, read(tmp_path), accept=False)
 
 
 def test_frozen_steps_are_compared_with_their_prompts(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_frozen_steps_are_compared_with_their_prompts(tmp_path: Path) -> None:
 
 def test_journal_without_digests_is_accepted(tmp_path: Path) -> None:
     data = read(tmp_path)
-    old = [JournalEntry(StepFrozen(step=2, ordinals=(0, 1), prompts=("x", "y")))]
+    old = [StepFrozen(step=2, ordinals=(0, 1), prompts=("x", "y"))]
     assert check_data(old, data, accept=False) == data.read, "it is noted from now on"
 
 

@@ -5,6 +5,7 @@
     ├── WireError        a frame that is not a valid message: counted and dropped, never fatal
     ├── RefusedError     the controller refuses this replica (wrong key, wrong run, wrong protocol version)
     ├── UnreachableError a peer did not answer within a deadline
+    ├── RestartError     this process cannot go on, and another start of it can
     └── WeightsError     weights could not be published, read, or proven
 
 Each message is one sentence that names the value at fault and the remedy; `main` prints it without a traceback.
@@ -45,6 +46,10 @@ class RefusedError(StarlingError):
 
 class UnreachableError(StarlingError):
     """A peer did not answer within its deadline."""
+
+
+class RestartError(StarlingError):
+    """This process cannot go on, for example after an I/O error; another start of it can, from what is on disk."""
 
 
 class WeightsError(StarlingError):

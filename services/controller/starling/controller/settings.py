@@ -215,6 +215,9 @@ class ControllerSettings(SettingsSection):
     accept_changed_data: bool = False
     """Resume although the data has changed since the run began. Groups that no step has taken are generated again, from
     their new prompts. Set by `starling run --resume RUN_FOLDER --accept-changed-data`."""
+    compact_records: int = Field(default=16_384, ge=1)
+    """Records after which the journal is compacted to the present state. A restart reads at most about so many; a
+    compaction takes some ten milliseconds."""
     window: int = Field(default=1024, ge=1)
     """Prompts that a run without a policy works on at a time. It should be at least twice the number that its rollouts
     hold, so that one long completion does not block the others."""

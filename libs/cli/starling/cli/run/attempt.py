@@ -41,6 +41,11 @@ class Attempt:
         return self.folder / "metrics.jsonl"
 
     @property
+    def journal(self) -> Path:
+        """What the controller needs to recover."""
+        return self.folder / "journal.sqlite"
+
+    @property
     def address(self) -> Path:
         """The controller's addresses, as it wrote them; present while it listens."""
         return self.folder / "controller.json"

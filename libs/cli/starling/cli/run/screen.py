@@ -81,9 +81,11 @@ class PlainScreen:
         """Print a line when enough steps or prompts were added since the last."""
         if snapshot.phase != self._phase:
             self._phase, self._next_step = snapshot.phase, 0
-        for summary in snapshot.evaluations[self._num_evaluations :]:
+        num_evaluations = max(snapshot.num_evaluations, len(snapshot.evaluations))
+        num_new = min(num_evaluations - self._num_evaluations, len(snapshot.evaluations))
+        for summary in snapshot.evaluations[len(snapshot.evaluations) - num_new :]:
             self._print(f"evaluation of version {summary['version']:.0f}: {evaluation_text(summary)}")
-        self._num_evaluations = len(snapshot.evaluations)
+        self._num_evaluations = num_evaluations
         if snapshot.num_prompts and snapshot.num_answered >= self._next_answer:
             self._next_answer = min(snapshot.num_prompts, snapshot.num_answered + max(1, snapshot.num_prompts // 20))
             self._next_answer += snapshot.num_answered == snapshot.num_prompts

@@ -3,11 +3,13 @@
 A process that dies during the run is restarted, the controller too: it reads its journal, and the replicas, which kept
 working, find it at the same address. A process that exits because of a wrong setting is not: it would do so again.
 
-| process                   | killed by a signal | exit code 1                   | exit code 2 (a wrong setting) |
-|---------------------------|--------------------|-------------------------------|-------------------------------|
-| controller                | restarted          | the run failed, as it reports | the run fails                 |
-| any replica               | restarted          | restarted                     | the run fails                 |
-| making the model's folder | the run fails      | the run fails                 | the run fails                 |
+| process                   | killed, exit code 75 | exit code 1                   | exit code 2 (a wrong setting) |
+|---------------------------|----------------------|-------------------------------|-------------------------------|
+| controller                | restarted            | the run failed, as it reports | the run fails                 |
+| any replica               | restarted            | restarted                     | the run fails                 |
+| making the model's folder | the run fails        | the run fails                 | the run fails                 |
+
+With exit code 75 a process asks for its restart, such as the controller after an I/O error of its journal.
 
 A process that died `launch.max_restarts` times within `launch.restart_window_s` is not restarted: the run continues
 without a rollout or a teacher while there is another one, and fails without any other process.
@@ -30,10 +32,13 @@ from starling.cli.run.screen import Screen, make_screen
 from starling.common.errors import StarlingError
 from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
-from starling.common.observe.process import EXIT_USAGE
+from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE
 
 POLL_S = 0.1
 START_S = 60.0
+"""Longest start of a controller, besides the time to read what earlier incarnations have left."""
+READ_BYTES_PER_S = 1e6
+"""Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
 LEAVE_S = 5.0
 REPLACEABLE = ("rollout", "teacher")
 """Roles whose replicas can replace each other."""
@@ -48,6 +53,12 @@ def kept_at_stop(kind: RunKind) -> str:
     if kind.serves_requests:
         return "requests in progress get no answer"
     return "the active step, then a checkpoint" if kind.trains else "answered prompts are kept"
+
+
+def start_limit_s(attempt: Attempt) -> float:
+    """Return how long the controller may take until it listens; it reads its journal and its metrics before."""
+    files = [path for path in (attempt.journal, attempt.metrics) if path.exists()]
+    return START_S + sum(path.stat().st_size for path in files) / READ_BYTES_PER_S
 
 
 class ProcessFailedError(StarlingError):
@@ -138,7 +149,8 @@ class Supervisor:
 
     def _await_address(self, model: ServiceProcess | None) -> str:
         """Wait until the controller listens and the model's folder is there. Returns the controller's address."""
-        deadline = time.monotonic() + START_S
+        limit_s = start_limit_s(self.attempt)
+        deadline = time.monotonic() + limit_s
         while not self.attempt.address.exists() or (model is not None and model.code is None):
             for child in self.children.all:
                 if child.code is not None and (child.code != 0 or child is not model):
@@ -147,7 +159,7 @@ class Supervisor:
                 raise InterruptedRunError("stopped before the run began; there is nothing to save")
             if time.monotonic() > deadline:
                 raise ProcessFailedError(
-                    f"the run could not begin: the controller did not listen within {START_S:.0f} s"
+                    f"the run could not begin: the controller did not listen within {limit_s:.0f} s"
                 )
             time.sleep(0.02)
         if model is not None and model.code != 0:
@@ -196,7 +208,8 @@ class Supervisor:
         if self.attempt.address.exists():
             self._watch_controller()
         elif self._controller.code is None and time.monotonic() > self._listen_by:
-            raise ProcessFailedError(f"the controller was restarted and did not listen within {START_S:.0f} s")
+            limit_s = start_limit_s(self.attempt)
+            raise ProcessFailedError(f"the controller was restarted and did not listen within {limit_s:.0f} s")
 
     def _watch_controller(self) -> None:
         addresses = json.loads(self.attempt.address.read_text())
@@ -232,7 +245,7 @@ class Supervisor:
         code = child.code
         assert code is not None
         if child is self._controller:
-            if code < 0 and self._phase not in ENDING:
+            if (code < 0 or code == EXIT_RESTART) and self._phase not in ENDING:
                 self._restart_later(child)
             return
         if code == 0:
@@ -280,7 +293,7 @@ class Supervisor:
             return
         # The replicas know it by its port.
         self.children.restart(child, "--network.port", self._port)
-        self._stopping, self._listen_by = False, time.monotonic() + START_S
+        self._stopping, self._listen_by = False, time.monotonic() + start_limit_s(self.attempt)
 
     def _conclude(self) -> None:
         """Handle the final exit of the controller, with the run or by a failure."""

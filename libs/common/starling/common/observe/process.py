@@ -18,7 +18,7 @@ from typing import NoReturn
 import setproctitle
 import structlog
 
-from starling.common.errors import StarlingError
+from starling.common.errors import RestartError, StarlingError
 from starling.common.observe import log
 
 PR_SET_PDEATHSIG = 1
@@ -26,6 +26,8 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_RESTART = 75
+"""A `RestartError`: the process is to be started again. It is EX_TEMPFAIL of sysexits.h."""
 STOP_S = 25.0
 """How long a replica may take to exit gracefully; less than the half minute after which schedulers kill."""
 
@@ -104,6 +106,8 @@ def run_service(name: str, body: Callable[[], None]) -> int:
         body()
     except StarlingError as error:
         print(f"starling {name}: {error}", file=sys.stderr)
+        if isinstance(error, RestartError):
+            return EXIT_RESTART
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

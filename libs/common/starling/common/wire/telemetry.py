@@ -43,7 +43,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     curve: tuple[float, ...] = ()
     """Mean reward over the whole run, oldest first; each value is the mean of equally many steps."""
     evaluations: tuple[dict[str, float | str | None], ...] = ()
-    """Summaries of the evaluations so far, oldest first."""
+    """Summaries of the last evaluations, oldest first."""
     dropped: int = 0
     """Messages that the hub refused."""
     alarms: tuple[str, ...] = ()
@@ -52,3 +52,5 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Without a policy: number of prompts to answer."""
     num_answered: int = 0
     """Without a policy: number of prompts that are answered."""
+    num_evaluations: int = 0
+    """Evaluations so far; 0 from a controller that sends the summaries of all of them."""

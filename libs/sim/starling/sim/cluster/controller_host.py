@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from starling.common.wire import codec
 from starling.common.wire.messages import PROTOCOL_VERSION, Down, Envelope, Prompt
+from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
     Command,
     Event,
@@ -29,11 +30,15 @@ from starling.controller.core.events import (
     Write,
 )
 from starling.controller.core.machine import Controller
+from starling.controller.core.recovery import restore
+from starling.controller.core.state import ControllerState, RunPrompts
 from starling.sim.checks.guarantees import Guarantees
 from starling.sim.checks.invariants import Invariants
+from starling.sim.checks.recovery import difference
 from starling.sim.environment.clock import SimulatedClock
 from starling.sim.environment.journal import SimulatedJournal
 from starling.sim.environment.network import SimulatedNetwork
+from starling.sim.errors import require
 from starling.sim.scenario.scenario import Scenario
 
 CONTROLLER: Final = "controller"
@@ -41,6 +46,8 @@ TICK_S: Final = 0.25
 MAX_FILE_S: Final = 0.05
 """Longest time to read or write the groups of a step."""
 MAX_OUTAGE_S: Final = 8.0
+COMPACTED_TICKS: Final = 0.1
+"""Share of the ticks after which the journal is compacted."""
 
 
 class Peer(Protocol):
@@ -91,6 +98,7 @@ class ControllerHost:
         self._deferred: list[tuple[Event, str]] = []
         self._seq = 0
         self._crashed_at: list[float] = []
+        self._compactions = random.Random(f"{scenario.seed} compactions")
 
     def start(self) -> None:
         """Start the next incarnation of the controller, from the records in the journal."""
@@ -100,6 +108,11 @@ class ControllerHost:
         streams = PromptStream("train"), PromptStream("sft")
         past = self.journal.entries()
         self.controller = Controller(plan, *streams, held_out, journal=past, incarnation=self.incarnation)
+        if self.journal.is_compacted:
+            whole = ControllerState(plan, RunPrompts(*streams, held_out), self.incarnation)
+            restore(whole, self.journal.all_entries())
+            found = difference(whole, self.controller.state)
+            require(not found, f"the compacted journal restores another state: {found}")
         self._invariants.begin(self.controller.state)
         self._guarantees.begin(self.journal)
         self._tick(self.incarnation)
@@ -146,6 +159,8 @@ class ControllerHost:
     def _tick(self, incarnation: int) -> None:
         if self.up and incarnation == self.incarnation:
             self.handle(Ticked(self._clock.now))
+            if self._compactions.random() < COMPACTED_TICKS and (record := compact(self.controller.state)) is not None:
+                self.journal.compact(record)
             self._clock.after(TICK_S, self._tick, incarnation)
 
     def _execute(self, command: Command, cause: str) -> None:

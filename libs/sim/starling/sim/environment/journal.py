@@ -11,9 +11,15 @@ import msgspec
 from starling.controller.core.events import Buffers
 from starling.controller.core.records import (
     CompletionsStored,
+    EvaluationClosed,
+    EvaluationOpened,
+    GroupDiscarded,
+    GroupRequeued,
     JournalEntry,
+    PartialCompletionsStored,
     Record,
     RewardsStored,
+    StateCompacted,
     StepCommitted,
     StepFrozen,
     StepReopened,
@@ -27,7 +33,10 @@ _decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Recor
 
 
 class SimulatedJournal:
-    """Records in order, durable up to a position. One commit at a time covers all records appended before it began."""
+    """Records in order, durable up to a position. One commit at a time covers all records appended before it began.
+
+    It keeps all records, also those that a compaction has replaced, for the checks.
+    """
 
     def __init__(
         self, clock: SimulatedClock, rng: random.Random, fsync_s: float, on_commit: Callable[[], None]
@@ -41,6 +50,8 @@ class SimulatedJournal:
         """Number of records that the commit in progress makes durable; None when there is none."""
         self._incarnation = 0
         self._pruned = 0
+        self._compacted: tuple[int, bytes] | None = None
+        """The newest compaction: the number of the records that it replaces, and its record."""
         self._rebuild_index()
 
     @property
@@ -69,9 +80,38 @@ class SimulatedJournal:
         """Return all records, durable or not."""
         return [_decoder.decode(record) for record in self._records]
 
+    def compact(self, record: StateCompacted) -> None:
+        """Replace all records so far by the state that they have led to, unless some are not durable yet."""
+        if self.num_durable == len(self._records):
+            self._compacted = len(self._records), _encoder.encode(record)
+
+    @property
+    def is_compacted(self) -> bool:
+        """Return whether a state has replaced some records."""
+        return self._compacted is not None
+
     def entries(self) -> list[JournalEntry]:
+        """Return what a controller restarts from: the compacted state, the contents of live groups, later records."""
+        entries = self.all_entries()
+        if self._compacted is None:
+            return entries
+        begin, record = self._compacted
+        committed = self._committed_keys()
+        live = {
+            number
+            for index in (self._generated, self._teacher_scored, self._partial)
+            for key, number in index.items()
+            if number < begin and key not in committed
+        }
+        kept = [JournalEntry(entries[n].record, entries[n].payload, kept=True) for n in sorted(live)]
+        return [JournalEntry(_decoder.decode(record)), *kept, *entries[begin:]]
+
+    def _committed_keys(self) -> set[str]:
+        return {f"t{ordinal}" for step in self._committed_steps for ordinal in self._frozen.get(step, ())}
+
+    def all_entries(self) -> list[JournalEntry]:
         """Return all records, without the payloads of committed steps, which are read by `fetch` only."""
-        committed = {f"t{ordinal}" for step in self._committed_steps for ordinal in self._frozen.get(step, ())}
+        committed = self._committed_keys()
         entries = []
         for encoded, payload in zip(self._records, self._payloads, strict=True):
             record = _decoder.decode(encoded)
@@ -116,6 +156,7 @@ class SimulatedJournal:
         self._generated: dict[str, int] = {}
         self._teacher_scored: dict[str, int] = {}
         self._scored: dict[str, int] = {}
+        self._partial: dict[str, int] = {}
         self._frozen: dict[int, tuple[int, ...]] = {}
         self._committed_steps: set[int] = set()
         for number, encoded in enumerate(self._records):
@@ -124,9 +165,20 @@ class SimulatedJournal:
     def _index_record(self, number: int, record: Record) -> None:
         match record:
             case CompletionsStored(key=key):
+                self._drop(key)
                 self._generated[key] = number
+            case PartialCompletionsStored(key=key):
+                self._partial[key] = number
+            case GroupRequeued(key=key) | GroupDiscarded(key=key):
+                self._drop(key)
+            case EvaluationOpened() | EvaluationClosed():
+                for key in [*self._generated, *self._partial]:
+                    if key.startswith("e"):
+                        self._drop(key)
             case TeacherLogprobsStored(key=key):
                 self._teacher_scored[key] = number
+            case RewardsStored(key=key) if key.startswith("e"):
+                self._drop(key)  # nothing of an evaluation is trained
             case RewardsStored(key=key):
                 self._scored[key] = number
             case StepFrozen(step=step, ordinals=ordinals):
@@ -135,3 +187,7 @@ class SimulatedJournal:
                 self._frozen.pop(step, None)
             case StepCommitted(step=step):
                 self._committed_steps.add(step)
+
+    def _drop(self, key: str) -> None:
+        for index in (self._generated, self._teacher_scored, self._scored, self._partial):
+            index.pop(key, None)

@@ -6,37 +6,38 @@ has which lease) the replicas report in their heartbeats.
 | record              | says                                            | needed until               |
 |---------------------|-------------------------------------------------|----------------------------|
 | `RunBegun`          | the run of this journal, and its plan            | the end                    |
-| `ControllerStarted` | another incarnation of the controller            | the end                    |
-| `DataRead`          | digest of the data that the run has read         | the end                    |
+| `StateCompacted`    | the state after all earlier records, which are deleted | the next compaction |
+| `ControllerStarted` | another incarnation of the controller            | the next compaction |
+| `DataRead`          | digest of the data that the run has read         | the next compaction |
 | `MemberJoined`, `MemberLeft` | the replicas that a restarted controller waits for | the next incarnation |
-| `GroupsOpened`      | positions of the data that are groups now        | the end                    |
+| `GroupsOpened`      | positions of the data that are groups now        | the next compaction |
 | `CompletionsStored`    | completions, with their payload                  | two saved states cover its step |
 | `PartialCompletionsStored`  | partial completions, with their payload          | they are generated, or thrown away |
 | `RewardsStored`       | rewards                                          | as above                   |
 | `TeacherLogprobsStored`       | a teacher's log-probabilities, with their payload | as above                  |
 | `GroupRequeued`     | completions were thrown away; how often so far   | as above                   |
-| `GroupDiscarded`    | a prompt that was discarded, or filtered out     | the end                    |
-| `StepFrozen`        | which groups a step trains                       | the end                    |
-| `StepReopened`      | its groups wait for another freeze               | the end                    |
-| `StepCommitted`     | the step is made: its version exists             | the end                    |
-| `VersionPublished`  | a version was on offer, and its root             | the end                    |
+| `GroupDiscarded`    | a prompt that was discarded, or filtered out     | the next compaction |
+| `StepFrozen`        | which groups a step trains                       | the next compaction |
+| `StepReopened`      | its groups wait for another freeze               | the next compaction |
+| `StepCommitted`     | the step is made: its version exists             | the next compaction |
+| `VersionPublished`  | a version was on offer, and its root             | the next compaction |
 | `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
-| `EvaluationOpened`, `EvaluationClosed` | one evaluation of one version | the end                    |
+| `EvaluationOpened`, `EvaluationClosed` | one evaluation of one version | the next compaction |
 | `EvaluationRequested` | a request of an operator that was granted     | it is opened               |
-| `StopAsked`, `RunStopped` | an operator's stop was granted; the run has stopped | the end  |
-| `SettingChanged`    | an operator's change, and from which step on     | the end                    |
-| `CheckpointWritten` | a checkpoint, or a state to resume from          | the end                    |
+| `StopAsked`, `RunStopped` | an operator's stop was granted; the run has stopped | the next compaction |
+| `SettingChanged`    | an operator's change, and from which step on     | the next compaction |
+| `CheckpointWritten` | a checkpoint, or a state to resume from          | the next compaction |
 | `RunEnded`          | no more records will follow                      | the end                    |
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from starling.common.ids import Role
-from starling.common.wire.messages import PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
+from starling.common.ids import Purpose, Role
+from starling.common.wire.messages import Alarm, PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
 
 
 class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
@@ -273,8 +274,139 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag="run_ended"):
     reason: str
 
 
+# --- compaction -------------------------------------------------------------------------------------------------------
+
+
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """A live group. Its completions and tensors, which are large, stay in the journal and follow as kept entries."""
+
+    ordinal: int
+    state: Literal["waiting", "generated", "scored", "frozen"]
+    expected_tokens: int = 1
+    tries: int = 0
+    rewards: tuple[float | None, ...] = ()
+    components: dict[str, tuple[float | None, ...]] = {}
+    has_teacher_logprobs: bool = False
+    floor: tuple[int, int] = (0, 0)
+    generated_by: str = ""
+    temperature: float = 1.0
+    has_partial: bool = False
+    trajectories: tuple[TrajectoryMeta, ...] = ()
+    """Without their texts; only of an evaluation, whose completions the journal deletes when they are scored."""
+    problem: str = ""
+    """Why it was given up, in a run that answers each prompt once."""
+
+
+class BufferSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The train buffer; names as there."""
+
+    num_admitted: int
+    num_discarded: int
+    num_frozen_steps: int
+    num_trained_groups: int
+    num_filtered: int
+    num_filtered_in_a_row: int
+    num_discarded_before: int
+    discarded: tuple[int, ...]
+    filtered: tuple[tuple[int, float], ...]
+    passed_over: dict[int, tuple[tuple[int, float], ...]]
+    frozen: tuple[StepFrozen, ...]
+    """The steps that are not published yet."""
+    groups: tuple[GroupSummary, ...]
+    """In the order of admission."""
+
+
+class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The evaluation that is running."""
+
+    number: int
+    version: int
+    cause: str
+    num_completions: int
+    first: int
+    max_tries: int
+    num_prompts: int
+    num_discarded: int
+    groups: tuple[GroupSummary, ...]
+
+
+class EvaluationsSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The history and queue of evaluations; names as in `Evaluations`."""
+
+    current: EvaluationSummary | None
+    evaluated: dict[str, int]
+    requested: tuple[EvaluationRequested, ...]
+    granted: tuple[str, ...]
+    num_begun: int
+    num_groups: int
+
+
+class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of replicas, and the expected lengths of completions; names as in `Membership`."""
+
+    awaited: tuple[str, ...]
+    """The members, too: a restarted controller awaits them."""
+    incarnations: dict[str, int]
+    proven: dict[str, tuple[int, int]]
+    gone: tuple[str, ...]
+    had_quorum: bool
+    mean_lengths: dict[Purpose, float]
+    lengths: dict[str, float]
+    """By prompt, in the order in which they were first measured."""
+
+
+class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest publication, and the roots of all that may still be adopted, the oldest first."""
+
+    version: int
+    roots: tuple[tuple[int, tuple[str, ...]], ...]
+
+
+class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Saved states, alarms, changed settings, and the metrics of the newest step and evaluation."""
+
+    saved: int
+    saved_before: int
+    alarms: tuple[Alarm, ...]
+    changes: tuple[tuple[str, float, int], ...]
+    """Key, value, and the first step of each change."""
+    requests: dict[str, int]
+    step_metrics: dict[str, float]
+    evaluation_metrics: dict[str, float]
+
+
+class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first `size_bytes` of metrics.jsonl say; names as in `MetricsHistory`."""
+
+    size_bytes: int
+    step: dict[str, Any]
+    rewards: tuple[float, ...]
+    curve: tuple[float, ...]
+    pending: tuple[float, ...]
+    steps_per_point: int
+    evaluations: tuple[dict[str, Any], ...]
+    num_evaluations: int
+
+
+class StateCompacted(msgspec.Struct, frozen=True, kw_only=True, tag="state_compacted"):
+    """The state after all earlier records but the first, which are deleted."""
+
+    incarnation: int
+    """The newest so far."""
+    version: int
+    buffer: BufferSummary
+    evaluations: EvaluationsSummary
+    replicas: ReplicasSummary
+    weights: WeightsSummary
+    training: TrainingSummary
+    data: DataRead | None = None
+    """The data as it was read last. This and the metrics are of the controller's shell."""
+    metrics: MetricsSummary | None = None
+
+
 Record = (
     RunBegun
+    | StateCompacted
     | ControllerStarted
     | DataRead
     | MemberJoined
@@ -328,3 +460,5 @@ class JournalEntry(msgspec.Struct, frozen=True):
 
     record: Record
     payload: tuple[bytes, ...] = ()
+    kept: bool = False
+    """It is from before the `StateCompacted` that it follows: the contents of a live group whose state is in there."""

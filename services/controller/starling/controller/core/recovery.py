@@ -10,6 +10,7 @@ from typing import Final
 
 from starling.common.wire.messages import RequestEvaluation
 from starling.controller.core import records
+from starling.controller.core.compaction import fill, restore_compacted
 from starling.controller.core.evaluation.schedule import open_evaluation
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.admission import admit_prompts
@@ -37,14 +38,25 @@ def restore(state: ControllerState, journal: Iterable[JournalEntry]) -> None:
     """Bring a fresh `state` to where the records of the journal end."""
     incarnation = 0
     for entry in journal:
-        if isinstance(entry.record, records.ControllerStarted):
+        if isinstance(entry.record, records.ControllerStarted | records.StateCompacted):
             incarnation = entry.record.incarnation
-        _apply(state, entry, incarnation)
+        if entry.kept:
+            _fill(state, entry)
+        else:
+            _apply(state, entry, incarnation)
+
+
+def _fill(state: ControllerState, entry: JournalEntry) -> None:
+    found = state.find_group(getattr(entry.record, "key", ""))
+    if found is not None:
+        fill(found[1], entry)
 
 
 def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> None:
     membership, training, lifecycle = state.replicas.membership, state.training, state.lifecycle
     match entry.record:
+        case records.StateCompacted() as compacted:
+            restore_compacted(state, compacted)
         case records.MemberJoined(name=name, epoch=epoch):
             membership.restore(name, epoch)
         case records.MemberLeft(name=name):
@@ -153,5 +165,5 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
         case records.GroupDiscarded(filtered=True, reward=reward):
             state.buffer.filter(group, reward)
         case records.GroupDiscarded(reason=reason):
-            group.problem = reason
+            group.problem, group.tries = reason, group.tries + 1
             groups.discard(group)

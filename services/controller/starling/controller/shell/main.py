@@ -18,6 +18,7 @@ from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
 from starling.common.service import ServiceArguments, serve
 from starling.common.wire.messages import ReleaseLeases
+from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
     Command,
     Event,
@@ -35,20 +36,22 @@ from starling.controller.core.events import (
 )
 from starling.controller.core.groups.validation import contents_problem
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import JournalEntry
+from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
+from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.data.load import RunData, load_data
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.journal.commit_queue import CommitQueue
-from starling.controller.shell.journal.journal import Journal
+from starling.controller.shell.journal.journal import Journal, JournalFullError
 from starling.controller.shell.journal.resume import (
     JOURNAL,
     check_data,
     check_journal_is_whole,
     check_num_prompts,
+    compact_long,
     missing_lines,
     start_incarnation,
 )
-from starling.controller.shell.loggers.fanout import LoggerFanout
+from starling.controller.shell.loggers.fanout import LoggerFanout, PastSteps
 from starling.controller.shell.loggers.fanout import makers as logger_makers
 from starling.controller.shell.loggers.logger import RunInfo
 from starling.controller.shell.outputs.append_file import AppendFile
@@ -88,22 +91,21 @@ class Shell:
         try:
             self._incarnation = start_incarnation(self._journal, settings.run.id, self._plan)
             self._history = MetricsHistory(time.monotonic())
-            written = self._history.read(self._folder / METRICS)
-            check_journal_is_whole(self._journal.path, self._incarnation.entries, written)
+            compacted = next((one for one in self._journal.records() if isinstance(one, StateCompacted)), None)
+            summary = compacted.metrics if compacted is not None else None
+            written = self._history.read(self._folder / METRICS, summary)
+            check_journal_is_whole(self._journal.path, self._journal.records(), written)
             key = arguments.key_file(network.curve)
             folder = arguments.folder / "keys"
             keys = HubKeys(key, load_allowed(folder), folder) if key is not None else None
             bind = f"tcp://{network.host}:{network.port}"
-            self.hub = Hub(bind, settings.run.id, self._incarnation.number, keys)
+            self.hub = Hub(bind, settings.run.id, self._incarnation, keys)
         except BaseException:  # also when interrupted: the next controller must find the journal unlocked
             self._journal.close()
             raise
         self._metrics = AppendFile(self._folder / METRICS)
-        for kind, fields in missing_lines(self._incarnation.entries, written):
-            self._history.note(kind, fields)
-            self._write_line(kind, fields)
         self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
-        self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._incarnation.entries)
+        self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._write_missing_lines(written))
         self._timelines = Timelines(self._folder)
         self._finish: FinishRun | None = None
         self._commands = CommitQueue(
@@ -120,6 +122,8 @@ class Shell:
         """Steps that were read or written and that the core does not know of yet."""
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
+        self._compact_at = settings.controller.compact_records
+        """Records in the journal at which it is compacted."""
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the run is over. Raises RunFailedError if it failed."""
@@ -146,22 +150,38 @@ class Shell:
         if not self._finish.ok:
             raise RunFailedError(self._finish.reason)
 
+    def _write_missing_lines(self, written: set[tuple[str, int]]) -> PastSteps:
+        """Bring metrics.jsonl, which has the lines `written`, up to date with the journal. Returns the steps in it."""
+        compacted = next((one for one in self._journal.records() if isinstance(one, StateCompacted)), None)
+        for kind, fields in missing_lines(self._journal.records(), written):
+            self._history.note(kind, fields)
+            self._write_line(kind, fields)
+        steps = (one.step for one in self._journal.records() if isinstance(one, StepCommitted))
+        version = compacted.version if compacted is not None else 0
+        summary = compacted.metrics if compacted is not None else None
+        path = self._folder / METRICS
+        size_bytes = path.stat().st_size if path.exists() else 0
+        summed_up = summary.size_bytes if summary is not None else 0
+        return PastSteps(path, size_bytes, max(steps, default=version), summed_up, version)
+
     def _load_controller(self) -> Controller:
-        incarnation = self._incarnation
         self._data = data = load_data(self._settings)
         self._plan = data.plan
-        check_num_prompts(incarnation.entries, data.plan)
-        read = check_data(incarnation.entries, data, accept=self._settings.controller.accept_changed_data)
+        read = check_data(self._journal.records(), data, accept=self._settings.controller.accept_changed_data)
         if read is not None:
             self._journal.append(read)
             self._commands.flush()
-            incarnation.entries.append(JournalEntry(read))
+        metrics = self._metrics_summary()
+        if metrics is not None and self._journal.num_uncompacted >= self._compact_at:
+            prompts = RunPrompts(data.prompts, data.examples, data.held_out)
+            compact_long(self._journal, ControllerState(self._plan, prompts, self._incarnation), data.read, metrics)
+        entries = list(self._journal.read())
         self._recorder = Recorder(
-            self._folder / f"events-{incarnation.number}.rec",
+            self._folder / f"events-{self._incarnation}.rec",
             run=self._settings.run.id,
-            incarnation=incarnation.number,
+            incarnation=self._incarnation,
             plan=self._plan,
-            past=incarnation.entries,
+            past=entries,
             held_out=data.held_out,
             cap_bytes=self._settings.controller.recording_mb << 20,
         )
@@ -170,13 +190,40 @@ class Shell:
             RecordingPrompts(data.prompts, "prompts", self._recorder),
             RecordingPrompts(data.examples, "examples", self._recorder),
             data.held_out,
-            journal=incarnation.entries,
-            incarnation=incarnation.number,
+            journal=entries,
+            incarnation=self._incarnation,
         )
-        if incarnation.entries:
-            log.info("taken_up", incarnation=incarnation.number, version=controller.state.version)
-        incarnation.entries.clear()  # frees memory; the core has its state from them now
+        check_num_prompts(controller.state.buffer.num_admitted, self._plan)
+        if self._incarnation > 1:
+            log.info("taken_up", incarnation=self._incarnation, version=controller.state.version)
         return controller
+
+    def _metrics_summary(self) -> MetricsSummary | None:
+        """Return what metrics.jsonl says, durably, of all records so far; None while lines wait for space."""
+        size_bytes = self._metrics.sync()
+        return None if size_bytes is None else self._history.summary(size_bytes)
+
+    def _compact_if_due(self, controller: Controller, *, has_more: bool) -> None:
+        """Replace the records of the journal by the present state, once there are many.
+
+        This takes some ten milliseconds, so it waits, within limits, until no message waits (`has_more`).
+        """
+        num_records = self._journal.num_uncompacted
+        if num_records < self._compact_at * (4 if has_more else 1):
+            return
+        num_between = self._settings.controller.compact_records
+        self._compact_at = num_records + num_between // 4 + 1  # the next attempt, if this one comes to nothing
+        begun, record = time.monotonic(), compact(controller.state)
+        metrics = self._metrics_summary() if record is not None else None
+        if record is None or metrics is None:
+            return
+        try:
+            assert self._data is not None, "the data is loaded before the core exists"
+            self._journal.compact(msgspec.structs.replace(record, data=self._data.read, metrics=metrics))
+        except JournalFullError:
+            return  # the next commit reports it, and waits for space
+        self._compact_at = num_between
+        log.info("compacted", num_records=num_records, seconds=round(time.monotonic() - begun, 4))
 
     def _serve(self, controller: Controller, stop: StopSignal) -> None:
         ticks, is_stopping = TickSchedule(time.monotonic()), False
@@ -192,6 +239,7 @@ class Shell:
                 self._samples.flush()
                 self._loggers.check()
             self._commit(controller)
+            self._compact_if_due(controller, has_more=num >= MAX_BATCH)
         self._show(controller)
 
     def _receive(self, controller: Controller, timeout_s: float) -> int:

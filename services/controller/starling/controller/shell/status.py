@@ -14,11 +14,14 @@ from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, RunSnapshot
 from starling.controller.core.explain import explain, pull_of, run_phase
 from starling.controller.core.groups.group import GONE, GroupState
+from starling.controller.core.records import MetricsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
 NUM_REWARDS = 10
 """Rewards of the last steps in a snapshot."""
+NUM_EVALUATIONS = 16
+"""Newest evaluations in a snapshot. A reader that misses none of them learns of every evaluation once."""
 MAX_CURVE_POINTS = 240
 """A curve that reaches this number of points is halved: pairs of points become their mean."""
 
@@ -27,20 +30,24 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class MetricsHistory:
-    """Metrics of the last steps, the reward curve, and the evaluations so far."""
+    """Metrics of the last steps, the reward curve, and the last evaluations, of bounded size."""
 
     started: float
     step: dict[str, Any] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REWARDS))
     curve: list[float] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_EVALUATIONS))
+    num_evaluations: int = 0
+    """Evaluations so far."""
     _pending: list[float] = field(default_factory=list)
     _steps_per_point: int = 1
 
-    def read(self, path: Path) -> set[tuple[str, int]]:
-        """Read the metrics.jsonl of earlier incarnations; lines that cannot be read are skipped and counted in the log.
+    def read(self, path: Path, before: MetricsSummary | None = None) -> set[tuple[str, int]]:
+        """Read the metrics.jsonl of earlier incarnations, after that part of it which `before` sums up.
 
-        Returns the lines that it has of steps and evaluations, by kind and step, or kind and number of evaluations
+        Lines that cannot be read are skipped and counted in the log.
+
+        Returns the lines of that part about steps and evaluations, by kind and step, or kind and number of evaluations
         before.
         """
         written: set[tuple[str, int]] = set()
@@ -48,6 +55,9 @@ class MetricsHistory:
             return written
         num_skipped = 0
         with path.open("rb") as file:
+            if before is not None and before.size_bytes <= path.stat().st_size:
+                self._restore(before)
+                file.seek(before.size_bytes)
             for line in file:
                 fields = parse_line(line) or {}
                 kind = fields.pop("kind", None)
@@ -55,7 +65,7 @@ class MetricsHistory:
                     num_skipped += 1  # cut off, or damaged by a power cut
                     continue
                 if kind == "evaluation":
-                    written.add((kind, len(self.evaluations)))
+                    written.add((kind, self.num_evaluations))
                 elif kind in ("step", "trained", "answered") and isinstance(step := fields.get("step"), int):
                     written.add((kind, step))
                 self.note(kind, fields)
@@ -71,6 +81,26 @@ class MetricsHistory:
                 self._add_reward(fields.get("sampled_reward_mean", fields["reward_mean"]))
         elif kind == "evaluation":
             self.evaluations.append(fields)
+            self.num_evaluations += 1
+
+    def summary(self, size_bytes: int) -> MetricsSummary:
+        """Return all of it, as read from the first `size_bytes` of metrics.jsonl."""
+        return MetricsSummary(
+            size_bytes=size_bytes,
+            step=self.step,
+            rewards=tuple(self.rewards),
+            curve=tuple(self.curve),
+            pending=tuple(self._pending),
+            steps_per_point=self._steps_per_point,
+            evaluations=tuple(self.evaluations),
+            num_evaluations=self.num_evaluations,
+        )
+
+    def _restore(self, summary: MetricsSummary) -> None:
+        self.step, self.curve, self._pending = summary.step, list(summary.curve), list(summary.pending)
+        self._steps_per_point, self.num_evaluations = summary.steps_per_point, summary.num_evaluations
+        self.rewards.extend(summary.rewards)
+        self.evaluations.extend(summary.evaluations)
 
     def _add_reward(self, reward: float) -> None:
         self.rewards.append(reward)
@@ -99,6 +129,7 @@ def snapshot(state: ControllerState, history: MetricsHistory, now: float, droppe
         rewards=tuple(history.rewards),
         curve=tuple(history.curve),
         evaluations=tuple(history.evaluations),
+        num_evaluations=history.num_evaluations,
         dropped=dropped,
         alarms=tuple(map(str, state.training.alarms.values())),
         num_prompts=state.plan.num_prompts,

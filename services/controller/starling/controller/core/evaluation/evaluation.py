@@ -14,6 +14,7 @@ from typing import Any
 
 from starling.common.wire.messages import Prompt, RequestEvaluation
 from starling.controller.core.groups.group import Group, Groups, GroupState
+from starling.controller.core.records import EvaluationRequested, EvaluationsSummary, EvaluationSummary
 from starling.controller.core.replicas.routing import Routing
 
 TASK = "task"
@@ -51,6 +52,14 @@ class Evaluation(Groups):
         for prompt in prompts:
             self.admit(prompt, expected(prompt))
         self.num_prompts = self.num_admitted - first
+
+    def restore(self, summary: EvaluationSummary, held_out: Sequence[Prompt]) -> None:
+        """Bring an evaluation that was made without prompts to the state of `summary`."""
+        self.num_prompts, self.num_discarded = summary.num_prompts, summary.num_discarded
+        self.num_admitted = summary.first + summary.num_prompts
+        for one in summary.groups:
+            if one.ordinal - summary.first < len(held_out):
+                self.restore_group(one, held_out[one.ordinal - summary.first])
 
     @property
     def is_done(self) -> bool:
@@ -107,6 +116,54 @@ class Evaluations:
     num_begun: int = 0
     num_groups: int = 0
     """Groups of all evaluations so far, which is the ordinal of the next one."""
+
+    def summary(self) -> EvaluationsSummary:
+        """Return the evaluations as a restarted controller knows them: without the rollouts that are pinned."""
+        current = self.current
+        return EvaluationsSummary(
+            current=None
+            if current is None
+            else EvaluationSummary(
+                number=current.number,
+                version=current.version,
+                cause=current.cause,
+                num_completions=current.num_completions,
+                first=current.first,
+                max_tries=current.max_tries,
+                num_prompts=current.num_prompts,
+                num_discarded=current.num_discarded,
+                groups=current.summaries(),
+            ),
+            evaluated=dict(self.evaluated),
+            requested=tuple(
+                EvaluationRequested(request=one.request, num_completions=one.num_completions) for one in self.requested
+            ),
+            granted=tuple(sorted(self.granted)),
+            num_begun=self.num_begun,
+            num_groups=self.num_groups,
+        )
+
+    def restore(self, summary: EvaluationsSummary, held_out: Sequence[Prompt]) -> None:
+        """Bring fresh state to that of `summary`."""
+        self.evaluated, self.granted = dict(summary.evaluated), set(summary.granted)
+        self.num_begun, self.num_groups = summary.num_begun, summary.num_groups
+        self.requested = [
+            RequestEvaluation(request=one.request, num_completions=one.num_completions) for one in summary.requested
+        ]
+        running = summary.current
+        if running is not None:
+            self.current = Evaluation(
+                running.number,
+                running.version,
+                running.cause,
+                (),
+                num_completions=running.num_completions,
+                max_tries=running.max_tries,
+                first=running.first,
+                deadline=float("inf"),
+                expected=lambda _: 0,
+            )
+            self.current.restore(running, held_out)
 
 
 def num_pinned(num_rollouts: int, share: float) -> int:

@@ -10,11 +10,16 @@ with other rules of admission: `AnswerBuffer` and `ReplayBuffer`. The groups of 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from starling.algo.staleness import num_slots
 from starling.common.kinds import RunKind
 from starling.common.wire.messages import Prompt
+from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.groups.group import Group, Groups, GroupState
+from starling.controller.core.records import BufferSummary, StepFrozen
 
 
 class GroupBuffer(Groups):
@@ -243,6 +248,48 @@ class GroupBuffer(Groups):
         """Return the rewards of the filtered groups that `step` passed over, until it is published."""
         return [reward for _, reward in self._passed_over.get(step, ())]
 
+    # --- compaction ---------------------------------------------------------------------------------------------
+
+    def frozen_record(self, step: int) -> StepFrozen:
+        """Return the record of the groups that are frozen for `step`."""
+        groups = self._frozen[step]
+        ordinals, prompts = tuple(group.ordinal for group in groups), tuple(group.prompt.id for group in groups)
+        digest = digest_of_prompts(group.prompt for group in groups)
+        return StepFrozen(step=step, ordinals=ordinals, prompts=prompts, digest=digest)
+
+    def summary(self) -> BufferSummary:
+        """Return the state of the buffer as a restarted controller knows it."""
+        return BufferSummary(
+            num_admitted=self.num_admitted,
+            num_discarded=self.num_discarded,
+            num_frozen_steps=self.num_frozen_steps,
+            num_trained_groups=self.num_trained_groups,
+            num_filtered=self.num_filtered,
+            num_filtered_in_a_row=self.num_filtered_in_a_row,
+            num_discarded_before=self._num_discarded_before,
+            discarded=tuple(self._discarded),
+            filtered=tuple(self._filtered),
+            passed_over={step: tuple(filtered) for step, filtered in self._passed_over.items()},
+            frozen=tuple(self.frozen_record(step) for step in self._frozen),
+            groups=self.summaries(),
+        )
+
+    def restore(self, summary: BufferSummary, prompt: Callable[[int], Prompt]) -> None:
+        """Bring a fresh buffer to the state of `summary`; `prompt` returns the prompt of an ordinal."""
+        self.num_admitted, self.num_discarded = summary.num_admitted, summary.num_discarded
+        self.num_frozen_steps, self.num_trained_groups = summary.num_frozen_steps, summary.num_trained_groups
+        self.num_filtered, self.num_filtered_in_a_row = summary.num_filtered, summary.num_filtered_in_a_row
+        self._discarded, self._num_discarded_before = list(summary.discarded), summary.num_discarded_before
+        self._filtered = list(summary.filtered)
+        self._passed_over = {step: list(filtered) for step, filtered in summary.passed_over.items()}
+        groups = [self.restore_group(one, prompt(one.ordinal)) for one in summary.groups]
+        self._unfrozen = [group.ordinal for group in groups if group.state is not GroupState.FROZEN]
+        for frozen in summary.frozen:
+            self._frozen[frozen.step] = [self._live[ordinal] for ordinal in frozen.ordinals]
+            for group in self._frozen[frozen.step]:
+                group.step = frozen.step
+        self._count_ready()
+
 
 class AnswerBuffer(GroupBuffer):
     """The groups of a run without a policy: each prompt of the data is answered once, and written to a file.
@@ -277,6 +324,17 @@ class ReplayBuffer(GroupBuffer):
     def num_free_slots(self) -> int:
         """Return 0."""
         return 0
+
+    def summary(self) -> BufferSummary:
+        """Return the state of the buffer without the groups of the active step, which are loaded again."""
+        return replace(
+            super().summary(),
+            num_admitted=self.num_admitted - self.num_live,
+            num_frozen_steps=self.num_frozen_steps - len(self._frozen),
+            passed_over={},
+            frozen=(),
+            groups=(),
+        )
 
 
 def buffer_class(kind: RunKind) -> type[GroupBuffer]:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Fetch, Store
-from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.groups.group import Group
 from starling.controller.core.records import (
     CompletionsStored,
     JournalEntry,
     RewardsStored,
-    StepFrozen,
     StoredGroup,
     TeacherLogprobsStored,
 )
@@ -93,10 +91,7 @@ def freeze_next(state: ControllerState, step: int) -> list[Group]:
     """Freeze and return the groups of `step`, if they are complete, and record which groups they are."""
     groups = state.buffer.freeze_next(step)
     if groups:
-        ordinals = tuple(group.ordinal for group in groups)
-        prompts = tuple(group.prompt.id for group in groups)
-        digest = digest_of_prompts(group.prompt for group in groups)
-        state.outbox.write(StepFrozen(step=step, ordinals=ordinals, prompts=prompts, digest=digest))
+        state.outbox.write(state.buffer.frozen_record(step))
     return groups
 
 

@@ -22,12 +22,15 @@ import enum
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
+
+from msgspec.structs import replace
 
 from starling.common.ids import LeaseKind, Purpose
 from starling.common.wire.messages import Prompt, TensorMeta, TrajectoryMeta
 from starling.controller.core.events import Buffers
-from starling.controller.core.groups.partial import PartialCompletions
+from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
+from starling.controller.core.records import GroupSummary
 from starling.controller.core.replicas.estimates import length_class
 
 
@@ -331,6 +334,69 @@ class Groups:
         """Discard a group."""
         self.num_discarded += 1
         self.move(group, GroupState.DISCARDED)
+
+    # --- compaction ---------------------------------------------------------------------------------------------
+
+    def summaries(self) -> tuple[GroupSummary, ...]:
+        """Return the live groups as a restarted controller knows them: without leases, in the order of admission."""
+        return tuple(_summary(self._live[ordinal]) for ordinal in sorted(self._live))
+
+    def restore_group(self, summary: GroupSummary, prompt: Prompt) -> Group:
+        """Add a live group from its summary. `fill` adds its completions."""
+        state = GroupState(summary.state)
+        group = self._live[summary.ordinal] = Group(
+            summary.ordinal,
+            prompt,
+            self.purpose,
+            state,
+            tries=summary.tries,
+            trajectories=summary.trajectories,
+            rewards=summary.rewards,
+            components=summary.components,
+            has_teacher_logprobs=summary.has_teacher_logprobs,
+            floor=summary.floor,
+            generated_by=summary.generated_by,
+            temperature=summary.temperature,
+            partial=NO_TOKENS if summary.has_partial else None,
+            problem=summary.problem,
+            expected_tokens=summary.expected_tokens,
+        )
+        self._counts[state] += 1
+        if state is GroupState.WAITING:
+            self._push(group)
+        elif state is GroupState.GENERATED:
+            heapq.heappush(self._to_score, group.ordinal)
+            if self.needs_teacher:
+                heapq.heappush(self._to_teacher, group.ordinal)
+        return group
+
+
+def _summary(group: Group) -> GroupSummary:
+    state: Literal["waiting", "generated", "scored", "frozen"] = "waiting"
+    match group.state:
+        case GroupState.GENERATED:
+            state = "generated"
+        case GroupState.SCORED:
+            state = "scored"
+        case GroupState.FROZEN:
+            state = "frozen"
+    # The journal deletes the completions of an evaluation when they are scored.
+    keeps_trajectories = group.purpose == "evaluate"
+    return GroupSummary(
+        ordinal=group.ordinal,
+        state=state,
+        expected_tokens=group.expected_tokens,
+        tries=group.tries,
+        rewards=group.rewards,
+        components=group.components,
+        has_teacher_logprobs=group.has_teacher_logprobs,
+        floor=group.floor,
+        generated_by=group.generated_by,
+        temperature=group.temperature if group.trajectories or group.partial is not None else 1.0,
+        has_partial=group.partial is not None,
+        trajectories=tuple(replace(t, text="") for t in group.trajectories) if keeps_trajectories else (),
+        problem=group.problem if group.state is GroupState.SCORED and not group.trajectories else "",
+    )
 
 
 def _is_waiting(group: Group) -> bool:

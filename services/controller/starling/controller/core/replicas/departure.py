@@ -82,7 +82,8 @@ def refuse(state: ControllerState, name: str, reason: str) -> None:
 def stop_awaiting(state: ControllerState) -> None:
     """Stop waiting for replicas that have not returned since the controller's restart, and record that they left."""
     membership = state.replicas.membership
-    for name in sorted(membership.awaited):
+    # One that has said hello, and not yet what it holds, is a member again.
+    for name in sorted(membership.awaited - membership.members.keys()):
         membership.note_gone(name)
         state.outbox.write(MemberLeft(name=name))
         reason = "it was not heard after the controller's restart"

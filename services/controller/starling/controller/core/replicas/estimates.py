@@ -41,6 +41,14 @@ class LengthEstimates:
         known = self._of_prompts.get(row_of(prompt_id))
         return self._means.get(purpose, default) if known is None else known
 
+    def summary(self) -> tuple[dict[Purpose, float], dict[str, float]]:
+        """Return the means, and the measured lengths in the order in which they are dropped."""
+        return dict(self._means), dict(self._of_prompts)
+
+    def restore(self, means: dict[Purpose, float], of_prompts: dict[str, float]) -> None:
+        """Take over what `summary` has returned."""
+        self._means, self._of_prompts = dict(means), dict(of_prompts)
+
 
 def row_of(prompt_id: str) -> str:
     """Return the name of a prompt without its epoch: ``train/17`` for ``train/0/17``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from starling.common.ids import Role
@@ -178,6 +179,25 @@ class Membership:
             oldest, _ = self._gone.popitem(last=False)
             for known in (self.proven, self._incarnations, self._banned, self.num_invalid):
                 known.pop(oldest, None)
+
+    def known_incarnations(self) -> dict[str, int]:
+        """Return the newest incarnation of each replica, also after it left."""
+        return dict(self._incarnations)
+
+    def names_gone(self) -> tuple[str, ...]:
+        """Return the replicas that left, in the order in which they left."""
+        return tuple(self._gone)
+
+    def restore_all(
+        self,
+        awaited: Iterable[str],
+        incarnations: Mapping[str, int],
+        proven: Mapping[str, tuple[int, int]],
+        gone: Iterable[str],
+    ) -> None:
+        """Take over what was known of all replicas before the controller's restart."""
+        self.awaited, self._incarnations, self.proven = set(awaited), dict(incarnations), dict(proven)
+        self._gone = OrderedDict.fromkeys(gone)
 
     def ban(self, name: str, incarnation: int, reason: str) -> None:
         """Refuse this incarnation of `name` from now on."""

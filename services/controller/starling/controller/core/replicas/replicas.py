@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starling.controller.core.plan import RunPlan
+from starling.controller.core.records import ReplicasSummary
 from starling.controller.core.replicas.estimates import LengthEstimates
 from starling.controller.core.replicas.leases import Leases
 from starling.controller.core.replicas.membership import Member, Membership
@@ -38,3 +39,23 @@ class Replicas:
     def is_policy_publishing(self) -> bool:
         """Say whether a policy is putting a version on offer. Offers of rollouts do not count."""
         return any(self.leases.num(member.name, "publish") for member in self.membership.of("policy"))
+
+    def summary(self) -> ReplicasSummary:
+        """Return what a restarted controller has to know of the replicas; they report the rest."""
+        membership = self.membership
+        means, lengths = self.lengths.summary()
+        return ReplicasSummary(
+            awaited=tuple(sorted(membership.members.keys() | membership.awaited)),
+            incarnations=membership.known_incarnations(),
+            proven=dict(membership.proven),
+            gone=membership.names_gone(),
+            had_quorum=self.had_quorum or "train" in means,  # only a quorum generates groups to train
+            mean_lengths=means,
+            lengths=lengths,
+        )
+
+    def restore(self, summary: ReplicasSummary) -> None:
+        """Bring the fresh state of the replicas to that of `summary`."""
+        self.membership.restore_all(summary.awaited, summary.incarnations, summary.proven, summary.gone)
+        self.had_quorum = summary.had_quorum
+        self.lengths.restore(summary.mean_lengths, summary.lengths)

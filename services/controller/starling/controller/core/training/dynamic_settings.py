@@ -95,6 +95,10 @@ class SettingChanges:
         self._now[key] = value
         self.requests.setdefault(request, step)
 
+    def in_order(self) -> tuple[tuple[str, float, int], ...]:
+        """Return all changes, in order: key, value, and the first step."""
+        return tuple(self._changes)
+
     def as_of(self, step: int) -> dict[str, float]:
         """Return all changed settings with their values in `step`."""
         return {key: value for key, value, first in self._changes if first <= step}

@@ -27,6 +27,14 @@ class LatestMetrics:
         """Keep the numbers among the results of an evaluation."""
         self._of_evaluation = {f"eval/{name}": value for name, value in _numbers(summary).items()}
 
+    def summary(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the metrics of the step and those of the evaluation."""
+        return self._of_step, self._of_evaluation
+
+    def restore(self, of_step: dict[str, float], of_evaluation: dict[str, float]) -> None:
+        """Take over what `summary` has returned."""
+        self._of_step, self._of_evaluation = of_step, of_evaluation
+
     def all(self) -> dict[str, float]:
         """Return all metrics of the newest version."""
         return {**self._of_step, **self._of_evaluation}

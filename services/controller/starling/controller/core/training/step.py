@@ -19,7 +19,7 @@ import msgspec
 
 from starling.common.wire.messages import Alarm, Sampling
 from starling.controller.core.groups.buffer import GroupBuffer
-from starling.controller.core.records import JournalEntry
+from starling.controller.core.records import JournalEntry, TrainingSummary
 from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
 from starling.controller.core.training.metrics import LatestMetrics
 
@@ -109,6 +109,28 @@ class Training:
             name = key.removeprefix("sampling.")
             number = int(value) if DYNAMIC[key].is_whole else value
             self.sampling = msgspec.structs.replace(self.sampling, **{name: number})
+
+    def summary(self) -> TrainingSummary:
+        """Return what carries over from the steps so far; the active step is dispatched again."""
+        of_step, of_evaluation = self.metrics.summary()
+        return TrainingSummary(
+            saved=self.saved.newest,
+            saved_before=self.saved.previous,
+            alarms=tuple(self.alarms.values()),
+            changes=self.changes.in_order(),
+            requests=dict(self.changes.requests),
+            step_metrics=of_step,
+            evaluation_metrics=of_evaluation,
+        )
+
+    def restore(self, summary: TrainingSummary, buffer: GroupBuffer) -> None:
+        """Bring fresh state to that of `summary`, and `buffer` under the changed settings."""
+        self.saved.newest, self.saved.previous = summary.saved, summary.saved_before
+        self.alarms = {alarm.name: alarm for alarm in summary.alarms}
+        for key, value, step in summary.changes:
+            self.change_setting(buffer, key, value, step, "")
+        self.changes.requests = dict(summary.requests)
+        self.metrics.restore(summary.step_metrics, summary.evaluation_metrics)
 
     def drop_share(self, policy: str) -> None:
         """Take the share of a policy that is gone out of the active step."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from starling.common.errors import WeightsError
+from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.offer import decode_offer
@@ -113,6 +114,18 @@ class Publications:
     def withdraw(self, name: str) -> None:
         """Remove the offer of a replica."""
         self._withdraw(name)
+
+    def summary(self) -> WeightsSummary:
+        """Return the newest publication and the known roots, which no replica can report."""
+        return WeightsSummary(
+            version=self.version, roots=tuple((version, tuple(sorted(roots))) for version, roots in self.roots.items())
+        )
+
+    def restore(self, summary: WeightsSummary) -> None:
+        """Take over the publications of `summary`."""
+        if summary.roots:
+            self.version, self.requested = summary.version, max(self.requested, summary.version)
+        self.roots = {version: set(roots) for version, roots in summary.roots}
 
     def is_offered(self, version: int) -> bool:
         """Say whether any replica has `version` on offer."""

@@ -62,7 +62,12 @@ class CommitQueue:
                 self._execute(command, cause)
 
     def flush(self) -> None:
-        """Commit the pending records, then carry out the commands that wait for them. Raises JournalError."""
+        """Commit the pending records, then carry out the commands that wait for them.
+
+        Raises:
+            JournalFullError: the disk has been full for too long.
+            JournalError: the journal cannot be written, and what is durable is unknown.
+        """
         self._commit()
         while self._held:
             self._execute(*self._held.popleft())

@@ -12,10 +12,12 @@ from typing import Final
 
 import msgspec
 
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, RestartError
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Version of the schema and of the encoding of the records."""
+UPGRADED: Final = 3
+"""The version before, without `groups.rewards` and compaction: `open_file` upgrades it."""
 APPLICATION: Final = 0x53544C4E
 """SQLite application id of a journal."""
 PAGE_BYTES: Final = 8 << 10
@@ -28,8 +30,8 @@ WAL_BYTES: Final = 64 << 20
 _SCHEMA: Final = (
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
-    "CREATE TABLE groups (key TEXT PRIMARY KEY, generated INTEGER NOT NULL, taught INTEGER, scored INTEGER, "
-    "step INTEGER, rank INTEGER) WITHOUT ROWID",
+    "CREATE TABLE groups (key TEXT PRIMARY KEY, generated INTEGER NOT NULL, taught INTEGER, "
+    "step INTEGER, rank INTEGER, rewards BLOB) WITHOUT ROWID",
     "CREATE TABLE partials (key TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX groups_of_step ON groups (step, rank)",
     "CREATE TABLE adopted (name TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
@@ -51,7 +53,8 @@ def open_file(path: Path) -> sqlite3.Connection:
                 db.execute(statement)
             db.executemany("INSERT INTO marks VALUES (?, ?)", [("committed", -1), ("pruned", -1)])
             db.execute("COMMIT")
-        check_file(path, db)
+        if check_file(path, db) == UPGRADED:
+            _upgrade(db)
         # FULL syncs the write-ahead log at every commit. NORMAL would survive a kill too, but not a power failure.
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
@@ -63,16 +66,26 @@ def open_file(path: Path) -> sqlite3.Connection:
     return db
 
 
-def check_file(path: Path, db: sqlite3.Connection) -> None:
-    """Raise ConfigError for a database of another application or another version."""
+def _upgrade(db: sqlite3.Connection) -> None:
+    """Keep the rewards of a group beside its contents, so that compaction may delete the record that has them."""
+    db.execute("BEGIN IMMEDIATE")
+    db.execute("ALTER TABLE groups ADD COLUMN rewards BLOB")
+    db.execute("UPDATE groups SET rewards = (SELECT body FROM records WHERE seq = scored) WHERE scored IS NOT NULL")
+    db.execute(f"PRAGMA user_version = {VERSION}")
+    db.execute("COMMIT")
+
+
+def check_file(path: Path, db: sqlite3.Connection) -> int:
+    """Return the version of a journal. Raises ConfigError for another application or a version that is unknown."""
     if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise ConfigError(f"{path} is a database of another application, not a journal; give the run another folder")
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version != VERSION:
+    if version not in (VERSION, UPGRADED):
         raise ConfigError(
             f"{path} is a journal of version {version} and this Starling has version {VERSION}; "
             "resume the run with the version that began it, or begin a new run in another folder"
         )
+    return int(version)
 
 
 def lock_file(path: Path) -> int:
@@ -105,10 +118,12 @@ def lock_file(path: Path) -> int:
 
 @contextmanager
 def as_config_error(path: Path) -> Iterator[None]:
-    """Convert errors of SQLite and of the decoder to ConfigError."""
+    """Convert errors of SQLite and of the decoder to ConfigError, and those of the disk to RestartError."""
     try:
         yield
     except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_IOERR:
+            raise RestartError(f"the journal {path} cannot be read: {error}; check its disk") from None
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
             raise ConfigError(f"{path} is not a journal; move the file away, or give the run another folder") from None
         raise ConfigError(f"the journal {path} cannot be read: {error}; restore it, or begin a new run") from None

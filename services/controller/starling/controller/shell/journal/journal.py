@@ -10,12 +10,15 @@ durable records. docs/decisions/0009-journal.md gives the reasons. Tables:
 | `records`  | every record, in order; generated groups without the texts of their completions                  |
 | `contents` | the results of groups, while they may be needed: part 0 is the whole record, then its payload    |
 | `partials` | position of the newest partial completions of each interrupted group                             |
-| `groups`   | positions of a group's completions, teacher log-probs and rewards, and the step that trains it   |
+| `groups`   | positions of a group's completions and teacher log-probs, the record of its rewards, its step    |
 | `adopted`  | position of the newest `VersionAdopted` of each replica; older ones are deleted                  |
-| `marks`    | `committed`: the last step; `pruned`: the last step whose contents a saved state makes redundant |
+| `marks`    | `committed`: the last step; `pruned`: the last step whose contents a saved state makes redundant; |
+|            | `compacted`: position of the `StateCompacted` that has replaced all records before it;           |
 |            | `owner`: a random number, which the controller that writes has drawn                             |
 
-Deleted rows leave pages that later records reuse, so the file has the size of the largest content so far.
+`read` returns the first record (`RunBegun`), the newest `StateCompacted` if there is one, the contents of live groups
+from before it, and the records after it. Deleted rows leave pages that later records reuse, so the file has the size of
+the largest content so far.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +35,7 @@ import msgspec
 import xxhash
 from msgspec.structs import replace
 
-from starling.common.errors import ConfigError, StarlingError
+from starling.common.errors import ConfigError, RestartError, StarlingError
 from starling.controller.core.events import Buffers
 from starling.controller.core.records import (
     CompletionsStored,
@@ -43,6 +47,7 @@ from starling.controller.core.records import (
     PartialCompletionsStored,
     Record,
     RewardsStored,
+    StateCompacted,
     StepCommitted,
     StepFrozen,
     StepReopened,
@@ -72,15 +77,15 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)
 
 
-class JournalError(StarlingError):
+class JournalError(RestartError):
     """The journal cannot be written, and the outcome of the last transaction is unknown until a restart reads it."""
 
 
-class JournalTakenError(JournalError):
+class JournalTakenError(StarlingError):
     """Another controller has opened the journal, or the file was moved away or deleted."""
 
 
-class JournalFullError(JournalError):
+class JournalFullError(StarlingError):
     """The disk is full. Nothing was lost: `commit` can be retried when there is space."""
 
 
@@ -100,7 +105,8 @@ class Journal:
             with as_config_error(path):
                 self._db = open_file(path)
                 self._seq = self._last_seq()
-                self._owner = _marks(self._db).get("owner", 0)
+                marks = _marks(self._db)
+                self._compacted, self._owner = marks.get("compacted", 0), marks.get("owner", 0)
                 self._file = _identity(path)
         except BaseException:  # the caller cannot close what was not constructed
             os.close(self._lock)
@@ -125,12 +131,17 @@ class Journal:
             self._contents += [(first + part, buffer) for part, buffer in enumerate((whole, *payload))]
         body = _encode(_without_texts(record) if isinstance(record, CompletionsStored) else record)
         self._records.append((self._seq, body))
-        self._operations += _operations(self._seq, record)
+        self._operations += _operations(self._seq, record, body)
 
     def prune(self, step: int) -> None:
         """Delete the contents of the groups of steps up to `step`, a few with each commit from the next one on."""
         self._operations.append(_raise_mark("pruned", step))
         self._pruning = True
+
+    @property
+    def num_uncompacted(self) -> int:
+        """Number of records since the last compaction, or since the beginning of the run."""
+        return self._seq - self._compacted
 
     @property
     def num_pending(self) -> int:
@@ -146,8 +157,34 @@ class Journal:
         """
         if not (self._records or self._operations or self._pruning):
             return
-        try:
+        with self._transaction():
             pruning = self._write()
+        self._pruning = pruning
+        self._clear_pending()
+
+    def compact(self, record: StateCompacted) -> None:
+        """Replace all records but the first by `record`, the state that they have led to, in one transaction.
+
+        The contents of groups stay. Nothing may be pending. Raises as `commit`; a full disk changes nothing.
+        """
+        assert not self.num_pending, "a state that is compacted has all its records in the journal"
+        seq = self._seq + 1
+        with self._transaction():
+            self._db.execute("BEGIN IMMEDIATE")
+            token = self._check_owner()
+            self._db.execute("DELETE FROM records WHERE seq > (SELECT min(seq) FROM records)")
+            self._db.execute("DELETE FROM adopted")
+            self._db.execute("INSERT INTO records VALUES (?, ?)", (seq, _encode(record)))
+            self._db.execute("INSERT OR REPLACE INTO marks VALUES ('compacted', ?)", (seq,))
+            self._db.execute("COMMIT")
+        self._seq = self._compacted = seq
+        self._token = token
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Roll a transaction back that fails, and convert its errors to JournalError and JournalFullError."""
+        try:
+            yield
         except sqlite3.Error as error:
             self._roll_back()
             if getattr(error, "sqlite_errorcode", None) in _FULL:
@@ -158,16 +195,19 @@ class Journal:
         except JournalTakenError:
             self._roll_back()
             raise
-        self._pruning = pruning
-        self._clear_pending()
 
     def read(self) -> Iterator[JournalEntry]:
-        """Yield the durable records in order.
+        """Yield the durable records in order, after a compaction those since then.
 
         A generated group that no committed step has trained is complete, with its payload. Others come without payload
         and without the texts of their completions, so that a long run fits into memory. Raises ConfigError.
         """
         return _read(self.path, self._db)
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records that `read` yields, without kept entries, payloads and texts. Raises ConfigError."""
+        first = self._db.execute("SELECT min(seq) FROM records WHERE seq < ?", (self._compacted,)).fetchone()[0]
+        return (record for _, record in _records(self.path, self._db, self._compacted, first))
 
     def fetch(self, step: int) -> tuple[JournalEntry, ...]:
         """Return the groups of `step`, in the order of `StepFrozen.ordinals`: of each its records, complete.
@@ -179,9 +219,8 @@ class Journal:
             if step <= _marks(self._db)["pruned"]:
                 return ()
             entries: list[JournalEntry] = []
-            query = "SELECT generated, taught, scored FROM groups WHERE step = ? ORDER BY rank"
-            for generated, taught, scored in self._db.execute(query, (step,)).fetchall():
-                body = self._db.execute("SELECT body FROM records WHERE seq = ?", (scored,)).fetchone()[0]
+            query = "SELECT generated, taught, rewards FROM groups WHERE step = ? ORDER BY rank"
+            for generated, taught, body in self._db.execute(query, (step,)).fetchall():
                 entries += [_whole(self._db, seq) for seq in (generated, taught) if seq is not None]
                 entries.append(JournalEntry(_decode(body)))
             return tuple(entries)
@@ -273,20 +312,21 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     try:
         with as_config_error(path):
             check_file(path, db)
+            db.execute("BEGIN")  # one state of the file, also when its writer compacts it meanwhile
         yield from _read(path, db)
     finally:
         db.close()
 
 
-def _operations(seq: int, record: Record) -> list[Operation]:
-    """Return the changes of a record to the other tables."""
+def _operations(seq: int, record: Record, body: bytes) -> list[Operation]:
+    """Return the changes of a record, and of its encoding, to the other tables."""
     match record:
         case CompletionsStored(key=key):
             return [*_drop(key), *_drop_partial(key), ("INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq))]
         case RewardsStored(key=key) if key.startswith("e"):
             return _drop(key)  # evaluations are not trained, and the scorers have seen the texts
         case RewardsStored(key=key):
-            return [("UPDATE groups SET scored = ? WHERE key = ?", (seq, key))]
+            return [("UPDATE groups SET rewards = ? WHERE key = ?", (body, key))]
         case TeacherLogprobsStored(key=key):
             return [("UPDATE groups SET taught = ? WHERE key = ?", (seq, key))]
         case PartialCompletionsStored(key=key):
@@ -294,7 +334,8 @@ def _operations(seq: int, record: Record) -> list[Operation]:
         case GroupRequeued(key=key) | GroupDiscarded(key=key):
             return [*_drop(key), *_drop_partial(key)]
         case EvaluationOpened() | EvaluationClosed():
-            return _drop_partial("e", "f")  # groups of a finished evaluation are not resumed
+            # Groups of a finished evaluation are not resumed. Those that it gave up have contents.
+            return [*_drop_partial("e", "f"), *_drop_evaluated()]
         case StepFrozen(step=step, ordinals=ordinals):
             update = "UPDATE groups SET step = ?, rank = ? WHERE key = ?"
             return [(update, (step, rank, f"t{ordinal}")) for rank, ordinal in enumerate(ordinals)]
@@ -335,6 +376,18 @@ def _drop_partial(first: str, end: str = "") -> list[Operation]:
     ]
 
 
+def _drop_evaluated() -> list[Operation]:
+    """Delete the contents of all groups of evaluations."""
+    found = (
+        f"SELECT contents.id FROM groups CROSS JOIN contents ON contents.id >= generated << {_PARTS}"
+        f" AND contents.id < (generated + 1) << {_PARTS} WHERE key >= 'e' AND key < 'f'"
+    )
+    return [
+        (f"DELETE FROM contents WHERE id IN ({found})", ()),
+        ("DELETE FROM groups WHERE key >= 'e' AND key < 'f'", ()),
+    ]
+
+
 def _raise_mark(name: str, step: int) -> Operation:
     return ("UPDATE marks SET value = max(value, ?) WHERE name = ?", (step, name))
 
@@ -349,18 +402,48 @@ def _without_texts(record: CompletionsStored) -> CompletionsStored:
 
 def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
     with as_config_error(path):
-        query = "SELECT generated, taught FROM groups WHERE step IS NULL OR step > ?"
-        whole = {seq for both in db.execute(query, (_marks(db)["committed"],)) for seq in both}
-        whole |= {seq for (seq,) in db.execute("SELECT seq FROM partials")}
-    last = 0
+        marks = _marks(db)
+        compacted = marks.get("compacted", 0)
+        whole = _live_contents(db, marks["committed"])
+        first = db.execute("SELECT min(seq) FROM records WHERE seq < ?", (compacted,)).fetchone()[0]
+    for seq, record in _records(path, db, compacted, first):
+        with as_config_error(path):
+            yield _whole(db, seq) if seq in whole else JournalEntry(record)
+        if seq == compacted:
+            for kept in sorted(one for one in whole if one < compacted):
+                with as_config_error(path):
+                    entry = _whole(db, kept)
+                yield JournalEntry(entry.record, entry.payload, kept=True)
+
+
+def _live_contents(db: sqlite3.Connection, committed: int) -> set[int]:
+    """Return the positions of the contents of groups that no committed step has trained."""
+    queries = (
+        "SELECT generated FROM groups WHERE step IS NULL",
+        "SELECT taught FROM groups WHERE step IS NULL AND taught IS NOT NULL",
+        f"SELECT generated FROM groups WHERE step > {committed}",
+        f"SELECT taught FROM groups WHERE step > {committed} AND taught IS NOT NULL",
+        "SELECT seq FROM partials",
+    )
+    return {seq for query in queries for (seq,) in db.execute(query)}
+
+
+def _records(path: Path, db: sqlite3.Connection, compacted: int, first: int | None) -> Iterator[tuple[int, Record]]:
+    """Yield positions and records: the one at `first`, and those from `compacted` on."""
+    last = compacted - 1
+    if first is not None:
+        with as_config_error(path):
+            body = db.execute("SELECT body FROM records WHERE seq = ?", (first,)).fetchone()[0]
+            begun = _decode(body)
+        yield first, begun
     while True:
         with as_config_error(path):
             query = "SELECT seq, body FROM records WHERE seq > ? ORDER BY seq LIMIT ?"
             rows: Sequence[tuple[int, bytes]] = db.execute(query, (last, RECORDS_PER_READ)).fetchall()
         for seq, body in rows:
             with as_config_error(path):
-                one = _whole(db, seq) if seq in whole else JournalEntry(_decode(body))
-            yield one
+                record = _decode(body)
+            yield seq, record
         if not rows:
             return
         last = rows[-1][0]

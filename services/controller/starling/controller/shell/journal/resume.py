@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,22 @@ import structlog
 
 from starling.common.errors import ConfigError
 from starling.common.kinds import TRAINED_PHASES
+from starling.controller.core.compaction import compact
 from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
     ControllerStarted,
     DataRead,
     EvaluationClosed,
-    GroupsOpened,
-    JournalEntry,
+    MetricsSummary,
     Record,
     RunBegun,
+    StateCompacted,
     StepCommitted,
     StepFrozen,
 )
+from starling.controller.core.recovery import restore
+from starling.controller.core.state import ControllerState
 from starling.controller.data.load import RunData
 from starling.controller.shell.journal.journal import Journal
 
@@ -35,51 +38,64 @@ NUM_CHECKED_STEPS = 64
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Incarnation:
-    """One process start of the controller."""
+def start_incarnation(journal: Journal, run: str, plan: RunPlan) -> int:
+    """Append a `ControllerStarted` to the journal, which the caller commits.
 
-    number: int
-    """Counted from 1 over the life of the run."""
-    entries: list[JournalEntry]
-    """The journal as this incarnation found it."""
-
-
-def start_incarnation(journal: Journal, run: str, plan: RunPlan) -> Incarnation:
-    """Read the journal, and append a `ControllerStarted` to it, which the caller commits.
+    Returns its number, counted from 1 over the life of the run.
 
     Raises:
         ConfigError: the journal is of another run, or of a run with other settings.
     """
-    entries = list(journal.read())
-    begun = next((entry.record for entry in entries if isinstance(entry.record, RunBegun)), None)
-    present = plan.journaled()
+    begun: RunBegun | None = None
+    number, present = 1, plan.journaled()
+    for record in journal.records():
+        match record:
+            case RunBegun() if begun is None:
+                begun = record
+            case ControllerStarted(incarnation=earlier) | StateCompacted(incarnation=earlier):
+                number = max(number, earlier + 1)
     if begun is None:
         journal.append(RunBegun(run=run, plan=present))
     else:
         _check_same_run(journal.path, begun, run, present)
-    earlier = [entry.record.incarnation for entry in entries if isinstance(entry.record, ControllerStarted)]
-    number = max(earlier, default=0) + 1
     journal.append(ControllerStarted(incarnation=number))
-    return Incarnation(number, entries)
+    return number
 
 
-def missing_lines(
-    entries: Iterable[JournalEntry], written: Set[tuple[str, int]]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def compact_long(journal: Journal, state: ControllerState, data: DataRead | None, metrics: MetricsSummary) -> None:
+    """Compact a journal that has become long without a compaction, as those of older versions have.
+
+    It is read as a stream, because it may not fit into memory. Nothing may be pending.
+
+    Args:
+        journal: of the run.
+        state: a fresh one, of which nothing is used later.
+        data: of the run, as it was read.
+        metrics: of metrics.jsonl, which has the lines of all records so far.
+    """
+    restore(state, journal.read())
+    record = compact(state)
+    if record is not None:
+        journal.compact(msgspec.structs.replace(record, data=data, metrics=metrics))
+
+
+def missing_lines(records: Iterable[Record], written: Set[tuple[str, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and fields of the lines about steps and evaluations that metrics.jsonl lacks.
 
     They are committed to the journal first; a crash, also one between two lines of one step, or a full disk may keep
     them out of metrics.jsonl.
 
     Args:
-        entries: of the journal.
+        records: of the journal. The journal is compacted only when metrics.jsonl has all lines up to there.
         written: kind of a line, and its step, or for an evaluation how many there were before it.
     """
     prompts: dict[int, tuple[str, ...]] = {}
     num_evaluations = 0
-    for entry in entries:
-        match entry.record:
+    for record in records:
+        match record:
+            case StateCompacted(buffer=buffer, metrics=metrics):
+                prompts |= {frozen.step: frozen.prompts for frozen in buffer.frozen}
+                num_evaluations = metrics.num_evaluations if metrics is not None else 0
             case StepFrozen(step=step, prompts=frozen):
                 prompts[step] = frozen
             case StepCommitted(step=step, metrics=metrics):
@@ -94,24 +110,29 @@ def missing_lines(
                 num_evaluations += 1
 
 
-def check_journal_is_whole(path: Path, entries: Sequence[JournalEntry], written: Set[tuple[str, int]]) -> None:
+def check_journal_is_whole(path: Path, records: Iterable[Record], written: Set[tuple[str, int]]) -> None:
     """Compare the journal with the lines that metrics.jsonl has, which are written after their records are durable.
 
     A journal that lost its end, which only a disk that did not sync can cause, or an older copy of one, makes the later
     steps again; that is logged. Raises ConfigError when the journal of a run that has made steps is empty.
     """
     newest_line = max((step for kind, step in written if kind == "step"), default=0)
-    steps = [entry.record.step for entry in entries if isinstance(entry.record, StepCommitted)]
-    if newest_line and not entries:
+    num_records, newest_step = 0, 0
+    for record in records:
+        num_records += 1
+        match record:
+            case StepCommitted(step=step) | StateCompacted(version=step):
+                newest_step = step
+    if newest_line and not num_records:
         raise ConfigError(
             f"{path} is empty, and metrics.jsonl beside it has step {newest_line}; restore the journal, or begin a new "
             "run in another folder"
         )
-    if newest_line > max(steps, default=0):
-        log.warning("journal_behind", step=max(steps, default=0), metrics_step=newest_line)
+    if newest_line > newest_step:
+        log.warning("journal_behind", step=newest_step, metrics_step=newest_line)
 
 
-def check_data(entries: Sequence[JournalEntry], data: RunData, *, accept: bool) -> DataRead | None:
+def check_data(records: Iterable[Record], data: RunData, *, accept: bool) -> DataRead | None:
     """Compare the data with that of the journal, and the prompts of the newest frozen steps with the data.
 
     Journals of older versions hold no digests, and are accepted. Returns the record that is due, if there is one.
@@ -120,9 +141,8 @@ def check_data(entries: Sequence[JournalEntry], data: RunData, *, accept: bool) 
     present = data.read
     if present is None:
         return None
-    records = [entry.record for entry in entries]
-    known = next((record for record in reversed(records) if isinstance(record, DataRead)), None)
-    change = _change(records, known, present, data)
+    known, frozen = _known_data(records)
+    change = _change(known, frozen, present, data)
     if not change:
         return present if known is None else None
     if not accept:
@@ -134,7 +154,24 @@ def check_data(entries: Sequence[JournalEntry], data: RunData, *, accept: bool) 
     return msgspec.structs.replace(present, is_changed=True)
 
 
-def _change(records: Sequence[Record], known: DataRead | None, present: DataRead, data: RunData) -> str:
+def _known_data(records: Iterable[Record]) -> tuple[DataRead | None, Sequence[StepFrozen]]:
+    """Return what the journal says of the data, and the last steps that were frozen since it was read."""
+    known, frozen = None, deque[StepFrozen](maxlen=NUM_CHECKED_STEPS)
+    for record in records:
+        match record:
+            case DataRead():
+                known = record
+                if record.is_changed:
+                    frozen.clear()
+            case StateCompacted(data=data, buffer=buffer):
+                known = data
+                frozen.extend(buffer.frozen)
+            case StepFrozen():
+                frozen.append(record)
+    return known, frozen
+
+
+def _change(known: DataRead | None, frozen: Iterable[StepFrozen], present: DataRead, data: RunData) -> str:
     """Return in words what has changed, nothing if all is as it was."""
     if known is not None and known.digest != present.digest:
         for name, before, now in (
@@ -145,21 +182,14 @@ def _change(records: Sequence[Record], known: DataRead | None, present: DataRead
             if before != now:
                 return f"{name} was {before}, and now it is {now}"
         return "its rows, or their order, differ from those that it began with"
-    begin = next((n for n, record in enumerate(reversed(records)) if _is_changed(record)), len(records))
-    frozen = [record for record in records[len(records) - begin :] if isinstance(record, StepFrozen) and record.digest]
-    for record in frozen[-NUM_CHECKED_STEPS:]:
-        if digest_of_prompts(map(data.prompts.prompt, record.ordinals)) != record.digest:
+    for record in frozen:
+        if record.digest and digest_of_prompts(map(data.prompts.prompt, record.ordinals)) != record.digest:
             return f"step {record.step} was frozen with other prompts"
     return ""
 
 
-def _is_changed(record: Record) -> bool:
-    return isinstance(record, DataRead) and record.is_changed
-
-
-def check_num_prompts(entries: Iterable[JournalEntry], plan: RunPlan) -> None:
-    """Raise ConfigError when a run that answers each prompt once now has fewer prompts than it has worked on."""
-    num = sum(entry.record.num for entry in entries if isinstance(entry.record, GroupsOpened))
+def check_num_prompts(num: int, plan: RunPlan) -> None:
+    """Raise ConfigError when a run that answers each prompt once now has fewer prompts than the `num` admitted ones."""
     if not plan.kind.trains and num > plan.num_prompts:
         raise ConfigError(
             f"this run has worked on {num} prompts, and its data has only {plan.num_prompts} now; restore the data, or "

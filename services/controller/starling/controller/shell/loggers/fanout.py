@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
+from starling.common.files import parse_line
 from starling.common.settings import nearest
-from starling.controller.core.records import JournalEntry, StepCommitted
 from starling.controller.settings import LoggingSettings
 from starling.controller.shell.loggers.custom import import_logger
 from starling.controller.shell.loggers.logger import Logger, Maker, RunInfo
@@ -23,6 +24,10 @@ from starling.controller.shell.loggers.wandb import WandbLogger
 
 MARKS: Final = "logged"
 """Folder, in the run's folder, of a file for each logger with the last step that it took."""
+
+_STEP: Final = b'"kind": "step"'
+_KIND_WITHIN: Final = 64
+"""Bytes of a line of metrics.jsonl within which its kind is: it comes second."""
 
 _NAMED: Final[dict[str, Callable[[RunInfo, int], Logger]]] = {
     "tensorboard": TensorboardLogger,
@@ -46,27 +51,48 @@ def makers(names: Iterable[str], run: RunInfo) -> dict[str, Maker]:
     return makers
 
 
+@dataclass(frozen=True)
+class PastSteps:
+    """The steps of earlier incarnations in metrics.jsonl, as it was when this incarnation had brought it up to date."""
+
+    path: Path
+    size_bytes: int
+    newest: int
+    """The newest step."""
+    summed_up: int = 0
+    """The first so many bytes of it tell of no step after `version`."""
+    version: int = 0
+
+    def after(self, step: int) -> Iterator[LogEntry]:
+        """Yield the steps after `step`, one at a time: there may be too many for the memory."""
+        step = min(step, self.newest)  # a power cut may have left another number
+        begin = self.summed_up if step >= self.version else 0
+        if self.size_bytes <= begin:
+            return
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            while begin < self.size_bytes and (line := file.readline()):
+                begin += len(line)
+                if _STEP in line[:_KIND_WITHIN] and (entry := _entry_of(line)) is not None and entry.step > step:
+                    yield entry
+
+
 class LoggerFanout:
     """Passes steps, evaluations and samples to every logger, and waits for them at the end of the run only."""
 
     def __init__(
-        self, makers: Mapping[str, Maker], settings: LoggingSettings, folder: Path, past: Iterable[JournalEntry] = ()
+        self, makers: Mapping[str, Maker], settings: LoggingSettings, folder: Path, past: PastSteps | None = None
     ) -> None:
-        """Start every logger, with the steps of `past`, the entries of the journal, that it has not taken yet."""
+        """Start every logger, with the steps of `past` that it has not taken yet."""
         self._close_s = settings.close_s
         self.threads: list[LoggerThread] = []
         if not makers:
             return
         (folder / MARKS).mkdir(exist_ok=True)
-        records = [entry.record for entry in past]
-        steps = [record for record in records if isinstance(record, StepCommitted)]
-        newest = max((one.step for one in steps), default=0)
         for name, make in makers.items():
             mark = folder / MARKS / re.sub(r"[^A-Za-z0-9._-]", "-", name)
             thread = LoggerThread(name, mark, max_waiting=settings.queue_steps, deadline_s=settings.deadline_s)
-            last = min(thread.last_step, newest)  # a power cut may have left another number
-            missed = [LogEntry(one.step, step_metrics(one.metrics)) for one in steps if one.step > last]
-            thread.begin(make, missed)
+            thread.begin(make, () if past is None else past.after(thread.last_step))
             self.threads.append(thread)
 
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -107,6 +133,14 @@ def step_metrics(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric fields of a step, and ``alarm/<name>`` = 1 for each active alarm."""
     metrics = {name: value for name, value in _numbers(fields).items() if name not in ("step", "time")}
     return metrics | {f"alarm/{alarm['name']}": 1.0 for alarm in fields.get("alarms", ())}
+
+
+def _entry_of(line: bytes) -> LogEntry | None:
+    """Return the step of a line of metrics.jsonl; None for another kind, and for a line that a crash has damaged."""
+    fields = parse_line(line) or {}
+    if fields.get("kind") != "step" or not isinstance(step := fields.get("step"), int):
+        return None
+    return LogEntry(step, step_metrics(fields))
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
     put -> queue -> log -> mark        (queue full or exception: dropped and counted; too slow: the logger is dropped)
 
-The mark is the last step that the logger has taken, in a file of the run's folder. A new incarnation of the controller
-passes it the later steps from the journal, so a logger gets every committed step at least once, unless it was reported
-as dropped.
+The mark is the last step that the logger has taken, in a file of the run's folder. In a new incarnation of the
+controller it takes the later steps from metrics.jsonl, so a logger gets every committed step at least once, unless it
+was reported as dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +52,7 @@ class LoggerThread:
         Args:
             name: name of the logger in the recipe.
             mark: file of the last step that it took.
-            max_waiting: entries that may wait, besides those of earlier incarnations.
+            max_waiting: entries of this incarnation that may wait.
             deadline_s: longest time for the start of the logger, or for one entry.
         """
         self.name, self.num_dropped, self.problem = name, 0, ""
@@ -59,7 +60,6 @@ class LoggerThread:
         self._mark, self._max_waiting, self._deadline_s = mark, max_waiting, deadline_s
         self._changed = threading.Condition()
         self._queue: deque[LogEntry] = deque()
-        self._num_missed = 0
         self._closing = False
         self._busy_since: float | None = None
         self._in_progress = 0
@@ -78,17 +78,17 @@ class LoggerThread:
 
     def begin(self, make: Maker, missed: Iterable[LogEntry] = ()) -> None:
         """Start the thread, which makes the logger and passes it the entries that it has missed."""
-        self._queue.extend(missed)
-        self._num_missed = len(self._queue)
         first_step = self.last_step + 1
         self._busy_since = time.monotonic()
-        self._thread = threading.Thread(target=self._serve, args=(make, first_step), name=self.name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(make, first_step, missed), name=self.name, daemon=True
+        )
         self._thread.start()
 
     def put(self, entry: LogEntry) -> None:
         """Queue `entry`, or drop it when the queue is full."""
         with self._changed:
-            if self.is_given_up or len(self._queue) >= self._max_waiting + self._num_missed:
+            if self.is_given_up or len(self._queue) >= self._max_waiting:
                 self._drop(1, self.problem or f"{self._max_waiting} entries wait already")
             else:
                 self._queue.append(entry)
@@ -121,17 +121,22 @@ class LoggerThread:
 
     # --- in the logger's thread ------------------------------------------------------------------------------------
 
-    def _serve(self, make: Maker, first_step: int) -> None:
+    def _serve(self, make: Maker, first_step: int, missed: Iterable[LogEntry]) -> None:
         try:
             logger = make(first_step)
         except Exception as error:  # noqa: BLE001 - a logger may raise anything, and must not end the run
             self._give_up(f"it cannot start: {_sentence(error)}")
             return
         self._busy_since = None
-        while (entry := self._next()) is not None:
-            self._in_progress, self._busy_since = 1, time.monotonic()
-            self._log(logger, entry)
-            self._in_progress, self._busy_since = 0, None
+        try:
+            for entry in chain(missed, iter(self._next, None)):
+                if self.is_given_up:
+                    return
+                self._in_progress, self._busy_since = 1, time.monotonic()
+                self._log(logger, entry)
+                self._in_progress, self._busy_since = 0, None
+        except (OSError, ValueError) as error:
+            self._give_up(f"the steps that it has missed cannot be read: {_sentence(error)}")
         if self.is_given_up:
             return
         try:
@@ -144,7 +149,6 @@ class LoggerThread:
             self._changed.wait_for(lambda: self._queue or self._closing or self.is_given_up)
             if self.is_given_up or not self._queue:
                 return None
-            self._num_missed = max(0, self._num_missed - 1)
             return self._queue.popleft()
 
     def _log(self, logger: Logger, entry: LogEntry) -> None:

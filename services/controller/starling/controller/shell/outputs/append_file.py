@@ -27,9 +27,11 @@ class AppendFile:
         self._file = -1
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._is_full = False
+        self._has_dropped = False
 
     def write(self, line: str) -> None:
         """Append a line, now or when there is space."""
+        self._has_dropped = self._has_dropped or len(self._waiting) == MAX_WAITING
         self._waiting.append(line.encode() + b"\n")
         self.flush()
 
@@ -50,6 +52,20 @@ class AppendFile:
             self._is_full = True
             return
         self._is_full = False
+
+    def sync(self) -> int | None:
+        """Make all lines durable. Returns the size of the file; None when lines wait for space, or were dropped."""
+        self.flush()
+        if self._waiting or self._has_dropped:
+            return None
+        try:
+            if self._file < 0:
+                return self._path.stat().st_size if self._path.exists() else 0
+            os.fsync(self._file)
+            return os.fstat(self._file).st_size
+        except OSError as error:
+            log.warning("lines_wait", file=str(self._path), reason=error.strerror)
+            return None
 
     def close(self) -> None:
         """Write the waiting lines as far as possible, and close the file."""
