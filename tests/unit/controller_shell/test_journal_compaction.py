@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from test_journal import generated, num_contents, scored, sealed, taught, write
+from test_journal import generated, num_contents, scored, step_frozen, teacher_scored, write
 from transcript import SMALL, Stream
 
 from starling.common.wire.messages import Prompt
@@ -79,7 +79,10 @@ def a_step(step: int, *, num: int = 2) -> list[JournalEntry]:
     ordinals = range((step - 1) * num, step * num)
     entries = [JournalEntry(GroupsOpened(first=ordinals[0], num=num))]
     entries += [entry for n in ordinals for entry in (generated(f"t{n}", f"text {n}"), scored(f"t{n}"))]
-    entries += [sealed(step, *ordinals), JournalEntry(StepCommitted(step=step, metrics={"phase": "rl", "loss": 1.0}))]
+    entries += [
+        step_frozen(step, *ordinals),
+        JournalEntry(StepCommitted(step=step, metrics={"phase": "rl", "loss": 1.0})),
+    ]
     return [*entries, JournalEntry(VersionPublished(version=step, root=f"root {step}"))]
 
 
@@ -95,7 +98,7 @@ def test_compaction_restores_the_same_state(path: Path) -> None:
     later = [
         JournalEntry(GroupsOpened(first=2, num=6)),
         *(entry for n in (2, 3) for entry in (generated(f"t{n}", "abc"), scored(f"t{n}", 0.5))),
-        sealed(2, 2, 3),
+        step_frozen(2, 2, 3),
         JournalEntry(StepCommitted(step=2, metrics={"phase": "rl", "loss": 0.5})),
         JournalEntry(opened),
         generated("t4", "def"),
@@ -180,7 +183,7 @@ def test_journal_of_any_length_has_the_size_of_its_content(path: Path) -> None:
 def test_compaction_deletes_the_texts_of_an_evaluation_that_was_given_up(path: Path) -> None:
     opened = EvaluationOpened(number=1, version=1, cause="step", num_completions=1, first=0)
     with contextlib.closing(Journal(path)) as journal:
-        write(journal, BEGUN, *a_step(1), JournalEntry(opened), evaluated("e0", "late"), taught("t9", "x"))
+        write(journal, BEGUN, *a_step(1), JournalEntry(opened), evaluated("e0", "late"), teacher_scored("t9", "x"))
         journal.prune(1)
         write(journal, JournalEntry(EvaluationClosed(number=1, summary={"version": 1})))
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -206,7 +209,7 @@ def test_missing_lines_after_a_compaction() -> None:
     """Its steps are in metrics.jsonl; a step that was frozen before and committed after it has its prompts."""
     state = fresh()
     unmade = [JournalEntry(GroupsOpened(first=0, num=2)), generated("t0", "a"), scored("t0"), generated("t1", "b")]
-    restore(state, [*unmade, scored("t1"), sealed(1, 0, 1)])
+    restore(state, [*unmade, scored("t1"), step_frozen(1, 0, 1)])
     record, history = compact(state), MetricsHistory(0.0)
     assert record is not None
     for version in range(NUM_EVALUATIONS + 2):
