@@ -117,7 +117,9 @@ lock: $(DEV)
 # What is published: a wheel of each member, the software bill of materials, and the checksums of both.
 release: $(DEV)
 	rm -rf dist
-	for member in $(MEMBERS); do $(BIN)/uv build --quiet --wheel --no-build-isolation --out-dir dist $$member || exit 1; done
+	for member in $(MEMBERS); do \
+		$(BIN)/uv build --quiet --wheel --build-constraints constraints.locked.txt --require-hashes --out-dir dist $$member || exit 1; \
+	done
 	$(BIN)/python release/sbom.py > dist/starling.cdx.json
 	cd dist && sha256sum *.whl *.json > SHA256SUMS
 
