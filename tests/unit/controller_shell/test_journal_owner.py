@@ -104,14 +104,14 @@ def test_journal_ends_its_older_writer(tmp_path: Path) -> None:
             record(journal, 8)
             assert incarnations(journal) == [7, 8], "the first one has written nothing since"
     assert writer.returncode == 1
-    assert f"JournalTakenError: another controller has taken over the journal {path}; this one ends" in errors
+    assert f"JournalTakenError: another controller writes the journal {path}; this one ends" in errors
 
 
 def test_journal_notices_a_writer_since_it_was_read(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     with contextlib.closing(Journal(path)) as first, contextlib.closing(Journal(path)) as second:
         record(first, 1)  # one process holds both locks
-        with pytest.raises(JournalTakenError, match="another controller has taken over the journal"):
+        with pytest.raises(JournalTakenError, match="another controller writes the journal"):
             record(second, 2)
         record(first, 3)
         assert incarnations(first) == [1, 3]

@@ -260,7 +260,7 @@ class Journal:
         found = _marks(self._db).get("owner", 0)
         if found != (self._owner if is_first else self._token) or (is_first and self._last_seq() != self._opened_at):
             raise JournalTakenError(
-                f"another controller has taken over the journal {self.path}; this one ends, run only one in a folder"
+                f"another controller writes the journal {self.path}; this one ends, run only one in a folder"
             )
         if is_first:
             token = secrets.randbits(62) + 1
