@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.environments.agent import AgentTask
 
-RESULTS: dict[int, list[str]] = {}
-"""Results of each program, by the index of its trajectory."""
+
+def write_notes(folder: str, task: AgentTask, texts: list[str]) -> None:
+    """Write what a program got, for the test: it runs in a process of its own."""
+    (Path(folder) / f"{task.index}.json").write_text(json.dumps(texts))
 
 
 def client_of(task: AgentTask) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
 
 
-async def converse(task: AgentTask, *, turns: int = 3) -> float:
+async def converse(task: AgentTask, *, notes: str, turns: int = 3) -> float:
     """Converse in several turns with a system message; returned replies are stripped, as some clients do."""
     messages: list[Any] = [{"role": "system", "content": "be brief"}, *task.messages]
-    results = RESULTS[task.index] = []
+    results: list[str] = []
     async with client_of(task) as client:
         for turn in range(turns):
             answer = await client.chat.completions.create(
@@ -33,10 +36,11 @@ async def converse(task: AgentTask, *, turns: int = 3) -> float:
             results.append(answer.choices[0].message.content or "")
             messages.append({"role": "assistant", "content": results[-1].strip()})
             messages.append({"role": "user", "content": f"and {turn}?"})
+    write_notes(notes, task, results)
     return float(len(results))
 
 
-def plain(task: AgentTask) -> None:
+def plain(task: AgentTask, *, notes: str) -> None:
     """Stream a reply without asyncio."""
     with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
         pieces = client.chat.completions.create(
@@ -45,10 +49,11 @@ def plain(task: AgentTask) -> None:
             max_tokens=5,
             stream=True,  # type: ignore[arg-type]
         )
-        RESULTS[task.index] = ["".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)]
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    write_notes(notes, task, [text])
 
 
-async def branching(task: AgentTask) -> EpisodeOutcome:
+async def branching(task: AgentTask, *, notes: str) -> EpisodeOutcome:
     """Request the next reply twice, continue from the first one, and start another conversation."""
     first: list[Any] = list(task.messages)
     async with client_of(task) as client:
@@ -62,7 +67,7 @@ async def branching(task: AgentTask) -> EpisodeOutcome:
         two, other = await asyncio.gather(ask(second), ask(second))
         beside = await ask([{"role": "user", "content": "who are you?"}])
         three = await ask([*second, {"role": "assistant", "content": two}, {"role": "user", "content": "last"}])
-        RESULTS[task.index] = [one, two, other, beside, three]
+    write_notes(notes, task, [one, two, other, beside, three])
     return EpisodeOutcome(reward=0.5, metrics={"asked": 5.0})
 
 
@@ -106,16 +111,20 @@ def hanging(task: AgentTask) -> None:
     threading.Event().wait()
 
 
-async def leaking(task: AgentTask) -> float:
+async def leaking(task: AgentTask, *, notes: str) -> float:
     """Store the key for use after the episode."""
     async with client_of(task) as client:
         await client.chat.completions.create(model="m", messages=task.messages, max_tokens=3)  # type: ignore[arg-type]
-    RESULTS[-1] = [task.base_url, task.api_key]
+    write_notes(notes, task, [task.api_key])
     return 1.0
 
 
-@contextmanager
-def results() -> Iterator[dict[int, list[str]]]:
-    """Clear `RESULTS`, and yield it."""
-    RESULTS.clear()
-    yield RESULTS
+def nosy(task: AgentTask, *, path: str, port: int) -> float:
+    """Look for what belongs to the service."""
+    import socket
+
+    with pytest.raises(OSError):
+        Path(path).read_text()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    return 1.0

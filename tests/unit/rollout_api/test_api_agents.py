@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from typing import Any
 
-import agent_programs
 import numpy as np
 import openai
 import pytest
 from api_stage import EpisodeStage, check, stage
 
 from starling.algo.text import decode
+from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import ChatMessage, Prompt, Status
 
 PROMPT = Prompt(
@@ -21,10 +23,27 @@ PROMPT = Prompt(
 
 def agent(name: str, *flags: str, **args: Any) -> tuple[str, ...]:
     """Return the settings of the environment `agent` with a program of these tests."""
-    given = ", ".join(
-        [f'program = "agent_programs:{name}"', *(f"args = {{ {key} = {value} }}" for key, value in args.items())]
-    )
+    written = ", ".join(f"{key} = {json.dumps(value)}" for key, value in args.items())
+    given = f'program = "agent_programs:{name}", args = {{ {written} }}'
     return ("--rollout.environment.kind", "agent", "--rollout.environment.options", f"{{ {given} }}", *flags)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Notes:
+    return Notes(tmp_path)
+
+
+class Notes:
+    """What programs have written, by the index of their trajectory."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o777)  # the sandboxes of root are another user
+        self.folder = str(folder)
+        self.needs = ("--rollout.environment.needs", f'{{ writable_paths = ["{folder}"] }}')
+
+    def __getitem__(self, index: int) -> list[str]:
+        texts: list[str] = json.loads((Path(self.folder) / f"{index}.json").read_text())
+        return texts
 
 
 def parts(stage: EpisodeStage, played: Any, number: int) -> tuple[str, list[tuple[int, str]]]:
@@ -37,8 +56,8 @@ def parts(stage: EpisodeStage, played: Any, number: int) -> tuple[str, list[tupl
     ]
 
 
-def test_agent_conversation_is_a_trajectory(api_model: Path) -> None:
-    with agent_programs.results() as results, stage(api_model, *agent("converse", turns=3)) as made:
+def test_agent_conversation_is_a_trajectory(api_model: Path, notes: Notes) -> None:
+    with stage(api_model, *agent("converse", *notes.needs, notes=notes.folder, turns=3)) as made:
         played = made.play(PROMPT, 4, temperature=0.9)
         assert [t.reward for t in played.trajectories] == [3.0] * 4
         assert len({t.token_ids.tobytes() for t in played.trajectories}) == 4, "trajectories of a group must differ"
@@ -49,26 +68,26 @@ def test_agent_conversation_is_a_trajectory(api_model: Path) -> None:
             assert prompt == "s:be brief;u:hello;a:"
             assert [mask for mask, _ in runs] == [1, 0, 1, 0, 1]
             replies = [text for mask, text in runs if mask]
-            assert replies == results[number]
+            assert replies == notes[number]
             assert [text for mask, text in runs if not mask] == [";u:and 0?;a:", ";u:and 1?;a:"]
 
 
-def test_agent_may_be_plain_function_that_streams(api_model: Path) -> None:
-    with agent_programs.results() as results, stage(api_model, *agent("plain")) as made:
+def test_agent_may_be_plain_function_that_streams(api_model: Path, notes: Notes) -> None:
+    with stage(api_model, *agent("plain", *notes.needs, notes=notes.folder)) as made:
         played = made.play(Prompt(id="p", text="go"), 2)
         for number, trajectory in enumerate(played.trajectories):
             check(api_model, played, trajectory)
             assert (trajectory.reward, trajectory.num_turns) == (None, 1)
             assert parts(made, played, number)[0] == "u:go;a:"
-            assert decode(made.tokenizer, trajectory.token_ids) == results[number][0]
+            assert decode(made.tokenizer, trajectory.token_ids) == notes[number][0]
 
 
-def test_last_branch_is_the_trajectory(api_model: Path) -> None:
-    with agent_programs.results() as results, stage(api_model, *agent("branching")) as made:
+def test_last_branch_is_the_trajectory(api_model: Path, notes: Notes) -> None:
+    with stage(api_model, *agent("branching", *notes.needs, notes=notes.folder)) as made:
         played = made.play(PROMPT, 2)
         for number, trajectory in enumerate(played.trajectories):
             check(api_model, played, trajectory)
-            one, two, other, _, three = results[number]
+            one, two, other, _, three = notes[number]
             assert two != other, "repeated requests get different replies"
             prompt, runs = parts(made, played, number)
             assert prompt == "u:hello;a:"
@@ -125,12 +144,30 @@ def test_failed_program_costs_its_own_trajectory(api_model: Path, name: str, lim
             assert problem in trajectory.problem
 
 
-def test_episode_key_is_revoked_at_its_end(api_model: Path) -> None:
-    with agent_programs.results() as results, stage(api_model, *agent("leaking")) as made:
+def test_episode_key_is_revoked_at_its_end(api_model: Path, notes: Notes) -> None:
+    with stage(api_model, *agent("leaking", *notes.needs, notes=notes.folder)) as made:
         made.play(PROMPT, 1)
-        base_url, key = results[-1]
+        base_url, (key,) = made.server.base_url, notes[0]
         with (
             openai.OpenAI(base_url=base_url, api_key=key, max_retries=0) as client,
             pytest.raises(openai.AuthenticationError),
         ):
             client.models.list()
+
+
+@pytest.mark.parametrize("level", ["bubblewrap", "namespaces", "landlock"])
+def test_agent_reaches_endpoint_and_nothing_else(
+    api_model: Path, tmp_path: Path, notes: Notes, level: Mechanism
+) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    key = tmp_path.parent / "rollout-0.json"
+    key.write_text("the key")
+    strict = ("--rollout.environment.sandbox", level)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        nosy = agent("nosy", *strict, path=str(key), port=other.getsockname()[1])
+        with stage(api_model, *nosy) as made:
+            assert made.play(PROMPT, 1).trajectories[0].problem.startswith("the environment ended without a reply")
+    with stage(api_model, *agent("plain", *strict, *notes.needs, notes=notes.folder)) as made:
+        (trajectory,) = made.play(PROMPT, 1).trajectories
+        assert (trajectory.problem, trajectory.num_turns) == ("", 1)

@@ -53,7 +53,7 @@ class EnvironmentSettings(SettingsSection):
     """Time limit of one trajectory, in seconds; beyond it the status is `env_error`. Time does not count while the
     engine cannot generate: asleep, restarting, or without weights."""
     sandbox: SandboxLevel = "auto"
-    """Sandbox of tools and worlds of `gym`. `auto`: the strongest that this machine offers. `required`: one
+    """Sandbox of tools, agents and worlds of `gym`. `auto`: the strongest that this machine offers. `required`: one
     with namespaces, or the start fails. `bubblewrap`, `namespaces`, `landlock`, `process`: just this one; see
     `docs/how-to/sandboxes.md`."""
     needs: SandboxNeeds = SandboxNeeds()

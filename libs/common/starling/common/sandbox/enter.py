@@ -81,7 +81,7 @@ def _supervise(order: dict[str, Any]) -> int:
         _exit_if_ended(life)
         if order["landlock"]:
             readable, writable, listable = order["readable"], order["writable"], order["listable"]
-            syscalls.landlock(readable, writable, listable, network=order["network"])
+            syscalls.landlock(readable, writable, listable, network=order["network"], ports=order["ports"])
         _execute(order)
     _close(*order["pass_fds"])
     status = _reap_until(payload)

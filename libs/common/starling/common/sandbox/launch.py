@@ -134,6 +134,7 @@ class BoxProcess:
         pass_fds: descriptors that the process inherits, at the same numbers.
         dies_with_thread: let the kernel kill the process when the thread that calls this ends.
         inherits_path: let Python find modules where this process does, and not only where the environment says.
+        ports: TCP ports to which Landlock lets it connect.
         output: descriptor for what the process, and what makes the sandbox, print.
 
     Raises:
@@ -150,6 +151,7 @@ class BoxProcess:
         pass_fds: Iterable[int] = (),
         dies_with_thread: bool = False,
         inherits_path: bool = False,
+        ports: tuple[int, ...] = (),
         output: int = 2,
     ) -> None:
         self.sandboxing = sandboxing
@@ -163,7 +165,16 @@ class BoxProcess:
             os.chown(self._folder, OWN_UID, OWN_UID)
         environment = scrubbed_environment(needs, self._folder or "/tmp", inherits_path=inherits_path)
         order = _Order(
-            list(command), sandboxing, needs, view, tuple(pass_fds), dies_with_thread, maps_users, environment, output
+            list(command),
+            sandboxing,
+            needs,
+            view,
+            tuple(pass_fds),
+            dies_with_thread,
+            maps_users,
+            environment,
+            ports,
+            output,
         )
         self._child, first = order.start()
         self.pid = self._child.pid
@@ -239,6 +250,7 @@ class _Order:
     dies_with_thread: bool
     maps_users: bool
     environment: dict[str, str]
+    ports: tuple[int, ...]
     output: int
     problem: str = ""
 
@@ -281,6 +293,7 @@ class _Order:
             "namespaces": self.sandboxing.isolates,
             "landlock": self.sandboxing.mechanism == "landlock",
             "network": self.needs.network,
+            "ports": self.ports,
             "dies_with": os.getpid() if self.dies_with_thread else 0,
             "info_fd": info,
             "go_fd": go,

@@ -185,11 +185,18 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1)))
 
 
-def landlock(readable: Iterable[str], writable: Iterable[str], listable: Iterable[str], *, network: bool) -> None:
+def landlock(
+    readable: Iterable[str],
+    writable: Iterable[str],
+    listable: Iterable[str],
+    *,
+    network: bool,
+    ports: Iterable[int] = (),
+) -> None:
     """Restrict this process and its descendants to these files and folders, for ever.
 
     They can then neither trace, nor read in ``/proc``, nor (Linux 6.12) signal processes outside; without `network`
-    they can neither bind nor connect TCP (Linux 6.7). Paths that do not exist are skipped.
+    they can neither bind nor connect TCP (Linux 6.7), but connect to `ports`. Paths that do not exist are skipped.
     """
     version = landlock_version()
     if version < 1:
@@ -203,6 +210,9 @@ def landlock(readable: Iterable[str], writable: Iterable[str], listable: Iterabl
         for paths, rights in ((readable, _READ), (writable, files), (listable, _LIST)):
             for path in paths:
                 _allow(rules, path, rights & files)
+        for port in ports if connections else ():
+            attributes = struct.pack("QQ", 2, port)  # connect
+            _check(_libc.syscall(_LANDLOCK_ADD, rules, 2, attributes, 0), f"landlock port {port}")
         forbid_new_privileges()
         _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
     finally:

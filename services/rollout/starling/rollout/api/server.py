@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+START_S: Final = 30
 CLOSE_S: Final = 5
 BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 75
@@ -43,6 +45,33 @@ class ApiAddress(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     api_key: str
     model: str
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which can be given further listening sockets while it runs."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.has_started = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.has_started.set()
+
+    async def listen_also(self, listener: socket.socket) -> None:
+        """Accept connections at `listener`."""
+
+        def protocol() -> asyncio.Protocol:
+            make: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = make(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        assert self.loop is not None, "called in the running loop"
+        self.servers.append(await self.loop.create_server(protocol, sock=listener, backlog=BACKLOG))
 
 
 class ApiServer:
@@ -89,7 +118,7 @@ class ApiServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="api", daemon=True)
         self._thread.start()
         self._file = None
@@ -101,6 +130,17 @@ class ApiServer:
         """Return a new recording of `episode`; called in its event loop."""
         # With the episode's own tokenizer, as it decodes in the episode's event loop: tokenizers are not thread-safe.
         return Recording(episode, partial(decode, episode.tokenizer), self._served.read_calls)
+
+    def listen_also(self, listener: socket.socket) -> None:
+        """Accept connections at another listening socket too: that of a sandbox with a network of its own.
+
+        Raises:
+            TimeoutError: the server has not started within some seconds.
+        """
+        if not self._server.has_started.wait(START_S):
+            raise TimeoutError(f"the server has not started within {START_S} s")
+        assert self._server.loop is not None, "it has started"
+        asyncio.run_coroutine_threadsafe(self._server.listen_also(listener), self._server.loop).result(START_S)
 
     def close(self) -> None:
         """Stop within a few seconds, and end the requests in progress."""

@@ -55,6 +55,26 @@ class EpisodeOutcome:
     """One sentence, for a `status` that is a failure."""
 
 
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """Argument of a program of the environment `agent`."""
+
+    base_url: str
+    """Address for an OpenAI client, ending in ``/v1``."""
+    api_key: str
+    """The key of this episode; revoked when the program has ended."""
+    model: str
+    """Name of the model; requests may name any."""
+    messages: list[dict[str, str]]
+    """The prompt as a conversation; a prompt of plain text is one user message."""
+    reference: str
+    """The reference answer."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The dataset row's other columns."""
+    index: int = 0
+    """Index of this trajectory in its group, from 0."""
+
+
 class Episode(Protocol):
     """One trajectory in progress."""
 

@@ -11,20 +11,17 @@ key are recorded into the episode's trajectory (`starling.rollout.api.recording`
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from starling.common.errors import ConfigError
-from starling.common.importing import import_object
-from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
+from starling.rollout.env.base import AgentTask, Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.episodes.episode import EpisodeError, TokenEpisode
-from starling.rollout.env.registry import LoadedEnvironment, check_options, require_no_sandbox
+from starling.rollout.env.registry import LoadedEnvironment
+from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
 from starling.rollout.settings import EnvironmentSettings
 
 if TYPE_CHECKING:
@@ -32,35 +29,33 @@ if TYPE_CHECKING:
     from starling.rollout.api.server import ApiServer
 
 
-@dataclass(frozen=True, slots=True)
-class AgentTask:
-    """Argument of a program."""
-
-    base_url: str
-    """Address for an OpenAI client, ending in ``/v1``."""
-    api_key: str
-    """The key of this episode; revoked when the program has ended."""
-    model: str
-    """Name of the model; requests may name any."""
-    messages: list[dict[str, str]]
-    """The prompt as a conversation; a prompt of plain text is one user message."""
-    reference: str
-    """The reference answer."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The dataset row's other columns."""
-    index: int = 0
-    """Index of this trajectory in its group, from 0."""
-
-
 @dataclass(slots=True)
 class EpisodeEndpoint:
     """Access of episodes to the HTTP server, which starts after the environment is loaded."""
 
     server: ApiServer | None = None
+    listener: socket.socket | None = None
+    """Where programs in a sandbox reach the server, if not at its own address."""
 
     def connect(self, server: ApiServer) -> None:
         """Set the server, before the first episode."""
         self.server = server
+        if self.listener is not None:
+            server.listen_also(self.listener)
+
+    def listen(self, listener: socket.socket) -> None:
+        """Let the server accept connections at `listener` too, as soon as there is one."""
+        self.listener = listener
+        if self.server is not None:
+            self.server.listen_also(listener)
+
+    @property
+    def base_url(self) -> str:
+        """The server's base URL as seen by programs."""
+        assert self.server is not None, "the server starts before the first episode"
+        if self.listener is None:
+            return self.server.base_url
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
 
     @asynccontextmanager
     async def record(self, episode: Episode) -> AsyncIterator[tuple[AgentTask, Recording]]:
@@ -72,7 +67,7 @@ class EpisodeEndpoint:
         recording = self.server.recording(episode)
         key = self.server.keys.issue(recording)
         try:
-            yield _task(episode, self.server, key), recording
+            yield _task(episode, self.server, self.base_url, key), recording
         finally:
             self.server.keys.revoke(key)
             await recording.close()
@@ -84,37 +79,57 @@ def make_agent(
     *,
     args: Mapping[str, Any] | None = None,
     limit_reward: float | None = 0.0,
+    max_processes: int = 256,
+    memory_mb: int = 8192,
+    import_s: float = 60.0,
 ) -> LoadedEnvironment:
     """Create the environment.
 
     Args:
-        settings: those of the environment.
-        program: ``module:function`` or ``path/to/file.py:function`` that takes an `AgentTask`: an ``async def``, or a
-            plain function, which runs in a thread of its own. It returns the reward, an `EpisodeOutcome`, or None.
+        settings: those of the environment, for the sandbox.
+        program: ``module:function`` or ``path/to/file.py:function`` that takes an `AgentTask`: an ``async def`` or a
+            plain function. Each episode calls it in a process of its own. It returns the reward, an `EpisodeOutcome`,
+            or None.
         args: further keyword arguments of the function.
         limit_reward: reward of a trajectory whose program ended because the episode had no turn or token left.
+        max_processes: limit on concurrent episodes in this replica; further ones wait.
+        memory_mb: limit on the address space of each process, in MiB.
+        import_s: limit on the time of the import.
 
     Raises:
         ConfigError: the function cannot be imported or does not accept the arguments.
     """
-    require_no_sandbox(settings)
-    function = import_object(program, "Agent")
-    if not callable(function):
-        raise ConfigError(f"Agent {program!r} is a {type(function).__name__}: name a function.")
-    check_options(f"Agent {program!r}", function, (None,), dict(args or {}))
-    endpoint, bound = EpisodeEndpoint(), partial(function, **(args or {}))
-    play = partial(play_agent, program=bound, endpoint=endpoint, limit_reward=limit_reward)
-    return LoadedEnvironment(play, connect=endpoint.connect)
+    endpoint = EpisodeEndpoint()
+    sandbox = Sandbox(
+        [program],
+        what="Agent",
+        memory_mb=memory_mb,
+        max_processes=max_processes,
+        import_s=import_s,
+        level=settings.sandbox,
+        needs=settings.needs,
+        arguments=tuple(args or {}),
+        on_listener=endpoint.listen,
+    )
+    bound = dict(args or {})
+    play = partial(play_agent, sandbox=sandbox, args=bound, endpoint=endpoint, limit_reward=limit_reward)
+    return LoadedEnvironment(play, close=sandbox.close, connect=endpoint.connect)
 
 
 async def play_agent(
-    episode: Episode, *, program: Callable[[AgentTask], Any], endpoint: EpisodeEndpoint, limit_reward: float | None
+    episode: Episode,
+    *,
+    sandbox: Sandbox,
+    args: Mapping[str, Any],
+    endpoint: EpisodeEndpoint,
+    limit_reward: float | None,
 ) -> Any:
     """Play one episode: run the program to its end."""
     async with endpoint.record(episode) as (task, recording):
         try:
-            given = await (program(task) if inspect.iscoroutinefunction(program) else _in_thread(program, task))
-        except Exception:
+            async with sandbox.session() as session:
+                given = await session.play(0, task, args)
+        except SandboxError:
             # Clients wrap errors in their own: the recording knows whether the episode was over, or the engine failed.
             if isinstance(recording.problem, EpisodeOver):
                 given = limit_reward
@@ -135,43 +150,15 @@ def add_branch_metric(given: Any, recording: Recording) -> Any:
     return EpisodeOutcome(given.reward, metrics, given.status, given.problem)
 
 
-async def _in_thread(program: Callable[[AgentTask], Any], task: AgentTask) -> Any:
-    """Run a plain function in a thread of its own, so that one that hangs blocks only its episode."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if done.done():
-            return  # cancelled
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        value, problem = None, None
-        try:
-            value = program(task)
-        except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
-            problem = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-        try:
-            loop.call_soon_threadsafe(settle, value, problem)
-        except RuntimeError:
-            return  # the loop has ended
-
-    threading.Thread(target=work, name="agent", daemon=True).start()
-    return await done
-
-
-def _task(episode: TokenEpisode, server: ApiServer, key: str) -> AgentTask:
+def _task(episode: TokenEpisode, server: ApiServer, base_url: str, key: str) -> AgentTask:
     prompt = episode.prompt
     messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
     return AgentTask(
-        base_url=server.base_url,
+        base_url=base_url,
         api_key=key,
         model=server.model,
         messages=messages or [{"role": "user", "content": prompt.text}],
         reference=prompt.reference,
-        metadata=prompt.metadata,
+        metadata=dict(prompt.metadata),
         index=episode.index,
     )

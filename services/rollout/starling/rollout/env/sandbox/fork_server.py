@@ -25,9 +25,12 @@ from setproctitle import setproctitle
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object
 from starling.common.sandbox.inside import Sessions, settle
+from starling.rollout.env.base import AgentTask, EpisodeOutcome
+from starling.rollout.env.registry import check_options
 from starling.rollout.env.sandbox.messages import (
     LENGTH,
     CallFunction,
+    CallProgram,
     CallRaised,
     CallReturned,
     FromForkServer,
@@ -35,6 +38,7 @@ from starling.rollout.env.sandbox.messages import (
     ImportFailed,
     KillSession,
     MakeObject,
+    ProgramEnded,
     SandboxSetup,
     StartSession,
     TargetsImported,
@@ -48,6 +52,7 @@ from starling.rollout.env.sandbox.schema import schema_of
 
 MESSAGE_BYTES: Final = 1 << 17
 NUM_FILES: Final = 256
+BACKLOG: Final = 1024
 _PROBLEM_LENGTH: Final = 2000
 
 
@@ -64,10 +69,18 @@ def main(argv: list[str]) -> None:
     answer, targets = prepare(setup)
     signal.setitimer(signal.ITIMER_REAL, 0)
     with contextlib.suppress(BrokenPipeError):
-        control.send(encode(answer))
+        _send_ready(control, answer, listens=setup.listens)
         if isinstance(answer, TargetsImported):
             gc.freeze()  # pages that the collector touches would be copied in every fork
             run_sessions(control, targets, Sessions(setup.mechanism), network=setup.network)
+
+
+def _send_ready(control: socket.socket, answer: FromForkServer, *, listens: bool) -> None:
+    if not (listens and isinstance(answer, TargetsImported)):
+        control.send(encode(answer))
+        return
+    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener:
+        socket.send_fds(control, [encode(answer)], [listener.fileno()])
 
 
 def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
@@ -78,6 +91,8 @@ def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
             found = import_object(name, setup.what)
             if not callable(found):
                 raise ConfigError(f"{setup.what} {name!r} is a {type(found).__name__}: name something to call.")
+            if setup.arguments is not None:
+                check_options(f"{setup.what} {name!r}", found, (None,), dict.fromkeys(setup.arguments))
             targets.append(found)
         schemas = tuple(schema_of(target) for target in targets) if setup.with_schemas else ()
         return TargetsImported(schemas), targets
@@ -130,6 +145,8 @@ def serve(connection: socket.socket, targets: list[Any]) -> None:
             if isinstance(message, MakeObject):
                 made = targets[message.target](**message.options)
                 answer: FromSession = CallReturned(None)
+            elif isinstance(message, CallProgram):
+                answer = _play(message, targets)
             else:
                 answer = CallReturned(_invoke(message, made, targets))
             sent = frame(encode(answer))
@@ -142,6 +159,16 @@ def _invoke(message: CallFunction, made: Any, targets: list[Any]) -> Any:
     function: Callable[..., Any] = getattr(made, message.method) if message.target < 0 else targets[message.target]
     returned = function(*message.positional, **message.named)
     return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
+
+
+def _play(message: CallProgram, targets: list[Any]) -> FromSession:
+    given = targets[message.target](AgentTask(**message.task), **message.named)
+    if inspect.isawaitable(given):
+        given = asyncio.run(_await(given))
+    if isinstance(given, EpisodeOutcome):
+        metrics = {str(name): float(value) for name, value in given.metrics.items()}
+        return ProgramEnded(given.reward, metrics, given.status, given.problem)
+    return CallReturned(given)
 
 
 async def _await(returned: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
+from starling.common.wire.messages import Status
+
 FRAME_LIMIT_BYTES: Final = 64 << 20
 """A longer frame is rejected."""
 LENGTH: Final = struct.Struct("<I")
@@ -30,6 +32,10 @@ class SandboxSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Limit on the processes and threads of all sessions."""
     network: bool
     """Whether sessions share the network of the sandbox; else each has a loopback device of its own."""
+    arguments: tuple[str, ...] | None = None
+    """Names of the arguments of a program, which are checked; None for other functions."""
+    listens: bool = False
+    """Send a socket that listens in the sandbox's network with `TargetsImported`."""
 
 
 class StartSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -73,10 +79,28 @@ class CallFunction(msgspec.Struct, frozen=True, array_like=True, tag="invoke"):
     named: dict[str, Any]
 
 
+class CallProgram(msgspec.Struct, frozen=True, array_like=True, tag="play"):
+    """Call the target as a program of the environment `agent`."""
+
+    target: int
+    task: dict[str, Any]
+    """Fields of its `AgentTask`."""
+    named: dict[str, Any]
+
+
 class CallReturned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):
     """Result of a call."""
 
     value: Any
+
+
+class ProgramEnded(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
+    """The `EpisodeOutcome` that a program returned."""
+
+    reward: float | None
+    metrics: dict[str, float]
+    status: Status | None
+    problem: str
 
 
 class CallRaised(msgspec.Struct, frozen=True, array_like=True, tag="raised"):
@@ -87,8 +111,8 @@ class CallRaised(msgspec.Struct, frozen=True, array_like=True, tag="raised"):
 
 ToForkServer = SandboxSetup | StartSession | KillSession
 FromForkServer = TargetsImported | ImportFailed
-ToSession = MakeObject | CallFunction
-FromSession = CallReturned | CallRaised
+ToSession = MakeObject | CallFunction | CallProgram
+FromSession = CallReturned | ProgramEnded | CallRaised
 
 
 def to_builtin(value: Any) -> Any:

@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import msgspec
@@ -28,13 +29,16 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.sandbox.launch import BoxProcess, choose, report
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.sandbox.view import view_of
+from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
     LENGTH,
     CallFunction,
+    CallProgram,
     CallReturned,
     KillSession,
     MakeObject,
+    ProgramEnded,
     SandboxSetup,
     StartSession,
     TargetsImported,
@@ -47,6 +51,7 @@ from starling.rollout.env.sandbox.messages import (
 
 MESSAGE_BYTES: Final = 1 << 17
 DEFAULT_NEEDS: Final = SandboxNeeds()
+BACKLOG: Final = 1024
 _END_S: Final = 5.0
 """How long a killed fork server may take to be gone."""
 
@@ -73,6 +78,8 @@ class Sandbox:
         import_s: float = 60.0,
         level: SandboxLevel = "auto",
         needs: SandboxNeeds = DEFAULT_NEEDS,
+        arguments: tuple[str, ...] | None = None,
+        on_listener: Callable[[socket.socket], None] | None = None,
     ) -> None:
         """Start the fork server, and wait until it has imported everything.
 
@@ -85,6 +92,9 @@ class Sandbox:
             import_s: limit on the time of the imports.
             level: how strong the sandbox must be.
             needs: what the code may reach.
+            arguments: names of the arguments of programs (`SandboxSession.play`), which are checked.
+            on_listener: takes a listening socket that the code can connect to, if it cannot connect to any other; again
+                for each new fork server.
 
         Raises:
             ConfigError: one of them cannot be imported or called, the imports take too long, or the machine does not
@@ -93,9 +103,11 @@ class Sandbox:
         self.sandboxing = choose(level)
         """How the sandbox is made."""
         report(self.sandboxing, what.lower())
-        mechanism, shared = self.sandboxing.mechanism, needs.network
-        limits = (memory_mb, import_s, mechanism, needs.max_tasks, shared)
-        self._setup, self._needs = SandboxSetup(tuple(names), what, with_schemas, *limits), needs
+        mechanism, self._on_listener, self._needs = self.sandboxing.mechanism, on_listener, needs
+        listens = on_listener is not None and not needs.network and self.sandboxing.isolates
+        limits = (memory_mb, import_s, mechanism, needs.max_tasks, needs.network or listens, arguments, listens)
+        self._setup = SandboxSetup(tuple(names), what, with_schemas, *limits)
+        self._ports = self._open_port() if mechanism == "landlock" and not needs.network else ()
         self._max_processes = max_processes
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._semaphores = weakref.WeakKeyDictionary()
@@ -137,6 +149,14 @@ class Sandbox:
         with self._lock:
             self._fork_server.close()
 
+    def _open_port(self) -> tuple[int, ...]:
+        """Listen at a port to which alone Landlock lets the code connect."""
+        if self._on_listener is None:
+            return ()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._on_listener(listener)
+        return (listener.getsockname()[1],)
+
     def _start(self) -> tuple[_ForkServer, tuple[dict[str, Any], ...]]:
         view = view_of(self._needs, self._setup.names)
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -149,10 +169,14 @@ class Sandbox:
                 view,
                 pass_fds=(theirs.fileno(),),
                 inherits_path=True,
+                ports=self._ports,
             )
         fork_server = _ForkServer(connection, process)
         try:
-            return fork_server, _await_ready(connection, process, self._setup)
+            schemas, listener = _await_ready(connection, process, self._setup)
+            if listener is not None and self._on_listener is not None:
+                self._on_listener(listener)
+            return fork_server, schemas
         except BaseException:
             process.kill()
             fork_server.close()
@@ -188,7 +212,14 @@ class SandboxSession:
         """Call name number `target` itself; its result has passed MessagePack. Raises SandboxError."""
         return await self._request(CallFunction(target, "", (), named), timeout_s)
 
-    async def _request(self, message: ToSession, timeout_s: float) -> Any:
+    async def play(self, target: int, task: AgentTask, named: Mapping[str, Any]) -> Any:
+        """Call name number `target` as a program; its result is an `EpisodeOutcome`, or has passed MessagePack.
+
+        It has no time limit of its own. Raises SandboxError.
+        """
+        return await self._request(CallProgram(target, asdict(task), dict(named)), None)
+
+    async def _request(self, message: ToSession, timeout_s: float | None) -> Any:
         try:
             request = frame(encode(message))
         except (OverflowError, ValueError, TypeError, RecursionError) as error:  # models write any number and text
@@ -202,6 +233,7 @@ class SandboxSession:
                     raise SandboxError(f"it returned {length >> 20} MiB; return less")
                 body = await self._reader.readexactly(length)
         except TimeoutError:
+            assert timeout_s is not None, "without a limit there is no timeout"
             raise SandboxTimeoutError(f"it took longer than {timeout_s:g} s") from None
         except (OSError, EOFError):
             raise SandboxError("it ended its process") from None
@@ -211,6 +243,8 @@ class SandboxSession:
             raise SandboxError("it sent something that is no answer") from None
         if isinstance(answer, CallReturned):
             return answer.value
+        if isinstance(answer, ProgramEnded):
+            return EpisodeOutcome(answer.reward, answer.metrics, answer.status, answer.problem)
         raise SandboxError(answer.problem)
 
 
@@ -236,7 +270,10 @@ class _ForkServer:
         self.process.close()
 
 
-def _await_ready(connection: socket.socket, process: BoxProcess, setup: SandboxSetup) -> tuple[dict[str, Any], ...]:
+def _await_ready(
+    connection: socket.socket, process: BoxProcess, setup: SandboxSetup
+) -> tuple[tuple[dict[str, Any], ...], socket.socket | None]:
+    """Return the schemas of the functions, and the socket that listens in the sandbox if there is one."""
     subject = f"{setup.what} {', '.join(map(repr, setup.names))}"
     with contextlib.suppress(BrokenPipeError):  # `recv` tells
         connection.send(encode(setup))
@@ -246,7 +283,8 @@ def _await_ready(connection: socket.socket, process: BoxProcess, setup: SandboxS
         raise ConfigError(
             f"{subject}: importing took longer than {setup.import_s:g} s; make the modules import faster."
         )
-    data = connection.recv(MESSAGE_BYTES)
+    data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+    listener = socket.socket(fileno=descriptors[0]) if descriptors else None
     if not data:
         why = process.problem and f" ({process.problem})"
         raise ConfigError(f"{subject}: importing ended the process{why}; see its output, and the limit memory_mb.")
@@ -255,5 +293,5 @@ def _await_ready(connection: socket.socket, process: BoxProcess, setup: SandboxS
     except (msgspec.MsgspecError, RecursionError, ValueError):
         raise ConfigError(f"{subject}: while it was imported, something wrote into the sandbox's socket.") from None
     if isinstance(answer, TargetsImported):
-        return answer.schemas
+        return answer.schemas, listener
     raise ConfigError(answer.problem)
