@@ -21,7 +21,9 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.syscalls import landlock_version
+from starling.rollout.env.registry import make_environment
 from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
+from starling.rollout.settings import EnvironmentSettings
 
 HERE = Path(__file__).with_name("hostile_tools.py")
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "sandboxes.md"
@@ -282,6 +284,31 @@ def test_declared_things_are_there(tmp_path: Path) -> None:
     finally:
         made.close()
     assert (tmp_path / "out" / "new.txt").read_text() == "# written\n"
+
+
+def test_tool_gets_what_it_needs_and_no_other_does(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "words.txt").write_text("cat dog")
+    tools = [
+        {"function": f"{HERE}:read_file", "needs": {"paths": [str(tmp_path / "words.txt")]}},
+        {"function": f"{HERE}:read_file", "name": "read_other"},
+    ]
+    environment = make_environment(EnvironmentSettings(kind="tools", options={"tools": tools}))
+    assert environment is not None
+    tool_of = environment.environment.keywords["tools"]  # type: ignore[attr-defined]
+
+    async def read(name: str) -> Any:
+        async with tool_of[name].sandbox.session() as session:
+            path = str(tmp_path / "words.txt")
+            return await session.call(tool_of[name].target, {"path": path}, timeout_s=LONG_S)
+
+    try:
+        assert asyncio.run(read("read_file")) == "cat dog"
+        if choose("auto").mechanism != "process":
+            with pytest.raises(SandboxError, match=r"No such file|Permission denied"):
+                asyncio.run(read("read_other"))
+    finally:
+        environment.close()
 
 
 @pytest.mark.parametrize(

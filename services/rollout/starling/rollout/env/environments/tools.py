@@ -11,14 +11,15 @@ from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
-from starling.common.settings import nearest
+from starling.common.sandbox.settings import SandboxNeeds
+from starling.common.settings import nearest, validate
 from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.parsers import PARSERS, Call, Malformed, Parser
 from starling.rollout.env.registry import LoadedEnvironment
 from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
 from starling.rollout.settings import EnvironmentSettings
 
-_KEYS: Final = ("function", "name", "description", "parameters", "timeout_s")
+_KEYS: Final = ("function", "name", "description", "parameters", "timeout_s", "needs")
 TEXT_FORM: Final = "\n<tool_response>\n{}\n</tool_response>\n"
 """Form of a result in a prompt of plain text, which has no messages."""
 
@@ -29,6 +30,7 @@ class Tool:
 
     name: str
     schema: Mapping[str, Any]
+    sandbox: Sandbox
     target: int
     """Its index in the sandbox."""
     timeout_s: float
@@ -51,7 +53,8 @@ def make_tools(
     Args:
         settings: those of the environment, for the sandbox.
         tools: each ``module:function`` or ``path/to/file.py:function``, or a table with that as `function` and,
-            optionally, `name`, `description`, `parameters` (a JSON schema) and `timeout_s`.
+            optionally, `name`, `description`, `parameters` (a JSON schema), `timeout_s`, and `needs`, which replaces
+            the environment's: tools with the same needs share a sandbox.
         parser: how the model writes calls: ``hermes``, ``llama``, or a function of the text, as ``module:function``.
         timeout_s: limit of one call; then its process is killed, and the model gets an error.
         max_calls: limit on the calls of one reply; the model gets an error for each further one.
@@ -67,35 +70,42 @@ def make_tools(
     if not tables:
         raise ConfigError("Environment 'tools' has no tools: name functions in rollout.environment.options.tools.")
     parse = _parser(parser)
-    sandbox = Sandbox(
-        [table["function"] for table in tables],
-        what="Tool",
-        with_schemas=True,
-        memory_mb=memory_mb,
-        max_processes=max_processes,
-        import_s=import_s,
-        level=settings.sandbox,
-        needs=settings.needs,
-    )
+    sandboxes = list[Sandbox]()
+
+    def close() -> None:
+        for sandbox in sandboxes:
+            sandbox.close()
+
+    named: dict[str, Tool] = {}
     try:
-        named = _named(tables, sandbox.schemas, timeout_s)
-    except ConfigError:
-        sandbox.close()
+        for needs, group in _by_needs(tables, settings.needs).items():
+            sandbox = Sandbox(
+                [table["function"] for table in group],
+                what="Tool",
+                with_schemas=True,
+                memory_mb=memory_mb,
+                max_processes=max_processes,
+                import_s=import_s,
+                level=settings.sandbox,
+                needs=needs,
+            )
+            sandboxes.append(sandbox)
+            _add_named(named, group, sandbox, timeout_s)
+    except BaseException:
+        close()
         raise
-    play = partial(
-        use_tools, tools=named, parse=parse, sandbox=sandbox, max_calls=max_calls, max_chars=max_result_chars
-    )
-    return LoadedEnvironment(play, tuple(tool.schema for tool in named.values()), sandbox.close)
+    play = partial(use_tools, tools=named, parse=parse, max_calls=max_calls, max_chars=max_result_chars)
+    return LoadedEnvironment(play, tuple(tool.schema for tool in named.values()), close)
 
 
 async def use_tools(
-    episode: Episode, *, tools: Mapping[str, Tool], parse: Parser, sandbox: Sandbox, max_calls: int, max_chars: int
+    episode: Episode, *, tools: Mapping[str, Tool], parse: Parser, max_calls: int, max_chars: int
 ) -> EpisodeOutcome:
     """Play one episode. The reward is left to the scorers."""
     num_calls = num_errors = 0
     try:
         while calls := parse((await episode.reply()).text):
-            results = await asyncio.gather(*(_call(call, tools, sandbox) for call in calls[:max_calls]))
+            results = await asyncio.gather(*(_call(call, tools) for call in calls[:max_calls]))
             texts = [text for text, _ in results]
             texts += [f"Error: at most {max_calls} calls are made at a time"] * (len(calls) - len(results))
             num_calls += len(calls)
@@ -106,7 +116,7 @@ async def use_tools(
     return EpisodeOutcome(metrics={"tool_calls": num_calls, "tool_errors": num_errors})
 
 
-async def _call(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sandbox) -> tuple[str, bool]:
+async def _call(call: Call | Malformed, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     """Make one call; returns the text for the model, and whether it succeeded."""
     if isinstance(call, Malformed):
         return f"Error: {call.problem}", False
@@ -114,7 +124,7 @@ async def _call(call: Call | Malformed, tools: Mapping[str, Tool], sandbox: Sand
     if tool is None:
         return f"Error: there is no function {call.name!r}; there are {', '.join(tools)}", False
     try:
-        async with sandbox.session() as session:
+        async with tool.sandbox.session() as session:
             result = await session.call(tool.target, dict(call.arguments), timeout_s=tool.timeout_s)
     except SandboxError as error:
         return f"Error: {error}", False
@@ -151,19 +161,25 @@ def _table(tool: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return table
 
 
-def _named(
-    tables: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], timeout_s: float
-) -> dict[str, Tool]:
-    """Return the tools by name; the settings of a table override the function's schema."""
-    named: dict[str, Tool] = {}
-    for target, (table, schema) in enumerate(zip(tables, schemas, strict=True)):
+def _by_needs(
+    tables: Sequence[Mapping[str, Any]], default: SandboxNeeds
+) -> dict[SandboxNeeds, list[Mapping[str, Any]]]:
+    groups: dict[SandboxNeeds, list[Mapping[str, Any]]] = {}
+    for table in tables:
+        needs = validate(SandboxNeeds, table["needs"]) if "needs" in table else default
+        groups.setdefault(needs, []).append(table)
+    return groups
+
+
+def _add_named(named: dict[str, Tool], tables: Sequence[Mapping[str, Any]], sandbox: Sandbox, timeout_s: float) -> None:
+    """Add the tools of a sandbox by name; the settings of a table override the function's schema."""
+    for target, (table, schema) in enumerate(zip(tables, sandbox.schemas, strict=True)):
         function = {**schema["function"], **{key: table[key] for key in _KEYS[1:4] if key in table}}
         name = function["name"]
         if name in named:
             raise ConfigError(f"Two tools are called {name!r}: give one of them another `name`.")
         limit_s = float(table.get("timeout_s", timeout_s))
-        named[name] = Tool(name, {"type": "function", "function": function}, target, limit_s)
-    return named
+        named[name] = Tool(name, {"type": "function", "function": function}, sandbox, target, limit_s)
 
 
 def _parser(name: str) -> Parser:
