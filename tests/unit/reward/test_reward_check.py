@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.launch import choose
 from starling.reward.score.scorers.gym import make_gym
 from starling.reward.score.scorers.registry import BUILT_IN
 from starling.reward.score.workers.pool import check_scorers
@@ -26,7 +27,8 @@ def test_every_built_in_scorer_can_be_used() -> None:
     needed = {"overlong": {"max_tokens": 8, "buffer": 2}}
     names = [*BUILT_IN, "reasoning_gym:spell_backward"]
     scorers = [{"name": name, "options": needed.get(name, {})} for name in names]
-    check_scorers(RewardSettings.model_validate({"scorers": scorers}))
+    level = "process" if choose("auto").mechanism == "process" else "auto"
+    check_scorers(RewardSettings.model_validate({"scorers": scorers, "sandbox": level}))
 
 
 def test_user_scorer_is_found_by_path_and_in_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_settings_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k", "timeout_s": 0}]}, "timeout_s must be a finite number of seconds above 0"),
         ({"scorers": [{"name": "gsm8k"}, {"name": "gsm8k"}]}, "'gsm8k' in metrics: give one .* `label`"),
         ({"scorers": [{"name": "gsm8"}]}, "no scorer 'gsm8': did you mean 'gsm8k'.*`module:function`"),
-        ({"scorers": [{"name": "zzzzz"}]}, "known are environment, exact_match, format, gsm8k"),
+        ({"scorers": [{"name": "zzzzz"}]}, "known are code, environment, exact_match, format, gsm8k"),
         ({"scorers": [{"name": "module:"}]}, "no scorer 'module:'"),
         ({"scorers": [{"name": ""}]}, "no scorer ''"),
         ({"scorers": [{"name": "gsm8k", "wieght": 1}]}, "wieght"),

@@ -33,7 +33,7 @@ class ScorerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str
-    """A built-in scorer (exact_match, prefix_match, gsm8k, math, format, overlong, environment),
+    """A built-in scorer (exact_match, prefix_match, gsm8k, math, code, format, overlong, environment),
     `reasoning_gym:<task>`, or your own function as `module:function` or `path/to/file.py:function`."""
     weight: float = 1.0
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""

@@ -55,6 +55,8 @@ class Sandboxing:
     mechanism: Mechanism
     missing: str = ""
     """Why it is not a stronger one; empty for namespaces."""
+    is_chosen: bool = False
+    """Whether the settings name it."""
 
     @property
     def isolates(self) -> bool:
@@ -71,12 +73,12 @@ def choose(level: SandboxLevel) -> Sandboxing:
     offered = {mechanism: problem_of(mechanism) for mechanism in MECHANISMS if mechanism != "process"}
     missing = offered["namespaces"] or ""
     if level == "process":
-        return Sandboxing("process", "the setting is `process`")
+        return Sandboxing("process", "the setting is `process`", is_chosen=True)
     if level in ("bubblewrap", "namespaces", "landlock"):
         problem = offered[level]
         if problem:
             raise ConfigError(f"The sandbox level {level!r} cannot be had on this machine: {problem}.")
-        return Sandboxing(level, "the setting is `landlock`" if level == "landlock" else "")
+        return Sandboxing(level, "the setting is `landlock`" if level == "landlock" else "", is_chosen=True)
     for mechanism in ("bubblewrap", "namespaces"):
         if offered[mechanism] is None:
             return Sandboxing(mechanism)

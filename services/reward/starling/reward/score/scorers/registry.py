@@ -34,6 +34,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "format": f"{_PACKAGE}.matching:make_format",
     "gsm8k": f"{_PACKAGE}.gsm8k:make_gsm8k",
     "math": f"{_PACKAGE}.mathematics:make_math",
+    "code": f"{_PACKAGE}.code:make_code",
     "environment": f"{_PACKAGE}.environment:make_environment",
     "overlong": f"{_PACKAGE}.overlong:make_overlong",
 }

@@ -54,7 +54,8 @@ class WorkerProcess:
         self.ended = False
         """Whether the worker sends nothing more."""
         self._exit = ""
-        self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks))
+        runs_programs = sandboxing.mechanism != "process" or sandboxing.is_chosen
+        self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks, runs_programs))
 
     @property
     def pid(self) -> int:

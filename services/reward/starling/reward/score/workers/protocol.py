@@ -33,6 +33,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """How the worker's sandbox was made."""
     max_tasks: int
     """Limit on its processes and threads."""
+    runs_programs: bool
+    """Whether its scorers may run programs that a model wrote."""
 
 
 class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.execution import start_executor
 from starling.common.sandbox.inside import give_up_privileges, settle
 from starling.common.wire.messages import CompletionText
 from starling.reward.score.scorers.registry import Scorer, resolve_scorer, wanted_fields
@@ -81,6 +82,8 @@ def _frames(sock: socket.socket) -> Iterator[bytes]:
 
 def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
     settle(setup.mechanism, max_tasks=setup.max_tasks)
+    if setup.runs_programs:
+        start_executor(setup.mechanism)
     give_up_privileges()
     try:
         for spec in setup.scorers:

@@ -1,0 +1,159 @@
+"""The scorer `code`: programs that a model wrote, honest and hostile ones, at every level that this machine offers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
+from starling.common.wire.messages import CompletionText, Status
+from starling.reward.core.groups import Score, ScoreTask
+from starling.reward.score.scorers.code import make_code, program_of
+from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.settings import RewardSettings
+
+PATIENCE_S = 60.0
+STRONG: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
+
+
+class Judge:
+    """A pool with the scorer `code` only."""
+
+    def __init__(self, pool: ScoringPool) -> None:
+        self.pool, self.number = pool, 0
+
+    def score(self, *programs: str, reference: str = "", **metadata: Any) -> list[Score]:
+        self.number += 1
+        texts = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in programs)
+        self.pool.submit(ScoreTask(f"score:{self.number}", tuple(enumerate(texts)), reference, "", metadata, (0,)))
+        scores: list[Score] = []
+        while len(scores) < len(programs):
+            new = self.pool.poll(PATIENCE_S)
+            assert new, "no score came"
+            scores += new
+        return sorted(scores, key=lambda score: score.completion)
+
+    def values(self, *programs: str, reference: str = "", **metadata: Any) -> list[float | None]:
+        return [score.value for score in self.score(*programs, reference=reference, **metadata)]
+
+
+JUDGES: dict[str, Judge] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_judges() -> Iterator[None]:
+    yield
+    for judge in JUDGES.values():
+        judge.pool.close()
+    JUDGES.clear()
+
+
+@pytest.fixture(params=MECHANISMS)
+def judge(request: pytest.FixtureRequest) -> Judge:
+    level = request.param
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    if level not in JUDGES:
+        scorer = {"name": "code", "options": {"timeout_s": 2.0, "partial": True}, "timeout_s": 30.0}
+        settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
+        JUDGES[level] = Judge(ScoringPool(settings))
+    return JUDGES[level]
+
+
+def test_program_is_judged_by_its_output(judge: Judge) -> None:
+    tests = [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]
+    right = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
+    wrong = "```\nprint(7)\n```"
+    exits = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)"
+    scores = judge.score(right, wrong, exits, "1 / 0", "while True: pass", tests=tests)
+    assert [score.value for score in scores] == [1.0, 0.5, 1.0, 0.0, 0.0], scores
+
+
+def test_program_is_judged_by_assertions(judge: Judge) -> None:
+    reference = "assert add(2, 3) == 5"
+    right, wrong = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a"
+    leaves = "import sys\ndef add(a, b):\n    sys.exit(0)"
+    ends = "import os\ndef add(a, b):\n    os._exit(0)"
+    assert judge.values(right, wrong, leaves, ends, "def add(", reference=reference) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_hostile_program_harms_nothing(judge: Judge) -> None:
+    """It ends nothing but itself, and what it leaves behind ends with it."""
+    marker = f"left-{judge.pool.worker_pids()[0]}"
+    daemon = (
+        "import subprocess, sys\nsleep = 'import time; time.sleep(600)'\n"
+        f"subprocess.Popen([sys.executable, '-c', sleep, {marker!r}], start_new_session=True)\n"
+        "print('started')"
+    )
+    kills = "import os\nfor pid in range(1, 100):\n    try:\n        os.kill(pid, 9)\n    except OSError: pass"
+    floods = "while True: print('x' * 100000)"
+    devours = "x = bytearray(8 << 30)"
+    garbage = "import os\nfor fd in range(3, 99):\n    try: os.write(fd, b'\\xff' * 100)\n    except OSError: pass"
+    programs = [daemon, floods, devours, garbage, "def f(:"]
+    if judge is not JUDGES.get("process") and judge is not JUDGES.get("landlock"):
+        programs.append(kills)  # without namespaces it may reach its own sandbox
+    before = judge.pool.worker_pids()
+    scores = judge.score(*programs, tests=[{"input": "", "output": "started"}])
+    assert [score.status for score in scores] == [Status.OK] * len(programs), scores
+    assert [score.value for score in scores] == [1.0, *[0.0] * (len(programs) - 1)]
+    assert judge.pool.worker_pids() == before
+    deadline = time.monotonic() + PATIENCE_S
+    while has_process(marker):
+        assert time.monotonic() < deadline, "what it started lives on"
+        time.sleep(0.05)
+
+
+def has_process(marker: str) -> bool:
+    for one in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if marker in one.cmdline() and one.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def test_program_knows_nothing_of_its_judge(judge: Judge) -> None:
+    """Neither the expected output, nor the environment, nor the network, nor a file of the machine."""
+    if judge is JUDGES.get("process"):
+        pytest.skip("the level `process` hides nothing")
+    look = """
+        import gc, os, socket
+        print(any("the-expected" in one for one in gc.get_objects() if isinstance(one, str)))
+        print("STARLING_SECRET" in os.environ)
+        try:
+            socket.create_connection(("127.0.0.1", PORT), timeout=2)
+            print(True)
+        except OSError:
+            print(False)
+        print(os.path.exists("README.md") and os.access("README.md", os.R_OK) and bool(open("README.md").read()))
+        """
+    lines = [line[8:] for line in look.splitlines()]
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = "\n".join(lines).replace("PORT", str(server.getsockname()[1]))
+        tests = [{"input": "", "output": "False\n" * 4}, {"input": "", "output": "the-expected"}]
+        assert judge.values(program, tests=tests) == [0.5]
+
+
+def test_programs_need_a_worker() -> None:
+    with pytest.raises(ConfigError, match="no sandbox for them: install bubblewrap"):
+        make_code()
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("a\n```python\nprint(1)\n```\nb\n```py\nprint(2)\n```\n", "print(2)\n"),
+        ("```\nprint(1)\n", "print(1)\n"),
+        ("", ""),
+    ],
+)
+def test_last_block_is_the_program(completion: str, program: str) -> None:
+    assert program_of(completion) == program
