@@ -85,6 +85,7 @@ bench: $(DEV)
 	$(BIN)/python bench/learning.py --quick
 	$(BIN)/python bench/async.py --quick
 	$(BIN)/python bench/rollout.py --quick
+	$(BIN)/python bench/sandbox.py --quick
 	$(BIN)/python bench/chaos.py --quick
 
 docs: $(DEV)

@@ -70,24 +70,22 @@ def choose(level: SandboxLevel) -> Sandboxing:
     Raises:
         ConfigError: `level` demands what this machine does not offer.
     """
-    offered = {mechanism: problem_of(mechanism) for mechanism in MECHANISMS if mechanism != "process"}
-    missing = offered["namespaces"] or ""
     if level == "process":
         return Sandboxing("process", "the setting is `process`", is_chosen=True)
     if level in ("bubblewrap", "namespaces", "landlock"):
-        problem = offered[level]
-        if problem:
+        if problem := problem_of(level):
             raise ConfigError(f"The sandbox level {level!r} cannot be had on this machine: {problem}.")
         return Sandboxing(level, "the setting is `landlock`" if level == "landlock" else "", is_chosen=True)
     for mechanism in ("bubblewrap", "namespaces"):
-        if offered[mechanism] is None:
+        if problem_of(mechanism) is None:
             return Sandboxing(mechanism)
+    missing = problem_of("namespaces") or ""
     if level == "required":
         raise ConfigError(
             f"The sandbox level 'required' needs namespaces, which this machine forbids ({missing}): install "
             "bubblewrap, allow user namespaces (in a container: by its seccomp profile), or set the level to 'auto'."
         )
-    return Sandboxing("landlock" if offered["landlock"] is None else "process", missing)
+    return Sandboxing("landlock" if problem_of("landlock") is None else "process", missing)
 
 
 def report(sandboxing: Sandboxing, what: str) -> None:

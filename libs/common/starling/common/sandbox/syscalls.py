@@ -7,10 +7,12 @@ function raises OSError when the kernel refuses.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 import resource
 import signal
+import socket
 import struct
 from collections.abc import Iterable
 from typing import Final
@@ -122,9 +124,6 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 def bring_loopback_up() -> None:
     """Bring up the loopback device of this network namespace."""
-    import fcntl
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 1)  # IFF_UP
         fcntl.ioctl(any_socket, 0x8914, request)  # SIOCSIFFLAGS

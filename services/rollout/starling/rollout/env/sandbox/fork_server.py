@@ -26,7 +26,6 @@ from starling.common.errors import ConfigError
 from starling.common.importing import import_object
 from starling.common.sandbox.inside import Sessions, settle
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
-from starling.rollout.env.registry import check_options
 from starling.rollout.env.sandbox.messages import (
     LENGTH,
     CallFunction,
@@ -92,6 +91,8 @@ def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
             if not callable(found):
                 raise ConfigError(f"{setup.what} {name!r} is a {type(found).__name__}: name something to call.")
             if setup.arguments is not None:
+                from starling.rollout.env.registry import check_options  # loads pydantic, which tools do not need
+
                 check_options(f"{setup.what} {name!r}", found, (None,), dict.fromkeys(setup.arguments))
             targets.append(found)
         schemas = tuple(schema_of(target) for target in targets) if setup.with_schemas else ()
