@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 
-from starling.rollout.env.environments.agent import AgentTask
+from starling.rollout.env.base import AgentTask
 
 CLIENT = openai.AsyncOpenAI(base_url="http://given.for.each.episode", api_key="likewise")
 """One for all: its copies share their connections."""

@@ -10,8 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from starling.rollout.env.base import EpisodeOutcome
-from starling.rollout.env.environments.agent import AgentTask
+from starling.rollout.env.base import AgentTask, EpisodeOutcome
 
 
 def write_notes(folder: str, task: AgentTask, texts: list[str]) -> None:

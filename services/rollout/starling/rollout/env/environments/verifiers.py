@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
 from starling.common.wire.messages import Status
-from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
-from starling.rollout.env.environments.agent import AgentTask, EpisodeEndpoint
+from starling.rollout.env.base import AgentTask, Episode, EpisodeOutcome, EpisodeOver
+from starling.rollout.env.environments.agent import EpisodeEndpoint
 from starling.rollout.env.registry import LoadedEnvironment, check_options, require_no_sandbox
 from starling.rollout.env.sandbox.fork_server import describe
 from starling.rollout.settings import EnvironmentSettings
