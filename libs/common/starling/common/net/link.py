@@ -322,9 +322,8 @@ class ControllerLink:
         self.fence.sent(self._seq, now)
 
     def _send_again(self, now: float) -> None:
-        # On a new connection the state goes first, and a `Welcome` makes every result due.
-        is_known = self.connected and self._welcomed and not self._resend_all
-        is_heard = is_known and now - self._heard_at < QUIET_S
+        # Only over a connection that `_check_connection` knows of: on a new one the state goes first.
+        is_heard = self.connected and self._welcomed and now - self._heard_at < QUIET_S
         if is_heard and now >= self._resend_at:
             self._resend_at = now + RESEND_S / 8
             for message, buffers in self._leases.due(now):
@@ -337,6 +336,7 @@ class ControllerLink:
             # this replica, and asks for a `Hello`. Either way a `Welcome` follows, and all results after it.
             self._sent_at = float("-inf")
             self._resend_all = True
+            self._resend_at = time.monotonic() + RESEND_S
 
     def _check_silence(self, dealer: Dealer, now: float) -> None:
         if self._heard:
