@@ -336,6 +336,7 @@ class ControllerLink:
             # this replica, and asks for a `Hello`. Either way a `Welcome` follows, and all results after it.
             self._sent_at = float("-inf")
             self._resend_all = True
+            self._resend_at = time.monotonic() + RESEND_S
 
     def _check_silence(self, dealer: Dealer, now: float) -> None:
         if self._heard:
