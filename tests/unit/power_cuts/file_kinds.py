@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from journal_writer import record_of
 from recorded_run import record_run
 from test_cli_warm_start import recipe
 from test_trajectory_files import group
+from transcript import SMALL, Stream
 
 from starling.cli.operate import command as operate
 from starling.cli.report import replay as reports
@@ -23,10 +25,13 @@ from starling.cli.run.attempt import Attempt, read_metrics
 from starling.common.files import parse_line, write_whole
 from starling.common.net.curve import ALLOWED, load_allowed, load_key
 from starling.common.settings import read_toml
+from starling.controller.core.compaction import compact
+from starling.controller.core.machine import Controller
 from starling.controller.core.records import (
     CompletionsStored,
     ControllerStarted,
     JournalEntry,
+    StateCompacted,
     StepCommitted,
     StepFrozen,
 )
@@ -85,15 +90,30 @@ def write_journal(folder: Path) -> None:
         _fill(journal)
 
 
-def write_journal_log(folder: Path) -> None:
-    """Write the same into the log only, as a machine that fails leaves it."""
+def write_journal_log(folder: Path, then: Callable[[Journal], None] = lambda _: None) -> None:
+    """Write the same into the log only, as a machine that fails leaves it, `then` something more."""
     with contextlib.closing(Journal(folder / "open.sqlite")) as journal:
         journal._db.execute("PRAGMA wal_autocheckpoint = 0")
         _fill(journal)
+        then(journal)
         for end in ("", "-wal", "-shm"):
             (folder / f"{JOURNAL}{end}").write_bytes((folder / f"open.sqlite{end}").read_bytes())
     for path in folder.glob("open.sqlite*"):
         path.unlink()
+
+
+def write_compacted_log(folder: Path) -> None:
+    """Write it, compact it, and write on."""
+    write_journal_log(folder, _compact)
+
+
+def _compact(journal: Journal) -> None:
+    state = Controller(SMALL, Stream("train"), Stream("sft"), (), journal=[], incarnation=1).state
+    record = compact(state)
+    assert record is not None
+    journal.compact(record)
+    journal.append(ControllerStarted(incarnation=2))
+    journal.commit()
 
 
 def _fill(journal: Journal) -> None:
@@ -113,7 +133,9 @@ def _fill(journal: Journal) -> None:
 def read_journal(folder: Path) -> list[JournalEntry]:
     """Read all entries, and those of the committed step, as a restart does; then write on."""
     with contextlib.closing(Journal(folder / JOURNAL)) as journal:
+        num_records = sum(1 for _ in journal.records())
         entries = list(journal.read())
+        assert num_records == sum(not entry.kept for entry in entries)
         if any(isinstance(entry.record, StepCommitted) for entry in entries):
             entries += journal.fetch(1)
         journal.append(ControllerStarted(incarnation=2))
@@ -128,6 +150,15 @@ def is_earlier_journal(whole: list[JournalEntry], found: list[JournalEntry]) -> 
         entry == known or (isinstance(known.record, CompletionsStored) and entry == complete[known.record.key])
         for known, entry in zip(whole, found, strict=False)
     )
+
+
+def is_earlier_compacted_journal(whole: list[JournalEntry], found: list[JournalEntry]) -> bool:
+    """Accept the journal before and after its compaction."""
+    if any(isinstance(entry.record, StateCompacted) for entry in found):
+        return begins(whole, found)
+    with tempfile.TemporaryDirectory() as folder:
+        write_journal(Path(folder))
+        return is_earlier_journal(read_journal(Path(folder)), found)
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -327,6 +358,15 @@ KINDS = (
     FileKind("journal", write_journal, JOURNAL, read_journal, is_earlier_journal, num=80),
     FileKind(
         "journal log", write_journal_log, f"{JOURNAL}-wal", read_journal, is_earlier_journal, num=80, survives=True
+    ),
+    FileKind(
+        "compacted log",
+        write_compacted_log,
+        f"{JOURNAL}-wal",
+        read_journal,
+        is_earlier_compacted_journal,
+        num=80,
+        survives=True,
     ),
     FileKind("journal log index", write_journal_log, f"{JOURNAL}-shm", read_journal, same, num=40, survives=True),
     FileKind("journal lock", write_journal, f"{JOURNAL}.lock", read_journal, same, survives=True),

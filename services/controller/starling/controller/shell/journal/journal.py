@@ -206,7 +206,8 @@ class Journal:
 
     def records(self) -> Iterator[Record]:
         """Yield the records that `read` yields, without kept entries, payloads and texts. Raises ConfigError."""
-        first = self._db.execute("SELECT min(seq) FROM records WHERE seq < ?", (self._compacted,)).fetchone()[0]
+        with as_config_error(self.path):
+            first = self._db.execute("SELECT min(seq) FROM records WHERE seq < ?", (self._compacted,)).fetchone()[0]
         return (record for _, record in _records(self.path, self._db, self._compacted, first))
 
     def fetch(self, step: int) -> tuple[JournalEntry, ...]:
