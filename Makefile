@@ -71,6 +71,7 @@ explore: $(DEV)
 bench: $(DEV)
 	$(BIN)/python bench/wire.py --quick
 	$(BIN)/python bench/fuzz.py --quick
+	$(BIN)/python bench/fuzz_controller.py --quick
 	$(BIN)/python bench/loop.py --quick
 	$(BIN)/python bench/controller.py --quick
 	$(BIN)/python bench/recovery.py --quick

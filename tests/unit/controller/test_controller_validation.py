@@ -529,3 +529,64 @@ def test_reopened_step_is_restored_from_the_journal() -> None:
     assert (restored.num_frozen_steps, restored.count(GroupState.SCORED)) == (0, 1)
     assert (restored.num_frozen_steps, restored._num_ready) == (buffer.num_frozen_steps, buffer._num_ready)
     assert restored._filtered == buffer._filtered == [(0, 1.0)]
+
+
+# --- groups that a policy rejects -------------------------------------------------------------------------------------
+
+
+def reject(script: Script, *prompts: str, name: str = "policy-0") -> list[str]:
+    """The policy cannot train the groups of these prompts."""
+    lease = next(held.id for held in script.state.replicas.leases.all_of(name) if held.kind == "train")
+    failed = wire.LeaseFailed(
+        lease=lease, status=wire.Status.INFRA_LOST, reason="token 99999", fatal=True, version=0, rejected=prompts
+    )
+    return script.receive(name, failed)
+
+
+def test_group_that_a_policy_rejects_is_generated_again_and_trained() -> None:
+    script = Script()
+    script.start_run()
+    script.generate_and_score(0, 1)
+    lines = reject(script, "train1")
+    assert not script.state.lifecycle.failure
+    assert "rollout-0 <- generate:t1:1 train1 >= v0" in lines
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert group.state is GroupState.SCORED, "the other group of the step is kept"
+    lines = script.generate_and_score(1, attempt=1)
+    assert "policy-0 <- train:1:1 train0 train1" in lines
+    script.trains(1, 1)
+    assert script.state.version == 1
+
+
+def test_shares_of_other_policies_are_revoked_when_one_rejects_a_group() -> None:
+    script = Script(num_policies=2)
+    for name in ("policy-0", "policy-1"):
+        hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, shares_steps=True)
+        script.receive(name, hello, encoded_layout(name))
+    script.joins("reward-0", slots=8)
+    script.joins("rollout-0")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    script.generate_and_score(0, 1)
+    lines = reject(script, *[f"train{n}" for n in range(2)], name="policy-0")
+    assert not script.state.replicas.leases.num("policy-1", "train")
+    assert any(line.startswith("policy-1 <- release train:1") for line in lines)
+    assert not script.state.lifecycle.failure
+
+
+def test_policy_that_rejects_what_its_step_does_not_have_fails_the_run() -> None:
+    script = Script()
+    script.start_run()
+    script.generate_and_score(0, 1)
+    reject(script, "train7")
+    assert "policy-0 could not train: token 99999" in script.state.lifecycle.failure
+
+
+def test_group_that_is_rejected_too_often_is_discarded() -> None:
+    script = Script(max_tries=0)
+    script.start_run()
+    script.generate_and_score(0, 1)
+    lines = reject(script, "train0")
+    assert "(discarded train0)" in lines
+    assert [group.ordinal for group in script.state.buffer.live()] == [1, 2], "another prompt takes its place"

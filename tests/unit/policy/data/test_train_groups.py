@@ -11,6 +11,7 @@ import pytest
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
 from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
+from starling.policy.train.errors import RejectedGroupsError
 
 ARRAYS = (
     np.array([1, 2, 3], dtype=np.int32),
@@ -128,3 +129,15 @@ def test_group_images_without_positions_are_refused() -> None:
     shown, frames = with_pixels({name: array for name, array in PIXELS.items() if name != "position_ids"})
     with pytest.raises(WireError, match=r"position_ids none instead of \[3, 3\]"):
         groups_from_wire([shown], frames)
+
+
+def test_groups_that_cannot_be_trained_are_named_in_the_refusal() -> None:
+    """The controller takes these groups out of the step; the others are no reason to refuse it."""
+    beyond = (ARRAYS[0], np.full_like(ARRAYS[1], 77), *ARRAYS[2:])
+    double = (*ARRAYS[:2], ARRAYS[2].astype(np.float64), ARRAYS[3])
+    sent = [message(), message(beyond, "train/0/1"), message(double, "train/0/2")]
+    frames = buffers() + buffers(beyond) + buffers(double)
+    with pytest.raises(RejectedGroupsError, match="token ids from 77 to 77, and the model has 77") as refusal:
+        groups_from_wire(sent, frames, 77)
+    assert refusal.value.prompts == ("train/0/1", "train/0/2")
+    assert len(groups_from_wire(sent[:2], frames[:8], 78)) == 2
