@@ -46,7 +46,10 @@ MAX_NAMES: Final = 1000
 MAX_NAME_CHARACTERS: Final = 200
 MAX_GRID: Final = 1 << 16
 """Largest dimension of an image or a video, in patches: a product of three is exact in float64."""
+INT32: Final = np.dtype(np.int32)
+FLOAT32: Final = np.dtype(np.float32)
 GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
+OF_TOKENS: Final = tuple(zip(GROUP_NAMES[1:], GROUP_TENSORS[1:], strict=True))
 COMPLETION_BYTES: Final = 128
 """Upper bound of what a `CompletionText` takes on the wire besides its text, and below a `ScoreGroup`."""
 MESSAGE_BYTES: Final = 1024
@@ -133,12 +136,16 @@ def group_arrays(
             f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(GROUP_TENSORS)} or more"
         )
     total = sum([one.num_tokens for one in trajectories])
-    prompt, tokens, logprobs, versions = map(_array, GROUP_NAMES, GROUP_TENSORS, tensors, buffers)
+    shape, size_bytes = (total,), 4 * total
+    for (name, form), meta, buffer in zip(OF_TOKENS, tensors[1:], buffers[1:], strict=False):
+        if meta.shape != shape or meta.dtype != form.dtype or not meta.nbytes == len(buffer) == size_bytes:
+            _array(name, form, meta, buffer)
+            raise InvalidResultError(f"its completions have {total} tokens, and {meta.shape[0]} {name} came")
+    prompt = _array(GROUP_NAMES[0], GROUP_TENSORS[0], tensors[0], buffers[0])
     if not len(prompt):
         raise InvalidResultError("its prompt has no tokens")
-    for name, array in zip(GROUP_NAMES[1:], (tokens, logprobs, versions), strict=True):
-        if len(array) != total:
-            raise InvalidResultError(f"its completions have {total} tokens, and {len(array)} {name} came")
+    tokens, versions = np.frombuffer(buffers[1], INT32), np.frombuffer(buffers[3], INT32)
+    logprobs = np.frombuffer(buffers[2], FLOAT32)
     named = _named(tensors[len(GROUP_TENSORS) :], buffers[len(GROUP_TENSORS) :]) if len(tensors) > 4 else {}
     return GroupArrays(prompt, tokens, logprobs, versions, named)
 
@@ -150,7 +157,7 @@ def check_group_contents(trajectories: Sequence[TrajectoryMeta], arrays: GroupAr
         InvalidResultError: naming the first that is wrong.
     """
     prompt, tokens, logprobs, versions, named = arrays
-    if np.minimum.reduce(prompt) < 0 or (tokens.size and np.minimum.reduce(tokens) < 0):
+    if prompt[prompt.argmin()] < 0 or (tokens.size and tokens[tokens.argmin()] < 0):
         raise InvalidResultError("it has a negative token id")
     _require_finite("a log-probability", logprobs)
     mask = named.get(LOSS_MASK)
@@ -183,10 +190,9 @@ def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Arra
 
 
 def _require_finite(what: str, array: Array) -> None:
-    # One NaN or infinity makes the lowest or the highest one.
-    if array.size and not (
-        math.isfinite(np.minimum.reduce(array, axis=None)) and math.isfinite(np.maximum.reduce(array, axis=None))
-    ):
+    # The sum of squares is finite if all are, and takes a quarter of the time of their least and greatest.
+    flat = array if array.ndim == 1 else array.reshape(-1)
+    if not math.isfinite(flat.dot(flat)):
         raise UnusableResultError(f"{what} is not finite")
 
 
@@ -210,13 +216,15 @@ def _check_versions(trajectories: Sequence[TrajectoryMeta], versions: Array, mas
     """Check that each trajectory names the oldest and the newest version of its sampled tokens."""
     if not len(versions):
         return
-    lowest, highest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
-    if lowest == highest:  # as nearly always
-        fits = all(
-            one.oldest_version == one.newest_version == lowest or one.num_tokens == one.num_masked
-            for one in trajectories
-        )
+    encoded = versions.tobytes()
+    if encoded[4:] == encoded[:-4]:  # all are equal, as nearly always
+        lowest = int(versions[0])
+        fits = True
+        for one in trajectories:
+            if one.oldest_version != lowest or one.newest_version != lowest:
+                fits &= one.num_tokens == one.num_masked
     else:
+        lowest, highest = int(versions.min()), int(versions.max())
         fits, begin = True, 0
         for one in trajectories:
             part = versions[begin : begin + one.num_tokens]
