@@ -10,7 +10,7 @@ The run of 10 million groups takes about an hour to write; with `--folder` it is
 
     restart_s_<groups>          seconds from the start of the process to the restored core
     restart_mb_<groups>         greatest resident memory of that process
-    growth_s_per_group          seconds more per group, from the fewest to the most groups
+    growth_s_per_group          CPU seconds more per group, from the fewest to the most groups
     growth_bytes_per_group      resident memory more per group, likewise
     journal_bytes_per_group     growth of journal.sqlite per group, likewise
     compaction_ms               time of one compaction, the greatest: the controller does nothing else meanwhile
@@ -65,6 +65,7 @@ PROMPTS_PER_STEP: Final = 64
 GROUP_SIZE: Final = 8
 NUM_ROWS: Final = 20_000
 """Prompts of the data: the journal keeps the measured length of each."""
+RECORDS_PER_STEP: Final = 2 * PROMPTS_PER_STEP + 5
 SAVE_EVERY: Final = 20
 STEPS_PER_COMMIT: Final = 1
 """The journal prunes as many groups with each commit as a step has here, so that it keeps up."""
@@ -98,6 +99,8 @@ class Restart:
     """One start of a controller."""
 
     seconds: float
+    cpu_seconds: float
+    """Of all its threads: what it takes when no other process wants the cores."""
     peak_mb: float
 
 
@@ -124,12 +127,14 @@ class RunWriter:
         self._journal.commit()
         self._opened = self._state.buffer.num_admitted
         self.num_groups = self._state.version * PROMPTS_PER_STEP
+        self.num_between = self._compact_records // 2
+        """More groups than one compaction covers."""
         self.compactions_s: list[float] = []
 
     def write(self, num_groups: int) -> None:
-        """Write steps until the run has trained so many groups."""
+        """Write steps until the run has trained so many groups, and its next compaction is due: the slowest restart."""
         begun, first = time.monotonic(), self.num_groups
-        while self.num_groups < num_groups:
+        while self.num_groups < num_groups or self._journal.num_uncompacted < self._compact_records - RECORDS_PER_STEP:
             step = self._state.version + 1
             self._step(step)
             if step % STEPS_PER_COMMIT == 0:
@@ -220,11 +225,13 @@ def restart(folder: Path) -> Restart:
                 time.sleep(0.005)
             seconds = time.perf_counter() - begun
             status = Path(f"/proc/{process.pid}/status").read_text()
+            times = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         finally:
             process.send_signal(signal.SIGKILL)
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert peak is not None, "Linux tells the greatest resident size"
-    return Restart(seconds, int(peak[1]) / 1024)
+    cpu_seconds = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+    return Restart(seconds, cpu_seconds, int(peak[1]) / 1024)
 
 
 def main() -> None:
@@ -243,22 +250,42 @@ def measure(folder: Path, *, quick: bool) -> None:
     """Write one run further and further, and restart its controller at each size."""
     sizes = (10_000, 100_000) if quick else (10_000, 1_000_000, 10_000_000)
     detail: dict[str, Any] = {"machine": machine(), "group_size": GROUP_SIZE, "rows": NUM_ROWS}
-    seconds, peaks, journals, compactions_s = [], [], [], list[float]()
+    found: dict[int, Restart] = {}
+    journals: dict[int, int] = {}
+    compactions_s: list[float] = []
     for size in sizes:
         writer = RunWriter(folder)
-        writer.write(size)
-        journals.append(writer.close())
+        is_longer = writer.num_groups > size + writer.num_between
+        if not is_longer:
+            writer.write(size)
+        num_bytes = writer.close()
         compactions_s += writer.compactions_s
+        if is_longer:
+            progress(f"the run in {folder} has more than {size:,} groups already")
+            continue
         restarts = [restart(folder) for _ in range(3 if quick else 5)]
-        seconds.append(median(one.seconds for one in restarts))
-        peaks.append(median(one.peak_mb for one in restarts))
-        raw = {"seconds": [round(one.seconds, 3) for one in restarts], "journal_bytes": journals[-1]}
-        show(f"restart_s_{size}", seconds[-1], "s", 5.0, detail | raw)
-        show(f"restart_mb_{size}", peaks[-1], "MB", 300.0, detail | {"mb": [round(one.peak_mb, 1) for one in restarts]})
-    more = sizes[-1] - sizes[0]
-    show("growth_s_per_group", (seconds[-1] - seconds[0]) / more, "s", 1e-6, detail)
-    show("growth_bytes_per_group", (peaks[-1] - peaks[0]) * 2**20 / more, "bytes", 10.0, detail)
-    show("journal_bytes_per_group", (journals[-1] - journals[0]) / more, "bytes", 10.0, detail)
+        journals[size] = num_bytes
+        found[size] = Restart(
+            median(one.seconds for one in restarts),
+            median(one.cpu_seconds for one in restarts),
+            median(one.peak_mb for one in restarts),
+        )
+        raw = {
+            "seconds": [round(one.seconds, 3) for one in restarts],
+            "cpu_seconds": [one.cpu_seconds for one in restarts],
+            "journal_bytes": num_bytes,
+        }
+        show(f"restart_s_{size}", found[size].seconds, "s", 5.0, detail | raw)
+        raw = {"mb": [round(one.peak_mb, 1) for one in restarts]}
+        show(f"restart_mb_{size}", found[size].peak_mb, "MB", 300.0, detail | raw)
+    if len(found) > 1:
+        first, last = min(found), max(found)
+        more = last - first
+        per_group = (found[last].cpu_seconds - found[first].cpu_seconds) / more
+        show("growth_s_per_group", per_group, "s", 1e-6, detail)
+        per_group = (found[last].peak_mb - found[first].peak_mb) * 2**20 / more
+        show("growth_bytes_per_group", per_group, "bytes", 10.0, detail)
+        show("journal_bytes_per_group", (journals[last] - journals[first]) / more, "bytes", 10.0, detail)
     if compactions_s:
         raw = {"num": len(compactions_s), "median_ms": round(median(compactions_s) * 1000, 1)}
         show("compaction_ms", max(compactions_s) * 1000, "ms", 200.0, detail | raw)
