@@ -72,18 +72,18 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             os.closerange(3, 1000)
         case "write-into-line":
             _line().sendall(b"\xff\xff\xff\xff garbage")
+        case "write-deep-into-line":
+            body = b"\x96\xa6report\x00\xcb" + bytes(8) + b"\xa0\xcb" + bytes(8) + b"\x91" * 200_000 + b"\xc0"
+            _line().sendall(len(body).to_bytes(4, "little") + body)
+            time.sleep(1000)
     return 1.0
 
 
 def _line() -> Any:
+    """Return the worker's socket to the service."""
     import socket
 
-    for fd in range(3, 100):
-        try:
-            return socket.socket(fileno=os.dup(fd))
-        except OSError:
-            continue
-    raise AssertionError("no socket")
+    return socket.socket(fileno=os.dup(int(sys.argv[1])))
 
 
 def length(completion: str, reference: str, prompt_text: str, metadata: Metadata) -> int:

@@ -92,6 +92,7 @@ def pool() -> Iterator[ScoringPool]:
         ("segfault", "scorer 'act' ended its worker process (signal SIGSEGV)."),
         ("close-all", "scorer 'act' ended its worker process"),
         ("write-into-line", "scorer 'act' ended its worker process"),
+        ("write-deep-into-line", "scorer 'act' ended its worker process"),
     ],
 )
 def test_failure_is_a_status_of_one_completion(pool: ScoringPool, text: str, problem: str) -> None:
