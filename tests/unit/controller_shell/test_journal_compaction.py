@@ -19,6 +19,7 @@ from transcript import SMALL, Stream
 
 from starling.common.wire.messages import Prompt
 from starling.controller.core.compaction import compact
+from starling.controller.core.events import Ticked
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import (
@@ -39,6 +40,9 @@ from starling.controller.core.recovery import restore
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.shell.journal.journal import Journal, read_journal
 from starling.controller.shell.journal.resume import compact_long, missing_lines, start_incarnation
+from starling.controller.shell.recording.format import read_recording
+from starling.controller.shell.recording.recorder import Recorder, RecordingPrompts
+from starling.controller.shell.recording.replay import replay
 from starling.controller.shell.status import NUM_EVALUATIONS, MetricsHistory
 from starling.sim.checks.recovery import difference
 
@@ -189,6 +193,30 @@ def test_compaction_deletes_the_texts_of_an_evaluation_that_was_given_up(path: P
     with contextlib.closing(sqlite3.connect(path)) as db:
         bodies = [body for (body,) in db.execute("SELECT body FROM contents")]
     assert not any(b"late" in body for body in bodies)
+
+
+def test_recording_begins_with_the_compacted_state(path: Path) -> None:
+    """Not with the whole past, which filled it after some ten thousand groups."""
+    recording = path.with_name("events-2.rec")
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, BEGUN, *(entry for step in range(1, 301) for entry in a_step(step)))
+        live = [JournalEntry(GroupsOpened(first=600, num=2)), generated("t600", "abc"), scored("t600")]
+        write(journal, *live, generated("t601", "de"))
+        compacted(journal)
+        write(journal, scored("t601"))
+        past, state = list(journal.read()), restored(journal)
+    recorder = Recorder(recording, run="r", incarnation=2, plan=SMALL, past=past, held_out=HELD_OUT, cap_bytes=64 << 10)
+    RecordingPrompts(Stream("train"), "prompts", recorder).prompt(600)
+    RecordingPrompts(Stream("train"), "prompts", recorder).prompt(601)
+    recorder.event(Ticked(1.0))
+    recorder.close()
+    _, read, _ = read_recording(recording)
+    assert [(entry.record, entry.kept) for entry in read] == [(entry.record, entry.kept) for entry in past]
+    replayed = replay(recording, until=0).controller.state
+    for group in state.buffer.live():  # a recording has zeros in the place of their payload
+        group.buffers = tuple(bytes(len(buffer)) for buffer in group.buffers)
+    state.incarnation = 2
+    assert difference(state, replayed) == ""
 
 
 # --- the start of an incarnation --------------------------------------------------------------------------------------

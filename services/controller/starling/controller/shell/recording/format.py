@@ -4,10 +4,11 @@
     [length][crc32][RecordingHeader] [..][JournalFrame] ... [..][PromptFrame] ...
     [..][MessageFrame] [..][PromptFrame] ... [..][RecordingEnd]
 
-The `JournalFrame`s are the journal that the controller began with. Prompts that the core reads follow the event that
-made it read them. Buffers that the core does not decode are recorded by their sizes, and a replay has zeros in their
-place. The others are recorded: layouts, offers, and the versions of the tokens of an interrupted group. What the check
-of a result's tensors found is recorded with its message.
+The `JournalFrame`s are the journal that the controller began with: after a compaction, the state of that time and the
+records since. Prompts that the core reads follow the event that made it read them. Buffers that the core does not
+decode are recorded by their sizes, and a replay has zeros in their place. The others are recorded: layouts, offers, and
+the versions of the tokens of an interrupted group. What the check of a result's tensors found is recorded with its
+message.
 
 An incomplete frame ends a recording: the controller, or its machine, died.
 """
@@ -70,6 +71,8 @@ class JournalFrame(msgspec.Struct, frozen=True, array_like=True, tag="before"):
     record: Record
     sizes: tuple[int, ...] = ()
     """Sizes of the buffers of its payload."""
+    kept: bool = False
+    """As in the entry."""
 
 
 class PromptFrame(msgspec.Struct, frozen=True, array_like=True, tag="prompt"):
@@ -166,12 +169,12 @@ def event_frame(event: Event) -> EventFrame:
 
 def journal_frame(entry: JournalEntry) -> JournalFrame:
     """Return the frame of an entry of the journal."""
-    return JournalFrame(entry.record, _sizes(entry.payload))
+    return JournalFrame(entry.record, _sizes(entry.payload), entry.kept)
 
 
 def entry_from(frame: JournalFrame) -> JournalEntry:
     """Return the entry of the journal, with zeros for its payload."""
-    return JournalEntry(frame.record, _zeros(frame.sizes))
+    return JournalEntry(frame.record, _zeros(frame.sizes), frame.kept)
 
 
 def encode_frame(item: RecordingHeader | Frame) -> bytes:
