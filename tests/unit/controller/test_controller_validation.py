@@ -186,6 +186,23 @@ def test_invalid_completions_are_a_failed_try_and_never_stored(case: str) -> Non
     assert not any(isinstance(write.record, CompletionsStored) for write in script.journal)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("length", [10, 10_000])
+def test_one_log_probability_that_is_not_finite_is_found(bad: float, length: int) -> None:
+    script = Script()
+    script.start_run()
+    result = valid()
+    for index in (1, 2, 3):
+        result.put(index, np.zeros(2 * length, KINDS[index][0]))
+    for index in (0, 1):
+        result.change(index, num_tokens=length)
+    logprobs = np.full(2 * length, -1e3, np.float32)
+    logprobs[length + 3] = bad
+    result.put(2, logprobs)
+    result.send(script)
+    assert "a log-probability is not finite" in reason(script)
+
+
 def test_valid_completions_are_stored() -> None:
     script = Script()
     script.start_run()
