@@ -81,8 +81,8 @@ MORE = {
     "journal_empty": Damage("journal.sqlite", cut(0.0), "is empty, and metrics.jsonl beside it has step"),
     "recipe": Damage("recipe.toml", cut(0.6), "recipe.toml is cut off"),
     "configuration": Damage("config.toml", cut(0.6), "config.toml is cut off"),
-    "key": Damage("keys/rollout-0.json", cut(0.5), "rollout-0.json is no key file"),
-    "keys": Damage("keys/allowed.json", zeros(0.5), "allowed.json is no key file"),
+    "key": Damage("keys/rollout-0.json", cut(0.5), "rollout-0.json is not a key file"),
+    "keys": Damage("keys/allowed.json", zeros(0.5), "allowed.json is not a key file"),
 }
 
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,15 @@ def is_earlier_compacted_journal(whole: list[JournalEntry], found: list[JournalE
     """Accept the journal before and after its compaction."""
     if any(isinstance(entry.record, StateCompacted) for entry in found):
         return begins(whole, found)
+    return is_earlier_journal(uncompacted(), found)
+
+
+@cache
+def uncompacted() -> list[JournalEntry]:
+    """Return what is read of the journal without its compaction."""
     with tempfile.TemporaryDirectory() as folder:
         write_journal(Path(folder))
-        return is_earlier_journal(read_journal(Path(folder)), found)
+        return read_journal(Path(folder))
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
