@@ -67,6 +67,8 @@ def _plain(value: Any, version: int) -> Any:
             fields = {name: _plain(getattr(value, name), version) for name in names}
             if value.purpose == "evaluate":  # the journal deletes the texts of an evaluation when they are scored
                 fields["trajectories"] = [replace(trajectory, text="") for trajectory in value.trajectories]
+            if not value.trajectories and value.partial is None:  # it is chosen anew with the next dispatch
+                fields.pop("temperature", None)
             return fields
         case dict():
             return {key: _plain(field, version) for key, field in value.items()}

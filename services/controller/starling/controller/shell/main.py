@@ -105,7 +105,8 @@ class Shell:
             raise
         self._metrics = AppendFile(self._folder / METRICS)
         self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
-        self._loggers = LoggerFanout(makers, settings.logging, self._folder, self._write_missing_lines(written))
+        past = self._write_missing_lines(written)
+        self._loggers = LoggerFanout(makers, settings.logging, self._folder, past)
         self._timelines = Timelines(self._folder)
         self._finish: FinishRun | None = None
         self._commands = CommitQueue(
@@ -122,7 +123,8 @@ class Shell:
         """Steps that were read or written and that the core does not know of yet."""
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
-        self._compact_at = settings.controller.compact_records
+        # A metrics.jsonl that was cut is not as long as the summary says: the next one is made at once.
+        self._compact_at = settings.controller.compact_records if past.size_bytes >= past.summed_up else 1
         """Records in the journal at which it is compacted."""
 
     def run(self, stop: StopSignal) -> None:

@@ -207,8 +207,7 @@ class Journal:
     def records(self) -> Iterator[Record]:
         """Yield the records that `read` yields, without kept entries, payloads and texts. Raises ConfigError."""
         with as_config_error(self.path):
-            first = self._db.execute("SELECT min(seq) FROM records WHERE seq < ?", (self._compacted,)).fetchone()[0]
-        return (record for _, record in _records(self.path, self._db, self._compacted, first))
+            return (record for _, record in _records(self.path, self._db, self._compacted))
 
     def fetch(self, step: int) -> tuple[JournalEntry, ...]:
         """Return the groups of `step`, in the order of `StepFrozen.ordinals`: of each its records, complete.
@@ -406,8 +405,7 @@ def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
         marks = _marks(db)
         compacted = marks.get("compacted", 0)
         whole = _live_contents(db, marks["committed"])
-        first = db.execute("SELECT min(seq) FROM records WHERE seq < ?", (compacted,)).fetchone()[0]
-    for seq, record in _records(path, db, compacted, first):
+    for seq, record in _records(path, db, compacted):
         with as_config_error(path):
             yield _whole(db, seq) if seq in whole else JournalEntry(record)
         if seq == compacted:
@@ -429,14 +427,13 @@ def _live_contents(db: sqlite3.Connection, committed: int) -> set[int]:
     return {seq for query in queries for (seq,) in db.execute(query)}
 
 
-def _records(path: Path, db: sqlite3.Connection, compacted: int, first: int | None) -> Iterator[tuple[int, Record]]:
-    """Yield positions and records: the one at `first`, and those from `compacted` on."""
+def _records(path: Path, db: sqlite3.Connection, compacted: int) -> Iterator[tuple[int, Record]]:
+    """Yield positions and records: the first one, and those from `compacted` on."""
     last = compacted - 1
-    if first is not None:
-        with as_config_error(path):
-            body = db.execute("SELECT body FROM records WHERE seq = ?", (first,)).fetchone()[0]
-            begun = _decode(body)
-        yield first, begun
+    with as_config_error(path):
+        query = "SELECT seq, body FROM records WHERE seq < ? ORDER BY seq LIMIT 1"
+        before = [(seq, _decode(body)) for seq, body in db.execute(query, (compacted,))]
+    yield from before
     while True:
         with as_config_error(path):
             query = "SELECT seq, body FROM records WHERE seq > ? ORDER BY seq LIMIT ?"
