@@ -19,6 +19,7 @@ from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import GroupState
+from starling.controller.core.groups.validation import UnusableResultError, check_trajectories
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import (
     CompletionsStored,
@@ -277,6 +278,15 @@ def test_texts_that_a_scorer_can_be_sent_are_the_limit() -> None:
         for message in scored:
             envelope = wire.Envelope(protocol=1, run="r", sender="controller-0", incarnation=1, seq=1)
             codec.pack(envelope, message)
+
+
+def test_texts_beside_a_prompt_with_large_images_are_limited() -> None:
+    image = wire.Media(kind="image", uri="data:image/png;base64," + "A" * (15 << 20))
+    prompt = wire.Prompt(id="p", text="x", media=(image,))
+    meta = replace(valid().trajectories[0], text="y" * (1 << 20))
+    with pytest.raises(UnusableResultError, match="2097408 bytes of text"):
+        check_trajectories([meta, meta], 0, prompt)
+    check_trajectories([replace(meta, text="y")] * 2, 0, prompt)
 
 
 # --- partial completions ----------------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
         if one.metrics:
             _check_metrics(one.metrics, f"completion {index}")
         num_characters += len(one.text)
-    # A character has at most four bytes.
-    if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 2:
+    # A character has at most four bytes. Prompts are small, unless images travel with them.
+    if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 2 or prompt.media:
         _check_texts(trajectories, prompt)
 
 
