@@ -121,7 +121,7 @@ def test_model_gets_result_or_error(chosen: LoadedEnvironment, text: str, answer
 
 def test_hanging_tool_times_out(chosen: LoadedEnvironment) -> None:
     outcome, one, _ = play(chosen, call("never_returns", marker="none"), "well")
-    assert one.messages[2]["content"] == "Error: it took longer than 1 s"
+    assert one.messages[2]["content"] == "Error: it took longer than 0.3 s"
     assert one.end(outcome).status is Status.OK
 
 
