@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,27 @@ def test_unreadable_file_is_one_sentence(tmp_path: Path, file: Path) -> None:
         load(Process, [broken])
     with pytest.raises(ConfigError, match="unknown section policy"):
         load(Process, [file])
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a = " * 3000])
+def test_value_that_toml_cannot_read_is_one_sentence(file: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        load(Process, [file], ["--run.seed", value], others=OTHERS)
+    file.write_text(f"[run]\nseed = {value}\n")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load(Process, [file], others=OTHERS)
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "999999999999999999999999999999"])
+def test_seed_is_within_its_range(file: Path, seed: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        load(Process, [file], ["--run.seed", seed], others=OTHERS)
+
+
+def test_pipe_is_refused_as_a_recipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match="is not a regular file; give the path of a TOML file"):
+        load(Process, [tmp_path / "pipe.toml"])
 
 
 def test_settings_are_frozen_and_described() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing as mp
 import os
 import resource
@@ -121,16 +120,27 @@ def flip_snapshot(pair: FaultPair) -> Outcome:
     offer = pair.source.publish()
     name = pair.draw.choice(WHOLE)
     content = weights(offer.version)[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    folder = Path(f"/proc/{pair.source.process.pid}/fd")
-    arena = next(path for path in folder.iterdir() if os.readlink(path).startswith("/memfd:starling-snapshots"))
-    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        at = memory.find(content)
-        require(at > 0, f"{name} of version {offer.version} is not in the snapshot")
-        memory[at + pair.draw.randrange(len(content))] ^= 1 << pair.draw.randrange(8)
+    require(_flip_bit_of_arena(pair, content), f"{name} of version {offer.version} is not in the snapshot")
     outcome = pair.pull(offer, in_place=_coin(pair))
     if outcome == "adopted" and pair.num_deltas:  # the flipped bit was in no delta, and did not travel
         return outcome
     return pair.expect(outcome, "stale", "torn")
+
+
+def _flip_bit_of_arena(pair: FaultPair, content: bytes) -> bool:
+    """Flip one bit of `content` in the memory of the publisher: its file is sealed against every other writer."""
+    process = Path(f"/proc/{pair.source.process.pid}")
+    lines = (process / "maps").read_text().splitlines()
+    with (process / "mem").open("r+b", buffering=0) as memory:
+        for line in (line for line in lines if "/memfd:starling-snapshots" in line and "w" in line.split()[1]):
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            at = os.pread(memory.fileno(), end - begin, begin).find(content)
+            if at >= 0:
+                place = begin + at + pair.draw.randrange(len(content))
+                flipped = os.pread(memory.fileno(), 1, place)[0] ^ 1 << pair.draw.randrange(8)
+                os.pwrite(memory.fileno(), bytes([flipped]), place)
+                return True
+    return False
 
 
 def forge_token(pair: FaultPair) -> Outcome:

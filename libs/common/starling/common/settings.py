@@ -47,7 +47,7 @@ class RunSettings(SettingsSection):
     `replay`: as rl, from the trajectories in the files of another run. Without a policy: `generate` writes such files,
     `evaluate` answers prompts and scores them, `infer` answers them; `serve` answers requests at the rollouts'
     endpoints until it is stopped."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
     """Seed of the initial weights, the order of the data and every sampled token."""
     folder: Path = Path("runs")
     """Folder of all runs."""
@@ -394,6 +394,8 @@ def complete_toml(text: str) -> str:
 def read_toml(file: Path) -> Tree:
     """Read a TOML file. Raises ConfigError when it cannot be read, is no TOML, or lacks what `complete_toml` added."""
     try:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"the configuration file {file} is not a regular file; give the path of a TOML file")
         text = file.read_text()
         is_begun = text.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(text)
         if is_begun and not text.endswith(f"\n{_LAST_LINE}"):
@@ -407,7 +409,7 @@ def read_toml(file: Path) -> Tree:
         raise ConfigError(f"the configuration file {file} does not exist; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number of thousands of digits, or of deep nesting
         raise ConfigError(f"{file} is not valid TOML: {error}") from None
 
 
@@ -415,7 +417,7 @@ def parse_value(text: str) -> Any:
     """Read `text` as a TOML value where it is one (numbers, booleans, lists, tables), else as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 Value = float | int | bool | str
 
@@ -25,6 +26,9 @@ class DynamicSetting:
     is_whole: bool = False
 
 
+MAX_WHOLE: Final = 2**31 - 1
+"""Of a whole number: what every engine and the wire can carry."""
+
 DYNAMIC: dict[str, DynamicSetting] = {
     setting.key: setting
     for setting in (
@@ -35,7 +39,7 @@ DYNAMIC: dict[str, DynamicSetting] = {
             "policy.algorithm.clip_low", lambda v: 0 < v <= 1, "greater than 0 and at most 1", of_policy=True
         ),
         DynamicSetting("policy.algorithm.clip_high", lambda v: v > 0, "greater than 0", of_policy=True),
-        DynamicSetting("sampling.temperature", lambda v: v > 0, "greater than 0"),
+        DynamicSetting("sampling.temperature", lambda v: 1e-3 <= v <= 1e3, "from 0.001 to 1000"),
         DynamicSetting("sampling.top_p", lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
         DynamicSetting("sampling.top_k", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),
         DynamicSetting("sampling.max_tokens", lambda v: v >= 1, "a whole number, 1 or more", is_whole=True),
@@ -72,6 +76,8 @@ def check(key: str, value: Value) -> float:
     if isinstance(value, bool | str):
         raise ValueError(f"{key} = {value!r} is not a number; it must be {setting.valid_range}")
     number = float(value)
+    if setting.is_whole and number > MAX_WHOLE:
+        raise ValueError(f"{key} = {value} is out of range; it must be {setting.valid_range}, and at most {MAX_WHOLE}")
     if not math.isfinite(number) or (setting.is_whole and number != int(number)) or not setting.is_valid(number):
         raise ValueError(f"{key} = {value} is out of range; it must be {setting.valid_range}")
     return number
