@@ -11,6 +11,8 @@ published by then. A rollout that adopts no less than that before it samples the
 token with a version of at least ``i // P - S``: its staleness in step ``i // P + 1`` is at most ``S``.
 
 With ``S = 0`` a step's groups are admitted only after the step before is published: synchronous training.
+
+The complete proof, with ranks and restarts, is `docs/explanation/staleness.md`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MOST_USED = {
     "model.path": "folder of the model, in Hugging Face format",
     "data.source": "prompts: a .jsonl or .parquet, hf:NAME, or MODULE:FACTORY",
     "reward.scorers": "how completions are scored: '[{name = \"math\"}]'",
-    "rl.num_steps": "optimizer steps",
+    "rl.num_steps": "steps; each makes one version",
     "rl.prompts_per_step": "prompts of one step",
     "rl.group_size": "completions of each prompt",
     "rl.max_staleness": "how many versions old a trained token may be",
