@@ -61,11 +61,11 @@ class Shard:
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 
 SHARDS = (
-    Shard("unit", ("tests/unit", "tests/scenarios"), 3.5),
-    Shard("processes", ("tests/processes",), 1.6, services=True),
-    Shard("sim", ("tests/sim",), 0.9),
-    Shard("system", ("tests/system",), 4.5, services=True),
-    Shard("vllm", ("tests/vllm",), 5.0, services=True, environment=_VLLM),
+    Shard("unit", ("tests/unit", "tests/scenarios"), 5.0),
+    Shard("processes", ("tests/processes",), 1.2, services=True),
+    Shard("sim", ("tests/sim",), 0.8),
+    Shard("system", ("tests/system",), 3.7, services=True),
+    Shard("vllm", ("tests/vllm",), 3.5, services=True, environment=_VLLM),
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 6.0, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
