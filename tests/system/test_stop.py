@@ -74,7 +74,8 @@ def during_imports(folder: Path) -> None:
 
 
 def during_supervised_steps(folder: Path) -> None:
-    with run(make_workdir(folder, run={"kind": "sft"}, evaluation={}, sft={"num_steps": ENDLESS})) as command:
+    workdir = make_workdir(folder, run={"kind": "sft"}, evaluation={}, sft={"num_steps": ENDLESS})
+    with run(workdir, fresh=True) as command:
         command.wait_until(lambda: num_steps(folder) >= 3, "three steps")
         assert_stops_with_checkpoint(command, folder)
 
@@ -91,18 +92,19 @@ def during_the_last_evaluation(folder: Path) -> None:
     changes = {"data": {"held_out": 32}, "evaluation": {"at_end": True, "num_completions": 64}}
     make_workdir(folder, rl={"num_steps": 1, "prompts_per_step": 2}, reward=slow, **changes)
     (folder / "slow.py").write_text(SLOW)
-    with run(folder) as command:
+    with run(folder, fresh=True) as command:
         command.wait_until(lambda: num_steps(folder) == 4, "the last step")
         assert_stops_with_checkpoint(command, folder)
     assert metrics(folder, "evaluation") == []
 
 
 def during_the_drain(folder: Path) -> None:
-    waits_for_file = {"scorers": [{"name": "waits_for_file.py:reward", "timeout_s": 60.0}]}
+    # Without a sandbox, because the scorer looks for a file that appears in its folder.
+    waits_for_file = {"scorers": [{"name": "waits_for_file.py:reward", "timeout_s": 60.0}], "sandbox": "process"}
     changes = {"controller": {"drain_s": 4.0}, "network": {"lease_s": 60.0}, "sft": {"num_steps": 0}}
     make_workdir(folder, rl={"num_steps": 2}, evaluation={}, reward=waits_for_file, **changes)
     (folder / "waits_for_file.py").write_text(WAITS_FOR_FILE)
-    with run(folder) as command:
+    with run(folder, fresh=True) as command:
         command.wait_for_output("replica=policy-0", "replica=reward-0")
         policy, reward = command.process_titled("policy-0"), command.process_titled("reward-0")
         command.wait_until(lambda: metrics(folder, "adopted"), "the first adoption")
