@@ -342,7 +342,7 @@ def count_lost(fuzzer: Fuzzer) -> int:
 
 
 def main() -> None:
-    """Tell so many lies."""
+    """Send the given number of lies."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="50,000 lies instead of 1,000,000")
     parser.add_argument("--lies", type=int, default=0, help="number of lies")

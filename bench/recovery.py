@@ -201,7 +201,7 @@ class RunWriter:
             return
         begun = time.perf_counter()
         record, size_bytes = compact(self._state), self._metrics.sync()
-        assert record is not None, "the run goes on"
+        assert record is not None, "the run continues"
         assert size_bytes is not None, "there is space on the disk"
         self._journal.compact(msgspec.structs.replace(record, metrics=self._history.summary(size_bytes)))
         self.compactions_s.append(time.perf_counter() - begun)

@@ -332,7 +332,7 @@ def sets(harness: Harness, replica: Replica, words: Words, options: Options) -> 
 
 
 def evaluates(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """An operator requests an evaluation of the newest version, with so many completions of each prompt."""
+    """An operator requests an evaluation of the newest version, with the given number of completions per prompt."""
     num = int(words[0]) if words else 0
     request = wire.RequestEvaluation(request=options.get("request", "evaluate"), num_completions=num)
     return harness.receive(replica.name, request)

@@ -78,7 +78,7 @@ MORE = {
     "journal_lock": Damage("journal.sqlite.lock", zeros(0.0)),
     "log_index": Damage("journal.sqlite-shm", zeros(0.2)),
     "addresses": Damage("controller.json", cut(0.5)),
-    "journal_empty": Damage("journal.sqlite", cut(0.0), "is empty, and metrics.jsonl beside it has step"),
+    "journal_empty": Damage("journal.sqlite", cut(0.0), "is empty, but metrics.jsonl in its folder has step"),
     "recipe": Damage("recipe.toml", cut(0.6), "recipe.toml is cut off"),
     "configuration": Damage("config.toml", cut(0.6), "config.toml is cut off"),
     "key": Damage("keys/rollout-0.json", cut(0.5), "rollout-0.json is not a key file"),

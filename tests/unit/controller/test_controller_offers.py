@@ -145,7 +145,7 @@ def test_rollout_from_which_pulls_keep_failing_offers_no_more(fails: bool) -> No
     assert pulling(script) == "policy-0"
     member = script.state.replicas.membership.members["rollout-0"]
     assert not member.can_offer
-    assert member.version == 0, "it may be without fault, and goes on generating"
+    assert member.version == 0, "it may not be at fault, and keeps generating"
 
 
 def test_rollout_with_an_impossible_layout_costs_no_other_its_membership() -> None:

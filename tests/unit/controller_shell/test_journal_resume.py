@@ -142,7 +142,7 @@ def test_missing_lines_of_files() -> None:
 def test_journal_that_is_empty_after_steps_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     check_journal_is_whole(path, [], {("evaluation", 0)})
-    with pytest.raises(ConfigError, match=r"sqlite is empty, and metrics\.jsonl beside it has step 7; restore"):
+    with pytest.raises(ConfigError, match=r"sqlite is empty, but metrics\.jsonl in its folder has step 7; restore"):
         check_journal_is_whole(path, [], {("step", 3), ("step", 7), ("trained", 7)})
 
 

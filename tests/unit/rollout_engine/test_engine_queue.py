@@ -285,7 +285,7 @@ def test_queue_requeues_every_request_of_an_engine_that_is_lost_meanwhile() -> N
     engine_queue.serve(other, admit=True)
     settle(engine_queue, other)
     assert [[len(ids) for ids in tokens(future.result(0))] for future in futures] == [[8, 8], [8, 8]]
-    assert other.num_tokens == 2 * 8 + 2 * 5, "the second goes on from its tokens"
+    assert other.num_tokens == 2 * 8 + 2 * 5, "the second continues from its tokens"
 
 
 def test_every_lease_is_answered_when_the_engine_is_lost_meanwhile() -> None:

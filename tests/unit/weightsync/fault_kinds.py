@@ -128,7 +128,7 @@ def flip_snapshot(pair: FaultPair) -> Outcome:
 
 
 def _flip_bit_of_arena(pair: FaultPair, content: bytes) -> bool:
-    """Flip one bit of `content` in the memory of the publisher: its file is sealed against every other writer."""
+    """Flip one bit of `content` in the memory of the publisher: no other process can write to its file."""
     process = Path(f"/proc/{pair.source.process.pid}")
     lines = (process / "maps").read_text().splitlines()
     with (process / "mem").open("r+b", buffering=0) as memory:

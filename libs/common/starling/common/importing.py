@@ -26,8 +26,8 @@ _running: Final = threading.RLock()
 def without_modules(*names: str) -> Iterator[None]:
     """Let libraries that are imported inside find these top-level modules not installed.
 
-    A library that is used when it is there costs its whole import, also where nobody needs what it adds. Modules that
-    are imported already stay. No other thread may import any of `names` meanwhile.
+    A library that imports an optional dependency pays for the whole import, even where its feature is unused. Modules
+    that are imported already stay. No other thread may import any of `names` meanwhile.
     """
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None says: not installed

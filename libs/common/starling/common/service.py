@@ -215,7 +215,7 @@ def process_name(role: str, argv: Sequence[str]) -> str:
 
 
 class Shell(Protocol):
-    """The part of a service that acts; made once the settings are known."""
+    """The part of a service that acts; created once the settings are known."""
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the run ends or `stop` is set."""

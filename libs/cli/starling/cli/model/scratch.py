@@ -86,7 +86,7 @@ def make_model_folder(settings: ScratchSettings, folder: Path) -> None:
         sync_tree(unfinished)
         os.replace(unfinished, folder)
         sync_folder(folder.parent)
-    except BaseException:
+    except BaseException:  # raised again; an interrupted command leaves no partial folder
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 

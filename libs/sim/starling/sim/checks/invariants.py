@@ -112,7 +112,7 @@ class Invariants:
             require(done == due, f"the run was evaluated at {done}, and should have been at {due}")
 
     def _check_rewards(self, step: int) -> None:
-        """Check that each reward of a frozen step is that of the text beside it."""
+        """Check that each reward of a frozen step belongs to the text stored with it."""
         for group in self.state.buffer.frozen_groups(step) if self.plan.num_rewards else ():
             for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
                 of_text = reward == right(trajectory.text)

@@ -13,7 +13,7 @@ from starling.weightsync.plan.layout import Layout
 MAX_GONE = 4096
 """Departed replicas whose incarnation and proven version are remembered."""
 MAX_INVALID = 3
-"""After so many invalid results, of all its incarnations, a replica of this name is not admitted again."""
+"""Number of invalid results, over all incarnations, after which a replica of this name is refused."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 

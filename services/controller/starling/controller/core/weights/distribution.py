@@ -24,7 +24,7 @@ from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
 
 MAX_BAD_PULLS: Final = 3
-"""After so many pulls in a row from a rollout that failed or brought other weights, it offers no more."""
+"""Number of consecutive failed or mismatched pulls from a rollout after which it is no longer used as a source."""
 
 
 # --- publication ------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def open_file(path: Path) -> sqlite3.Connection:
 
 
 def _upgrade(db: sqlite3.Connection) -> None:
-    """Keep the rewards of a group beside its contents, so that compaction may delete the record that has them."""
+    """Keep the rewards of a group with its contents, so that compaction may delete the record that has them."""
     db.execute("BEGIN IMMEDIATE")
     db.execute("ALTER TABLE groups ADD COLUMN rewards BLOB")
     db.execute("UPDATE groups SET rewards = (SELECT body FROM records WHERE seq = scored) WHERE scored IS NOT NULL")

@@ -125,8 +125,8 @@ def check_journal_is_whole(path: Path, records: Iterable[Record], written: Set[t
                 newest_step = step
     if newest_line and not num_records:
         raise ConfigError(
-            f"{path} is empty, and metrics.jsonl beside it has step {newest_line}; restore the journal, or begin a new "
-            "run in another folder"
+            f"{path} is empty, but metrics.jsonl in its folder has step {newest_line}; restore the journal, or begin "
+            "a new run in another folder"
         )
     if newest_line > newest_step:
         log.warning("journal_behind", step=newest_step, metrics_step=newest_line)

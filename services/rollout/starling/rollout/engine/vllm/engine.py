@@ -53,7 +53,7 @@ class VllmEngine:
             if spec.rollout.load_weights:
                 thread.call(thread.set_version(0))
                 self._version = 0
-        except BaseException:
+        except BaseException:  # raised again; no process of the engine may be left behind
             thread.close()
             raise
         self._vocab_size = int(self._model_config.get_vocab_size())

@@ -91,7 +91,7 @@ def make_tools(
             )
             sandboxes.append(sandbox)
             _add_named(named, group, sandbox, timeout_s)
-    except BaseException:
+    except BaseException:  # raised again; no sandbox may be left behind
         close()
         raise
     play = partial(use_tools, tools=named, parse=parse, max_calls=max_calls, max_chars=max_result_chars)

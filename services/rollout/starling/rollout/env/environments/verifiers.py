@@ -180,7 +180,7 @@ def _recording_exceptions(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             value = function(*positional, **named)
             return await value if inspect.isawaitable(value) else value
-        except Exception as error:
+        except Exception as error:  # raised again; a user's function may raise anything
             name = getattr(function, "__name__", repr(function))
             _raised.get([]).append(f"the reward function {name!r} raised {describe(error)}")
             raise

@@ -177,7 +177,7 @@ class Sandbox:
             if listener is not None and self._on_listener is not None:
                 self._on_listener(listener)
             return fork_server, schemas
-        except BaseException:
+        except BaseException:  # raised again; the sandbox's processes may not outlive the failed start
             process.kill()
             fork_server.close()
             raise
