@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -208,12 +209,8 @@ class BucketFetcher:
             self.stats.confirm_s = time.perf_counter() - arrived
             self._report(force=True)
         except BaseException:  # whatever it is: end everything that could still write, and re-raise
-            for source in self._by_key.values():
-                self._drop(source)
+            self._abandon()
             raise
-        finally:
-            while self._num_unpacking:  # threads that still read buffers or write the destination
-                self._settle(self._unpacked.get())
 
     # --- requests ---
 
@@ -477,6 +474,21 @@ class BucketFetcher:
             del self._control[number]
             if not self._num_left:
                 raise WeightsError(reason)
+
+    def _abandon(self) -> None:
+        """Drop every source and wait for each thread that still reads buffers or writes the destination.
+
+        A source that cannot be dropped, or a thread that fails, too, does not end the wait for the others.
+        """
+        with ExitStack() as stack:  # calls the last one first, and each of them though others raise
+            stack.callback(self._join_threads)
+            for source in self._by_key.values():
+                stack.callback(self._drop, source)
+
+    def _join_threads(self) -> None:
+        while self._num_unpacking:
+            self._unpacked.get()
+            self._num_unpacking -= 1
 
     def _drop(self, source: SourceConnection) -> None:
         source.client.drop(source.key)
