@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from starling.common.errors import ConfigError
 from starling.common.settings import ModelSettings, SettingsSection, WeightsSettings, validate
@@ -51,6 +51,8 @@ class PolicySettings(SettingsSection):
     peak_tflops: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Dense TFLOP/s of one device in the dtype of training, for the reported utilisation (MFU); unset, the GPU's
     data-sheet value for bfloat16."""
+    router_aux_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the load-balancing loss of a mixture of experts' routers, in every kind of step; 0 for none."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """Optimizer of reinforcement learning."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -73,6 +75,15 @@ class PolicySettings(SettingsSection):
     """States and checkpoints: their location, and which to keep."""
     alarms: AlarmSettings = AlarmSettings()
     """Bounds on metrics that raise alarms."""
+
+    @model_validator(mode="after")
+    def _routers_are_recorded(self) -> Self:
+        if self.router_aux_coefficient and self.memory.compile:
+            raise ValueError(
+                f"router_aux_coefficient = {self.router_aux_coefficient:g} reads the routers inside each block, which "
+                "memory.compile = true replaces by compiled code: set one of them to its default"
+            )
+        return self
 
 
 def check_adapters(model: ModelSettings, policy: PolicySettings, weights: WeightsSettings) -> None:

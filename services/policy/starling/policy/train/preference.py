@@ -65,9 +65,11 @@ class PreferenceTrainer(Trainer, ABC):
         self.optimizer.clear()
         metrics, losses = TokenMetrics(), []
         for inputs in self._microbatches(packed.batch, packed.token_ids):
-            terms = self._pair_terms(inputs, packed, settings)
+            with self._router_loss.recording():
+                terms = self._pair_terms(inputs, packed, settings)
             metrics.add(terms.metrics)
-            losses.append(self._backward(terms.loss.sum() / packed.num_pairs))
+            own = terms.loss.sum() / packed.num_pairs
+            losses.append(self._backward(self._router_loss.add_to(own, inputs, 2 * packed.num_pairs, metrics)))
 
         # Update
         self._clock.enter("optimizer")

@@ -34,6 +34,7 @@ from starling.policy.train.loss.credit import (
 )
 from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.loss.objective import Objective, objective_of, token_losses
+from starling.policy.train.loss.router import METRIC
 from starling.policy.train.loss.teacher import (
     check_teacher,
     teacher_divergence,
@@ -190,7 +191,7 @@ class RlTrainer(Trainer):
     def _pack(self, part: StepGroups, context: _StepContext, longest: int) -> _Minibatch:
         """Turn the groups of one update into trained tokens, and those into microbatches."""
         settings, algorithm = context.settings, context.settings.algorithm
-        other_terms = algorithm.kl_coefficient or algorithm.entropy_coefficient
+        other_terms = algorithm.kl_coefficient or algorithm.entropy_coefficient or settings.router_aux_coefficient
         skip_zero = algorithm.skip_zero_advantage and not other_terms
         skip_zero = skip_zero and all(group.teacher is None for group in part.groups)
         tokens = make_train_batch(
@@ -262,14 +263,15 @@ class RlTrainer(Trainer):
             with context.reference.computing() as reference:
                 reference_logprobs, _ = token_logprobs(reference, inputs, divisor, chunk_tokens=chunk_tokens)
         targets = teacher_targets(batch, inputs, settings.distill)
-        logprobs, entropy = token_logprobs(
-            self._model,
-            inputs,
-            divisor,
-            targets=targets,
-            with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
-            chunk_tokens=chunk_tokens,
-        )
+        with self._router_loss.recording():
+            logprobs, entropy = token_logprobs(
+                self._model,
+                inputs,
+                divisor,
+                targets=targets,
+                with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
+                chunk_tokens=chunk_tokens,
+            )
         student, logprobs = logprobs, logprobs if targets is None else logprobs[:, 0]
         tokens, weights = _loss_tokens(minibatch, inputs, logprobs, context.objective)
         losses = token_losses(
@@ -279,7 +281,10 @@ class RlTrainer(Trainer):
             terms = teacher_divergence(batch, inputs, student[:, 1:], settings.distill)
             context.metrics.add(terms.metrics)
             losses = losses + settings.distill.coefficient * terms.loss
-        return (losses * weights).sum(), logprobs.detach()
+        loss = self._router_loss.add_to(
+            (losses * weights).sum(), inputs, minibatch.packed.num_sequences, context.metrics
+        )
+        return loss, logprobs.detach()
 
     def _apply(self, losses: Sequence[Tensor], context: _StepContext, *, ends_step: bool) -> UpdateResult:
         """Make one optimizer update from the accumulated gradient."""
@@ -353,7 +358,7 @@ def _update_metrics(
     token_metrics: TokenMetrics, results: Sequence[UpdateResult], minibatches: Sequence[_Minibatch]
 ) -> dict[str, float]:
     metrics = token_metrics.read()
-    metrics["loss"] = metrics.get("loss", 0.0) / len(results)
+    metrics |= {name: metrics[name] / len(results) for name in ("loss", METRIC) if name in metrics}
     return metrics | {
         "grad_norm": sum(one.grad_norm for one in results) / len(results),
         "learning_rate": results[-1].learning_rate,

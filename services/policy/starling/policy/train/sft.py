@@ -17,6 +17,7 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.packing import PromptBlock, check_lengths, pack_sequences
 from starling.policy.train.loss.logprobs import token_logprobs
+from starling.policy.train.metrics.tokens import TokenMetrics
 from starling.policy.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -68,19 +69,21 @@ class SftTrainer(Trainer):
 
         # Forward and loss
         self.optimizer.clear()
-        sums = []
+        metrics, losses = TokenMetrics(), []
         for inputs in self._microbatches(batch, token_ids):
-            logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
-            loss = self._backward(token_mean(sft_loss(logprobs), num_tokens))
-            sums.append(torch.stack([loss, entropy.sum() / num_tokens]))
+            with self._router_loss.recording():
+                logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
+            metrics.add({"entropy": entropy})
+            loss = token_mean(sft_loss(logprobs), num_tokens)
+            losses.append(self._backward(self._router_loss.add_to(loss, inputs, batch.num_sequences, metrics)))
 
         # Update
         self._clock.enter("optimizer")
-        loss_sum, entropy_sum = torch.stack(sums).sum(dim=0).tolist()
+        loss_sum = float(torch.stack(losses).sum())
         result = self.optimizer.apply(loss_sum, optimizer)
         self._clock.enter("other")
         return {
             "loss": loss_sum,
-            "entropy": entropy_sum,
+            **metrics.read(),
             **self._step_metrics(result, optimizer, batch, num_tokens=num_tokens, num_sequences=len(examples)),
         }

@@ -15,6 +15,7 @@ from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import Flags, IntArray
 from starling.policy.train.data.packing import MicrobatchInputs, PackedBatch, to_tensors
+from starling.policy.train.loss.router import RouterLoss
 from starling.policy.train.memory.setup import optimizer_device
 from starling.policy.train.metrics.flops import model_cost, step_flops
 from starling.policy.train.model.load import longest_sequence, pair_cost
@@ -57,6 +58,7 @@ class Trainer:
             reference: for losses that compare with the weights before training.
         """
         turn_off_router_logits(model.config)
+        self._router_loss = RouterLoss(model, settings.router_aux_coefficient)
         self._model, self._settings = model.eval(), settings
         self._longest, self._pair_cost = longest_sequence(model), pair_cost(model)
         self._clock, self._cost = clock or NullClock(), model_cost(model)

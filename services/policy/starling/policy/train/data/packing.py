@@ -61,6 +61,11 @@ class PackedBatch:
         """Token slots of each block: no block attends to another."""
         return [block.num_token_slots for block in self.blocks]
 
+    @property
+    def num_sequences(self) -> int:
+        """Completions of all blocks."""
+        return sum(len(block.spans) for block in self.blocks)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchInputs:
@@ -78,6 +83,11 @@ class MicrobatchInputs:
     """int64 [N]: the trained tokens."""
     tokens: Index
     """int64 [N], on the CPU: index of each trained token among the step's T tokens."""
+    segments: Index
+    """int64 [R * L], on the CPU: the segment (a prompt, or a completion without its last token) of each slot; -1 in
+    empty slots."""
+    sequences: Index
+    """int64 [S, 2], on the CPU: the segments of the prompt and of the completion of each sequence."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Further model arguments by name: the pixels of all prompts, end to end."""
 
@@ -168,6 +178,7 @@ def to_tensors(
         wanted = trained[tokens]
         source, targets = source[wanted], targets[wanted]
         numbers = (np.cumsum(trained, dtype=np.int64) - 1)[tokens[wanted]]
+    is_completion = segments.parent != np.arange(len(segments.parent))
     return MicrobatchInputs(
         input_ids=torch.from_numpy(ids).view(shape).to(device),
         position_ids=torch.from_numpy(_positions(segments, slots, shape, with_images)).to(device),
@@ -175,6 +186,8 @@ def to_tensors(
         source=torch.from_numpy(source).to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         tokens=numbers,
+        segments=segments.of_slots(slots, shape[0] * shape[1]),
+        sequences=np.stack([segments.parent[is_completion], np.flatnonzero(is_completion)], axis=1),
         extra={name: torch.from_numpy(array).to(device) for name, array in _join_extra(with_images).items()},
     )
 
@@ -189,6 +202,12 @@ class _Segments:
     """Position id of the first token."""
     parent: Index
     """Number of the segment that this one attends to besides itself: its prompt; a prompt's own number."""
+
+    def of_slots(self, slots: Index, num_slots: int) -> Index:
+        """Return the segment of each of `num_slots` slots, of which `slots` are taken; -1 in the others."""
+        own = np.full(num_slots, -1, dtype=np.int64)
+        own[slots] = np.repeat(np.arange(len(self.length)), self.length)
+        return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,9 +289,8 @@ def _attention_mask(segments: _Segments, slots: Index, shape: tuple[int, int], d
     visible = torch.ones(row_tokens, row_tokens, dtype=torch.bool).tril()[None]
     if len(segments.parent) > 2 * num_rows:
         # Empty slots belong to segment -1; they attend to each other, so that no row of the scores is fully masked.
-        own, parent = (np.full(num_rows * row_tokens, -1, dtype=np.int64) for _ in range(2))
-        own[slots] = np.repeat(np.arange(len(segments.length)), segments.length)
-        parent[slots] = np.repeat(segments.parent, segments.length)
+        own = segments.of_slots(slots, num_rows * row_tokens)
+        parent = np.append(segments.parent, -1)[own]
         own_RL, parent_RL = (torch.from_numpy(array).view(shape) for array in (own, parent))
         source_R1L = own_RL[:, None, :]
         visible = visible & ((source_R1L == own_RL[:, :, None]) | (source_R1L == parent_RL[:, :, None]))

@@ -1,0 +1,141 @@
+"""Load-balancing loss of the routers of a mixture of experts, defined for each sequence.
+
+For a sequence of T input tokens and a router that sends each token to K of E experts,
+
+    loss = E * sum over experts of f P,   f = (tokens sent to the expert) / T,   P = mean probability of the expert
+
+(Switch Transformers, arXiv:2101.03961, equations 4 to 6; by sequence as in DeepSeek-V3, arXiv:2412.19437, equations 17
+to 20). It is at least about K, where all experts are used alike; f has no gradient. The loss of an update is the mean
+over its sequences and routers: it depends neither on the microbatch of a sequence nor on the sequences beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.metrics.tokens import TokenMetrics
+
+METRIC: Final = "router_aux_loss"
+
+
+class RouterLoss:
+    """The load-balancing loss of a model's routers, times a coefficient; nothing where the coefficient is 0."""
+
+    def __init__(self, model: torch.nn.Module, coefficient: float) -> None:
+        """Find the routers.
+
+        Raises:
+            ConfigError: there is a coefficient, and transformers defines no such loss for `model`.
+        """
+        self._coefficient = coefficient
+        self._routers = find_routers(model) if coefficient else []
+        self._num_chosen = _num_chosen(model) if coefficient else 0
+        self._logits: list[Tensor] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the routers' logits of the forward pass that computes gradients.
+
+        The hooks do not compute and are gone before the backward pass: a recomputed block is the same without them.
+        """
+        self._logits = []
+        handles = [router.register_forward_hook(self._recorder(index)) for router, index in self._routers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add_to(self, loss: Tensor, inputs: MicrobatchInputs, num_sequences: int, metrics: TokenMetrics) -> Tensor:
+        """Return `loss` plus the routers' part of it, from the forward pass that was recorded last.
+
+        Args:
+            loss: of the microbatch, a scalar.
+            inputs: the microbatch.
+            num_sequences: those of the whole update, over which the mean is taken.
+            metrics: receives the routers' loss without its coefficient, as a part of a sum.
+        """
+        if not self._coefficient:
+            return loss
+        logits, self._logits = self._logits, []
+        assert len(logits) == len(self._routers), "each router runs once in a forward pass"
+        losses = torch.stack([balance_losses(one, self._num_chosen, inputs).sum() for one in logits])
+        own = losses.sum() / (num_sequences * len(logits))
+        metrics.add_sum(METRIC, own)
+        return loss + self._coefficient * own.to(loss.device)
+
+    def _recorder(self, index: int) -> Callable[[torch.nn.Module, Any, Any], None]:
+        def record(_: torch.nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():  # A reference model computes without.
+                self._logits.append(output[index] if isinstance(output, tuple) else output)
+
+        return record
+
+
+def balance_losses(logits: Tensor, num_chosen: int, inputs: MicrobatchInputs) -> Tensor:
+    """Return one router's loss of each sequence of a microbatch, [S]; differentiable.
+
+    A prompt that several completions share counts in the sequence of each. Empty slots count in none.
+
+    Args:
+        logits: of the router for each slot, [R * L, E] in any shape that has so many elements.
+        num_chosen: experts of each token, K.
+        inputs: the microbatch.
+    """
+    num_experts, num_segments = logits.shape[-1], int(inputs.segments.max()) + 1
+    flat = logits.reshape(-1, num_experts)
+    probabilities = flat.softmax(-1, dtype=torch.promote_types(flat.dtype, torch.float32))
+    segments = torch.from_numpy(inputs.segments).to(flat.device)
+    segments = torch.where(segments < 0, num_segments, segments)  # one more, for empty slots
+    chosen = probabilities.detach().topk(num_chosen, dim=-1).indices
+    places = (segments[:, None] * num_experts + chosen).flatten()
+    counts = torch.bincount(places, minlength=(num_segments + 1) * num_experts).view(-1, num_experts)
+    sums = probabilities.new_zeros(num_segments + 1, num_experts).index_add(0, segments, probabilities)
+    sequences = torch.from_numpy(inputs.sequences).to(flat.device)
+
+    def of_sequences(values: Tensor) -> Tensor:
+        """Return the sums of `values` over each sequence, [S, E], from those over each segment."""
+        prompt, completion = (values.index_select(0, sequences[:, part]) for part in (0, 1))
+        return prompt + completion
+
+    num_tokens = of_sequences(counts).sum(dim=-1, keepdim=True) / num_chosen
+    shares = of_sequences(counts) / num_tokens
+    means = of_sequences(sums) / num_tokens
+    return num_experts * (shares * means).sum(dim=-1)
+
+
+def find_routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
+    """Return the routers of `model` and the place of the logits in their results, as transformers declares them.
+
+    Raises:
+        ConfigError: transformers declares no router or no auxiliary loss for such a model.
+    """
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    declared = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", ())
+    found = [
+        (module, recorder.index)
+        for recorder in (declared if isinstance(declared, list | tuple) else [declared])
+        for name, module in decoder.named_modules()
+        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
+    ]
+    if not found or _num_chosen(model) == 0:
+        raise ConfigError(
+            f"policy.router_aux_coefficient needs a mixture of experts for which transformers has an auxiliary loss, "
+            f"and {type(model).__name__} is none: remove the setting"
+        )
+    return found
+
+
+def _num_chosen(model: torch.nn.Module) -> int:
+    """Return the number of experts of each token; 0 where the configuration has no auxiliary loss."""
+    config: Any = model.config
+    text = config.get_text_config()
+    has_loss = hasattr(text, "router_aux_loss_coef") or hasattr(config, "router_aux_loss_coef")
+    return int(getattr(text, "num_experts_per_tok", 0)) if has_loss else 0
