@@ -65,7 +65,31 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [*RUN, "--run.kind", "sft", "--sft.num-steps", "0"],
         ("sft.num_steps = 0, but run.kind = 'sft'", "set it"),
     ),
+    "bytes that are no text": ([*RUN, "--run.folder", "\udcff"], (r"run.folder = '\udcff' is not UTF-8", "another")),
+    "a zero character": ([*RUN, "--run.folder", '"a\\u0000"'], (r"run.folder = 'a\x00' has a zero character",)),
+    "an absurd length": ([*RUN, "--sampling.max-tokens", "1" + "0" * 30], ("sampling.max_tokens = 1000", "16777216")),
+    "an infinite temperature": ([*RUN, "--sampling.temperature", "inf"], ("sampling.temperature = inf", "finite")),
+    "a temperature near 0": ([*RUN, "--sampling.temperature", "1e-9"], ("sampling.temperature: 1e-09", "give 0")),
+    "a number of thousands of digits": (
+        [*RUN, "--rl.num-steps", "0x" + "f" * 9000],
+        ("rl.num_steps = a number of thousands of digits", "1000000000"),
+    ),
     "a run's folder that is a file": ([*RUN, "--run.folder", "tiny.toml"], ("folder in tiny.toml", "set run.folder")),
+}
+ENVIRONMENT_MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "a section that is no JSON": (
+        "STARLING_RL",
+        "{bad",
+        ("STARLING_RL = '{bad' is not valid JSON", "STARLING_RL__KEY"),
+    ),
+    "a list that is no JSON": ("STARLING_REWARD__SCORERS", "[{bad", ("STARLING_REWARD__SCORERS = '[{bad'", "JSON")),
+    "a table that is no JSON": ("STARLING_DATA__OPTIONS", "{", ("STARLING_DATA__OPTIONS = '{'", "JSON")),
+    "JSON without end": ("STARLING_RL", "[" * 9000, ("STARLING_RL = '[[[", "is not valid JSON")),
+    "a misspelt key in JSON": ("STARLING_RL", '{"grop_size": 4}', ("rl.grop_size = 4; did you mean rl.group_size?",)),
+    "a number for a section": ("STARLING_RL", "5", ("rl = 5", "valid dictionary")),
+    "bytes that are no text": ("STARLING_RUN__FOLDER", "\udcff", (r"run.folder = '\udcff' is not UTF-8", "another")),
+    "half a character": ("STARLING_DATA", r'{"source": "\ud800"}', (r"data.source = '\ud800' is not UTF-8",)),
+    "a word for a number": ("STARLING_RL__NUM_STEPS", "{bad", ("rl.num_steps = '{bad'", "valid integer")),
 }
 MODEL_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no model": (RUN, ("model.path is missing", "[model.scratch]")),
@@ -96,6 +120,17 @@ def test_bad_recipe_is_rejected_in_one_sentence(
     monkeypatch.chdir(make_workdir(tmp_path))
     argv, expected = MISTAKES[mistake]
     message = error_of(argv, capsys)
+    assert all(part in message for part in expected), message
+
+
+@pytest.mark.parametrize("mistake", ENVIRONMENT_MISTAKES)
+def test_bad_variable_of_the_environment_is_rejected_in_one_sentence(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make_workdir(tmp_path))
+    name, value, expected = ENVIRONMENT_MISTAKES[mistake]
+    monkeypatch.setenv(name, value)
+    message = error_of(RUN, capsys)
     assert all(part in message for part in expected), message
 
 

@@ -99,6 +99,12 @@ def test_value_that_toml_cannot_read_is_one_sentence(file: Path, value: str) -> 
         load(Process, [file], others=OTHERS)
 
 
+@pytest.mark.parametrize(("text", "name"), [("1", "1"), ("true", "true"), ("2026-01-01", "2026-01-01"), ('"a"', "a")])
+def test_name_on_the_command_line_may_look_like_another_value(text: str, name: str) -> None:
+    assert load(Process, [], [f"--run.name={text}", "--run.folder", text]).run.name == name
+    assert str(load(Process, [], ["--run.folder", text]).run.folder) == name
+
+
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "999999999999999999999999999999"])
 def test_seed_is_within_its_range(file: Path, seed: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.seed"):

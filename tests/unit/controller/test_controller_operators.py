@@ -43,7 +43,7 @@ def test_setting_has_a_range(key: str) -> None:
     for value in right:
         assert check(key, value) == value
     for value in wrong:
-        with pytest.raises(ValueError, match=f"{key} = .* is out of range; it must be {DYNAMIC[key].valid_range}"):
+        with pytest.raises(ValueError, match=f"{key} = .* is out of range; it must be {DYNAMIC[key].valid_range}$"):
             check(key, value)
     for value in (float("nan"), float("inf"), float("-inf")):
         with pytest.raises(ValueError, match="is out of range"):

@@ -8,6 +8,7 @@ nearest valid one. This is the only module that reads the environment.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -15,25 +16,58 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from starling.common.errors import ConfigError
+from starling.common.ranges import (
+    MAX_COEFFICIENT,
+    MAX_ROWS,
+    MAX_SECONDS,
+    MAX_TEMPERATURE,
+    MAX_WHOLE,
+    MIN_TEMPERATURE,
+)
 
 ENV_PREFIX = "STARLING_"
+MAX_SHOWN = 200
+"""Characters of a wrong value that an error shows."""
 _FIRST_LINE = "# This file is complete if its last line is: # end\n"
 _LAST_LINE = "# end\n"
 Tree = dict[str, Any]
 B = TypeVar("B", bound=BaseModel)
 
 
-class SettingsSection(BaseModel):
-    """A frozen group of settings; each field's docstring is its help."""
+def _check_temperature(temperature: float) -> float:
+    if 0.0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(
+            f"{temperature:g} is so low that logits overflow; give 0, which takes the most likely token, or at least "
+            f"{MIN_TEMPERATURE:g}"
+        )
+    return temperature
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+"""A duration or time limit."""
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_check_temperature)]
+"""A sampling temperature; 0 takes the most likely token."""
+
+
+class SettingsSection(BaseModel):
+    """A frozen group of settings; each field's docstring is its help. No number may be infinite or NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunSettings(SettingsSection):
@@ -47,7 +81,7 @@ class RunSettings(SettingsSection):
     `replay`: as rl, from the trajectories in the files of another run. Without a policy: `generate` writes such files,
     `evaluate` answers prompts and scores them, `infer` answers them; `serve` answers requests at the rollouts'
     endpoints until it is stopped."""
-    seed: int = Field(default=0, ge=0, lt=1 << 32)
+    seed: Seed = 0
     """Seed of the initial weights, the order of the data and every sampled token."""
     folder: Path = Path("runs")
     """Folder of all runs."""
@@ -67,22 +101,22 @@ class NetworkSettings(SettingsSection):
     """Port of the controller; 0 takes a free one."""
     curve: bool = True
     """Encrypt and authenticate every connection to the controller."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
+    heartbeat_s: Seconds = 1.0
     """Interval at which each replica reports its state."""
-    lease_s: float = Field(default=10.0, gt=0)
+    lease_s: Seconds = 10.0
     """A replica without a heartbeat for this long has left; its groups are given to other replicas."""
-    connect_s: float = Field(default=60.0, gt=0)
+    connect_s: Seconds = 60.0
     """How long a starting replica waits for the controller."""
-    silence_s: float = Field(default=300.0, gt=0)
+    silence_s: Seconds = 300.0
     """How long a replica waits for a controller that does not answer, which may be restarting."""
 
 
 class LoraSettings(SettingsSection):
     """Low-rank adapters (arXiv:2106.09685), trained and published instead of the weights themselves."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=MAX_ROWS)
     """Rank of each adapter."""
-    alpha: float = Field(default=32.0, gt=0.0, allow_inf_nan=False)
+    alpha: float = Field(default=32.0, gt=0.0, le=MAX_COEFFICIENT)
     """The output of an adapter is scaled by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """Which layers get one: a regular expression that matches the whole name, a list of endings of names, or
@@ -116,8 +150,8 @@ class LoraSettings(SettingsSection):
     @classmethod
     def _positive(cls, pattern: dict[str, float]) -> dict[str, float]:
         for name, value in pattern.items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name!r} has {value:g}; give a number above 0")
+            if not 0 < value <= MAX_COEFFICIENT:
+                raise ValueError(f"{name!r} has {shown(value)}; give a number above 0 and at most {MAX_COEFFICIENT:g}")
         return pattern
 
     @field_validator("dropout")
@@ -190,7 +224,7 @@ def load(schema: type[S], files: Sequence[Path], flags: Sequence[str] = (), *, o
     foreign = set(others) - set(schema.model_fields)
     trees = [_own(schema, read_toml(file), foreign, str(file)) for file in files]
     given = _own(schema, flags_tree(schema, flags), foreign, "the command line")
-    _own(schema, _environment_tree(), foreign, "the environment")
+    _own(schema, _environment_tree(schema), foreign, "the environment")
 
     class Sourced(schema):  # type: ignore[valid-type,misc]
         @classmethod
@@ -209,6 +243,8 @@ def load(schema: type[S], files: Sequence[Path], flags: Sequence[str] = (), *, o
         settings: S = Sourced(**given)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
+    except SettingsError as error:
+        raise ConfigError(f"a variable {ENV_PREFIX}... of the environment cannot be read: {error}; unset it") from None
     return settings
 
 
@@ -228,16 +264,42 @@ def _sentence(error: ValidationError) -> str:
         return f"{where}: {cause}" if where else str(cause)
     if first["type"] == "missing":
         return f"{where} is missing; set it in a recipe or with --{where.replace('_', '-')}"
-    return f"{where} = {first['input']!r}: {first['msg']}"
+    remedy = "; write it in quotes" if first["type"] == "string_type" else ""
+    return f"{where} = {shown(first['input'])}: {first['msg']}{remedy}"
+
+
+def shown(value: object) -> str:
+    """Return a value that was given for a setting as an error names it: as Python writes it, and not too long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) -> Tree:
     """Return `tree` without the sections of other services. Raises ConfigError for an unknown key."""
     own = {key: value for key, value in tree.items() if key not in foreign}
-    problem = _unknown_key(schema, own, ())
+    problem = _unknown_key(schema, own, ()) or _no_text(own, ())
     if problem is not None:
         raise ConfigError(f"{problem} (in {origin})")
     return own
+
+
+def _no_text(value: Any, path: tuple[str, ...]) -> str | None:
+    """Return what is wrong with the first string that neither a recipe nor a path can contain."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = (_no_text(item, (*path, str(key))) for key, item in items)
+        return next((problem for problem in found if problem is not None), None)
+    if isinstance(value, str) and ("\0" in value or not value.isprintable()):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{'.'.join(path)} = {shown(value)} is not UTF-8, as a recipe has to be; give another value"
+        if "\0" in value:
+            return f"{'.'.join(path)} = {shown(value)} has a zero character; remove it"
+    return None
 
 
 def environment_variables(names: Collection[str], prefixes: tuple[str, ...] = ()) -> dict[str, str]:
@@ -245,13 +307,34 @@ def environment_variables(names: Collection[str], prefixes: tuple[str, ...] = ()
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
-def _environment_tree() -> Tree:
-    """Return the keys that ``STARLING_SECTION__KEY=value`` variables name, to find misspelt ones."""
+def _environment_tree(schema: type[BaseModel]) -> Tree:
+    """Return the keys that ``STARLING_SECTION__KEY=value`` variables name, to find misspelt ones.
+
+    The value of a section, a list or a table is JSON. Raises ConfigError for one that is not.
+    """
     tree: Tree = {}
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENV_PREFIX):
-            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), text, name)
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            field = field_at(schema, keys)
+            _put(tree, keys, _json_value(name, text) if field is not None and _is_json(field) else text, name)
     return tree
+
+
+def _is_json(field: FieldInfo) -> bool:
+    """Return whether a variable of the environment gives this field as JSON: a section, a list or a table."""
+    kind = typing.get_origin(field.annotation) or field.annotation
+    return isinstance(kind, type) and issubclass(kind, BaseModel | tuple | list | dict)
+
+
+def _json_value(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} = {shown(text)} is not valid JSON ({error}); correct it, or unset it and give one variable for "
+            f"each key: {name}__KEY"
+        ) from None
 
 
 def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
@@ -271,8 +354,20 @@ def flags_tree(schema: type[BaseModel], flags: Sequence[str]) -> Tree:
                 value = "true"
             else:
                 raise ConfigError(f"--{name} needs a value")
-        _put(tree, keys, parse_value(value), f"--{name}")
+        field = field_at(schema, keys)
+        _put(tree, keys, value if field is not None and _is_string(field, value) else parse_value(value), f"--{name}")
     return tree
+
+
+def _is_string(field: FieldInfo, text: str) -> bool:
+    """Return whether `text` on the command line is a string for this field although TOML reads it as something else.
+
+    A name may be 1, a folder 2026-01-01.
+    """
+    kinds = (*typing.get_args(field.annotation), field.annotation)
+    if not {str, Path} & set(kinds) or {int, float, bool} & set(kinds):
+        return False
+    return not isinstance(parse_value(text), str | list | dict)
 
 
 def child_environment(**extra: str) -> dict[str, str]:
@@ -345,7 +440,7 @@ def _unknown_key(schema: type[BaseModel], tree: Tree, path: tuple[str, ...]) -> 
             where = ".".join((*path, key))
             like = nearest(key, list(schema.model_fields)) or nearest_anywhere(key, schema)
             hint = f"did you mean {'.'.join((*path, like))}?" if like else f"known: {', '.join(schema.model_fields)}"
-            what = f"section {where}" if isinstance(value, dict) else f"setting {where} = {value!r}"
+            what = f"section {where}" if isinstance(value, dict) else f"setting {where} = {shown(value)}"
             return f"unknown {what}; {hint}"
         for nested, inner, at in _sections(field, value, (*path, key)):
             problem = _unknown_key(nested, inner, at)
@@ -375,12 +470,18 @@ def nearest_anywhere(key: str, schema: type[BaseModel]) -> str | None:
 
 def is_boolean(schema: type[BaseModel], keys: Sequence[str]) -> bool:
     """Return whether the setting below `schema` that `keys` name is true or false."""
+    field = field_at(schema, keys)
+    return field is not None and field.annotation is bool
+
+
+def field_at(schema: type[BaseModel], keys: Sequence[str]) -> FieldInfo | None:
+    """Return the field below `schema` that `keys` name, or None if there is none."""
     field = None
     current: type[BaseModel] | None = schema
     for key in keys:
         field = current.model_fields.get(key) if current is not None else None
         current = section_of(field) if field is not None else None
-    return field is not None and field.annotation is bool
+    return field
 
 
 def complete_toml(text: str) -> str:

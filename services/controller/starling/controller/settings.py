@@ -6,8 +6,21 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from starling.algo.staleness import num_slots
 from starling.common.kinds import KINDS, RunKind
-from starling.common.settings import ServiceSettings, SettingsSection
+from starling.common.ranges import (
+    MAX_COUNT,
+    MAX_GROUPS,
+    MAX_MIB,
+    MAX_REPLICAS,
+    MAX_ROWS,
+    MAX_SECONDS,
+    MAX_STALENESS,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MAX_WHOLE,
+)
+from starling.common.settings import Seconds, ServiceSettings, SettingsSection, Temperature, TokenId
 from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.data.settings import DataSettings
@@ -20,16 +33,16 @@ ANSWERS_PER_FILE = 64
 class SamplingSettings(SettingsSection):
     """Sampling of tokens in training."""
 
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=256, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens of one completion. It also ends when prompt and completion reach
     `rollout.max_model_len`; in both cases it counts as truncated."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Temperature = 1.0
     """Sampling temperature: the logits are divided by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: keep the most likely tokens whose probabilities sum to this; 1 keeps all."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Keep this number of most likely tokens; 0 keeps all."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
     def to_wire(self) -> Sampling:
@@ -40,9 +53,9 @@ class SamplingSettings(SettingsSection):
 class SftSettings(SettingsSection):
     """Supervised fine-tuning: the whole run with `run.kind = "sft"`, else a warm-up before reinforcement learning."""
 
-    num_steps: int = Field(default=0, ge=0)
+    num_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Number of supervised optimizer steps."""
-    examples_per_step: int = Field(default=32, ge=1)
+    examples_per_step: int = Field(default=32, ge=1, le=MAX_GROUPS)
     """Examples per step."""
     data: DataSettings | None = None
     """Dataset of the examples; [data] if not set."""
@@ -51,9 +64,9 @@ class SftSettings(SettingsSection):
 class PreferenceSettings(SettingsSection):
     """Learning from pairs of responses: the whole run with `run.kind = "dpo"` or `"reward_model"`."""
 
-    num_steps: int = Field(default=0, ge=0)
+    num_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Number of optimizer steps."""
-    examples_per_step: int = Field(default=32, ge=1)
+    examples_per_step: int = Field(default=32, ge=1, le=MAX_GROUPS)
     """Pairs per step."""
     data: DataSettings | None = None
     """Dataset of the pairs: the chosen response is in its `reference_column`, the rejected one in its
@@ -63,21 +76,21 @@ class PreferenceSettings(SettingsSection):
 class RlSettings(SettingsSection):
     """Reinforcement learning."""
 
-    num_steps: int = Field(default=100, ge=0)
+    num_steps: int = Field(default=100, ge=0, le=MAX_STEPS)
     """Number of optimizer steps."""
-    prompts_per_step: int = Field(default=16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1, le=MAX_GROUPS)
     """Prompts (groups) per step."""
-    group_size: int = 8
+    group_size: int = Field(default=8, le=MAX_ROWS)
     """Completions per prompt."""
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: int = Field(default=1, ge=0, le=MAX_STALENESS)
     """Maximum age of a trained token, in weight versions before the version that the step updates. 0 is synchronous
     training."""
-    max_tries: int = Field(default=2, ge=0)
+    max_tries: int = Field(default=2, ge=0, le=MAX_COUNT)
     """How often a group is generated again after a scorer failed, before its prompt is discarded."""
     dynamic_sampling: bool = False
     """Filter groups whose rewards are all equal, and generate for the next prompts instead, until each step has
     `prompts_per_step` groups with different rewards (DAPO, arXiv:2503.14476, equation 11)."""
-    filter_limit: int = Field(default=0, ge=0)
+    filter_limit: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """The run fails when this number of consecutive groups was filtered; 0 means ten times `prompts_per_step`."""
 
     @field_validator("group_size")
@@ -107,15 +120,15 @@ class EvaluationSettings(SettingsSection):
     """Evaluate before the first step of reinforcement learning."""
     at_end: bool = False
     """Evaluate after the last step."""
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Interval between evaluations, in steps of reinforcement learning; 0 for none."""
     share: float = Field(default=0.25, gt=0, le=1)
     """Share of the rollouts (at least one) that an evaluation uses; of a single rollout it uses half the slots."""
-    timeout_s: float = Field(default=7200.0, gt=0)
+    timeout_s: Seconds = 7200.0
     """Maximum duration of one evaluation. Prompts that are not scored by then count as failed."""
-    num_completions: int = Field(default=1, ge=1)
+    num_completions: int = Field(default=1, ge=1, le=MAX_ROWS)
     """Completions per prompt."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: Temperature = 0.0
     """Sampling temperature; 0 takes the most likely token."""
     tasks: tuple[TaskSettings, ...] = ()
     """Tasks that `run.kind = "evaluate"` evaluates instead of [data]."""
@@ -133,21 +146,21 @@ class EvaluationSettings(SettingsSection):
 class DeadlineSettings(SettingsSection):
     """Maximum durations of work. A replica that sends heartbeats but no answer by then hangs, and is evicted."""
 
-    generate_s: float = Field(default=3600.0, gt=0)
+    generate_s: Seconds = 3600.0
     """One group of completions."""
-    score_s: float = Field(default=900.0, gt=0)
+    score_s: Seconds = 900.0
     """The rewards of one group."""
-    teach_s: float = Field(default=900.0, gt=0)
+    teach_s: Seconds = 900.0
     """The teacher log-probs of one group."""
-    train_s: float = Field(default=7200.0, gt=0)
+    train_s: Seconds = 7200.0
     """One step, with all its optimizer updates."""
-    publish_s: float = Field(default=900.0, gt=0)
+    publish_s: Seconds = 900.0
     """Publication of one weight version."""
-    adopt_s: float = Field(default=900.0, gt=0)
+    adopt_s: Seconds = 900.0
     """Pulling a weight version and switching to it."""
-    save_s: float = Field(default=3600.0, gt=0)
+    save_s: Seconds = 3600.0
     """Writing a checkpoint or a saved state."""
-    sleep_s: float = Field(default=300.0, gt=0)
+    sleep_s: Seconds = 300.0
     """Releasing shared devices or taking them back, with `launch.colocate`."""
 
 
@@ -161,17 +174,17 @@ class LoggingSettings(SettingsSection):
     """Project of the run in wandb and trackio."""
     offline: bool = False
     """Run wandb offline: its records stay in the run's folder until `wandb sync` uploads them."""
-    queue_steps: int = Field(default=1000, ge=1)
+    queue_steps: int = Field(default=1000, ge=1, le=MAX_COUNT)
     """Maximum number of steps that wait for a slow logger. Further steps are dropped, counted and reported."""
-    deadline_s: float = Field(default=60.0, gt=0)
+    deadline_s: Seconds = 60.0
     """A logger that takes longer for one step is considered hung and gets no more steps."""
-    close_s: float = Field(default=30.0, gt=0)
+    close_s: Seconds = 30.0
     """How long the end of the run waits for loggers to finish."""
     samples_per_step: int = Field(default=4, ge=0, le=1000)
     """Completions per step that are written to `samples.jsonl` and the loggers, with prompt and rewards; 0 for none."""
-    samples_every: int = Field(default=1, ge=1)
+    samples_every: int = Field(default=1, ge=1, le=MAX_STEPS)
     """Interval between steps with samples, in steps."""
-    samples_mb: int = Field(default=64, ge=1)
+    samples_mb: int = Field(default=64, ge=1, le=MAX_MIB)
     """Maximum size in MiB of `samples.jsonl` and its predecessor `samples.old.jsonl` together."""
     trajectories: bool = False
     """Write all groups that reinforcement learning trains to `trajectories/`, for a later run of `run.kind =
@@ -181,33 +194,33 @@ class LoggingSettings(SettingsSection):
 class ControllerSettings(SettingsSection):
     """Replicas, saved states, time limits and files of the controller."""
 
-    num_policies: int = Field(default=1, ge=1)
+    num_policies: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     """Policy replicas that must have joined before training begins."""
-    num_rollouts: int = Field(default=1, ge=1)
+    num_rollouts: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     """Rollout replicas that must have joined before reinforcement learning begins."""
-    num_rewards: int = Field(default=1, ge=0)
+    num_rewards: int = Field(default=1, ge=0, le=MAX_REPLICAS)
     """Reward replicas that must have joined before reinforcement learning begins; 0 if the policy learns from teachers
     only, without rewards."""
-    num_teachers: int = Field(default=0, ge=0)
+    num_teachers: int = Field(default=0, ge=0, le=MAX_REPLICAS)
     """Teacher replicas that must have joined before reinforcement learning begins."""
     colocate: bool = False
     """Policies and rollouts share their devices and use them in turn. Set by `launch.colocate`."""
-    start_s: float = Field(default=120.0, gt=0)
+    start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long."""
-    drain_s: float = Field(default=15.0, gt=0)
+    drain_s: Seconds = 15.0
     """Time that replicas have to leave at the end of the run."""
-    stop_s: float = Field(default=240.0, gt=0)
+    stop_s: Seconds = 240.0
     """Maximum duration of a graceful stop (the current step, its publication, the checkpoint) before the run fails."""
-    save_every: int = Field(default=20, ge=0)
+    save_every: int = Field(default=20, ge=0, le=MAX_STEPS)
     """Interval between saved states of the policy, from which it resumes after a crash, in steps; 0 saves at a stop
     only."""
-    begin_version: int = Field(default=0, ge=0)
+    begin_version: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Version of the saved state that the run starts from. Set by `starling run --from`."""
-    begin_prompt: int = Field(default=0, ge=0)
+    begin_prompt: int = Field(default=0, ge=0, le=MAX_STEPS * MAX_GROUPS)
     """Position in the data that the run starts from. Set by `starling run --from`."""
-    save_rest_s: float = Field(default=10.0, ge=0)
+    save_rest_s: float = Field(default=10.0, ge=0, le=MAX_SECONDS)
     """Minimum time between two saved states, for runs with short steps."""
-    journal_s: float = Field(default=60.0, gt=0)
+    journal_s: Seconds = 60.0
     """The run fails when the disk of the journal has been full for this long."""
     network_disk: bool = False
     """Allow a journal on a network file system, where its lock may not hold. Only for a run that no other host can
@@ -215,13 +228,13 @@ class ControllerSettings(SettingsSection):
     accept_changed_data: bool = False
     """Resume although the data has changed since the run began. Groups that no step has taken are generated again, from
     their new prompts. Set by `starling run --resume RUN_FOLDER --accept-changed-data`."""
-    compact_records: int = Field(default=16_384, ge=1)
+    compact_records: int = Field(default=16_384, ge=1, le=MAX_WHOLE)
     """Records after which the journal is compacted to the present state. A restart reads at most about so many; a
     compaction takes some ten milliseconds."""
-    window: int = Field(default=1024, ge=1)
+    window: int = Field(default=1024, ge=1, le=MAX_GROUPS)
     """Prompts that a run without a policy works on at a time. It should be at least twice the number that its rollouts
     hold, so that one long completion does not block the others."""
-    recording_mb: int = Field(default=64, ge=0)
+    recording_mb: int = Field(default=64, ge=0, le=MAX_MIB)
     """Maximum size in MiB of the recording of events, from which `starling replay` reconstructs any state; 0 for
     none."""
     deadlines: DeadlineSettings = DeadlineSettings()
@@ -243,6 +256,12 @@ class ControllerProcess(ServiceSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_kind()
+        num_groups = num_slots(self.rl.prompts_per_step, self.rl.max_staleness)
+        if num_groups > MAX_GROUPS:
+            raise ValueError(
+                f"rl.prompts_per_step = {self.rl.prompts_per_step} and rl.max_staleness = {self.rl.max_staleness} make "
+                f"{num_groups} groups exist at a time, and {MAX_GROUPS} are possible; lower one of them"
+            )
         if self.controller.num_rewards == 0:
             if self.kind.learns_from_rewards and self.controller.num_teachers == 0:
                 raise ValueError(

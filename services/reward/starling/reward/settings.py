@@ -15,29 +15,28 @@ options = { pattern = "<answer>.*</answer>" }
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from starling.common.errors import ConfigError
+from starling.common.ranges import MAX_COEFFICIENT, MAX_GROUPS, MAX_PROCESSES
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
+from starling.common.settings import Seconds, SettingsSection
 from starling.reward.core.groups import WeightedScorer
 from starling.reward.score.scorers.registry import check_name
 
 
-class ScorerSettings(BaseModel):
+class ScorerSettings(SettingsSection):
     """One scorer and its share of the reward."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: str
     """A built-in scorer (exact_match, prefix_match, gsm8k, math, code, format, overlong, environment),
     `reasoning_gym:<task>`, or your own function as `module:function` or `path/to/file.py:function`."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
     """Time limit of one completion in seconds; without it, the service's `timeout_s`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the scorer."""
@@ -59,33 +58,19 @@ class ScorerSettings(BaseModel):
         check_name(name)
         return name
 
-    @field_validator("weight")
-    @classmethod
-    def _finite(cls, weight: float) -> float:
-        if not math.isfinite(weight):
-            raise ConfigError(f"A scorer's weight must be a finite number, not {weight}.")
-        return weight
 
-    @field_validator("timeout_s")
-    @classmethod
-    def _limited(cls, timeout_s: float | None) -> float | None:
-        return timeout_s if timeout_s is None else _positive("timeout_s", timeout_s)
-
-
-class RewardSettings(BaseModel):
+class RewardSettings(SettingsSection):
     """How trajectories are scored."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     scorers: tuple[ScorerSettings, ...] = Field(default=(), validate_default=True)
     """The scorers whose weighted sum is the reward; at least one with a weight other than 0."""
-    num_workers: int = Field(default=2, ge=1)
+    num_workers: int = Field(default=2, ge=1, le=MAX_PROCESSES)
     """Worker processes for the scorers with equal needs; each scores one completion at a time."""
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
     """Time limit of one scorer for one completion; then its worker is killed and replaced."""
-    start_timeout_s: float = 120.0
+    start_timeout_s: Seconds = 120.0
     """Time limit of a worker's start and the import of its scorers, in seconds."""
-    num_slots: int = Field(default=8, ge=1)
+    num_slots: int = Field(default=8, ge=1, le=MAX_GROUPS)
     """Groups that are scored at a time; the controller sends no more."""
     sandbox: SandboxLevel = "auto"
     """Sandbox of the workers. `auto`: the strongest that this machine offers. `required`: one with namespaces, or the
@@ -115,15 +100,3 @@ class RewardSettings(BaseModel):
         if twice:
             raise ConfigError(f"Two scorers are called {twice[0]!r} in metrics: give one of them another `label`.")
         return scorers
-
-    @model_validator(mode="after")
-    def _limits(self) -> Self:
-        _positive("timeout_s", self.timeout_s)
-        _positive("start_timeout_s", self.start_timeout_s)
-        return self
-
-
-def _positive(field: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{field} must be a finite number of seconds above 0, not {value}.")
-    return value

@@ -6,21 +6,22 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from starling.common.ranges import MAX_COUNT, MAX_GROUPS, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_TOKENS, MAX_WHOLE
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
-from starling.common.settings import ModelSettings, ServiceSettings, SettingsSection, WeightsSettings
+from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
 from starling.weightsync.plan.offer import Transport
 
 
 class VllmSettings(SettingsSection):
     """Arguments of the engine `vllm`."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Workers that share each layer (tensor parallelism)."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Stages that the layers are split into (pipeline parallelism)."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory for weights and KV cache, unless `kv_cache_mb` is set."""
-    kv_cache_mb: int = Field(default=0, ge=0)
+    kv_cache_mb: int = Field(default=0, ge=0, le=MAX_MIB)
     """Size of each worker's KV cache in MiB; 0 for what `gpu_memory_utilization` leaves."""
     kv_cache_dtype: str = "auto"
     """Element type of the KV cache; `fp8` halves its size on devices that support it."""
@@ -32,7 +33,7 @@ class VllmSettings(SettingsSection):
     """vLLM's `speculative_config`, for example `{method = "ngram", num_speculative_tokens = 4}`."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, by name."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: Seconds = 600.0
     """Time limit of its start, in seconds."""
 
 
@@ -45,11 +46,11 @@ class EnvironmentSettings(SettingsSection):
     an OpenAI client. Otherwise your own `async def`, as `module:name` or `path/to/file.py:name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment; see `docs/how-to/environments.md`."""
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: int = Field(default=8, ge=1, le=MAX_COUNT)
     """Limit on the model's replies in one trajectory."""
-    turn_max_tokens: int = Field(default=0, ge=0)
+    turn_max_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Limit on the tokens of one reply; 0 for what `sampling.max_tokens`, the limit for the trajectory, leaves."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Seconds = 600.0
     """Time limit of one trajectory, in seconds; beyond it the status is `env_error`. Time does not count while the
     engine cannot generate: asleep, restarting, or without weights."""
     sandbox: SandboxLevel = "auto"
@@ -72,14 +73,14 @@ class ApiSettings(SettingsSection):
     to `<run folder>/api/<replica>.json`."""
     key: str = ""
     """The API key of clients; empty to generate one, which is written to the same file as the port."""
-    max_requests: int = Field(default=256, ge=1)
+    max_requests: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Limit on concurrent requests; further ones are rejected with 429. Requests of episodes do not count."""
     tool_parser: Literal["", "hermes", "llama"] = ""
     """Form of the model's tool calls, for requests with tools; empty to detect it from the chat template."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Seconds = 600.0
     """Time limit of one request, in seconds; beyond it the request fails with 504 and its tokens are dropped. Requests
     of an episode share the episode's limit, `rollout.environment.timeout_s`."""
-    read_timeout_s: float = Field(default=60.0, gt=0)
+    read_timeout_s: Seconds = 60.0
     """Time limit for a request's headers to arrive, and then for its body, in seconds; beyond it the connection is
     closed, with 408 for a body."""
 
@@ -89,37 +90,37 @@ class RolloutSettings(SettingsSection):
 
     engine: str = "transformers"
     """The engine: `transformers`, `vllm`, or your own class as `module:Class` or `path/to/file.py:Class`."""
-    max_engine_restarts: int = Field(default=3, ge=0)
+    max_engine_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Limit on restarts of a lost engine within `engine_restart_window_s`; then the replica ends."""
-    engine_restart_window_s: float = Field(default=600.0, gt=0)
+    engine_restart_window_s: Seconds = 600.0
     """Period in which restarts are counted, in seconds."""
-    engine_silence_s: float = Field(default=300.0, gt=0)
+    engine_silence_s: Seconds = 300.0
     """An engine in processes of its own (`vllm`) counts as lost when it has requests and samples no token for this many
     seconds. Start-up and pauses do not count, but later compilation and the longest prompts do."""
-    num_slots: int = Field(default=16, ge=1)
+    num_slots: int = Field(default=16, ge=1, le=MAX_GROUPS)
     """Groups that the controller may assign to this replica at a time."""
-    max_rows: int = Field(default=128, ge=1)
+    max_rows: int = Field(default=128, ge=1, le=MAX_ROWS)
     """Limit on the sequences that are generated together."""
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Limit on the tokens of a prompt with its completion; without it, the length that the model can be trained on: its
     context or, where layers attend to a sliding window only, the window."""
     max_media_bytes: int = Field(default=256 << 20, ge=1, le=900_000_000)
     """Limit on the bytes of a prompt's images and videos, both as the model's tensors (about 25 MB per megapixel) and
     as decoded pixels (3 MB per megapixel). They are sent and journaled with the completions; the journal cannot take
     more than the maximum of this setting."""
-    media_timeout_s: float = Field(default=60.0, gt=0)
+    media_timeout_s: Seconds = 60.0
     """Time limit for reading a prompt's images and videos, in seconds; then another rollout gets the group."""
     exclusive: bool = False
     """Generate each group in a batch of its own: slower, but independent of batching to the bit."""
-    pull_timeout_s: float = Field(default=60.0, gt=0)
+    pull_timeout_s: Seconds = 60.0
     """Time limit of the pull of one version, in seconds; then it fails and the old version stays."""
-    version_timeout_s: float = Field(default=600.0, gt=0)
+    version_timeout_s: Seconds = 600.0
     """How long a group may wait here for new enough weights, in seconds, before it returns to the controller."""
     adoption: Literal["keep", "recompute", "salt", "finish"] = "keep"
     """What running requests do when new weights arrive. `keep`: continue with their KV cache. `recompute`: recompute it
     with the new weights. `salt`: continue with it, but share it with no later request. `finish`: finish first, while
     the weights wait."""
-    finish_timeout_s: float = Field(default=300.0, gt=0)
+    finish_timeout_s: Seconds = 300.0
     """How long new weights wait under `finish`, in seconds, before running requests are recomputed instead."""
     double_buffer: bool = True
     """Pull into a staging area of the weights' size during generation, so that the engine pauses for the switch only.
@@ -150,12 +151,12 @@ class TeacherSettings(SettingsSection):
     """Element type of its weights; log-probabilities are computed in float32."""
     device: str = "auto"
     """Device: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if there is one."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Number of its most likely tokens to return at each position; 0 for only the log-probability of each sampled
     token."""
-    num_slots: int = Field(default=4, ge=1)
+    num_slots: int = Field(default=4, ge=1, le=MAX_GROUPS)
     """Groups that the controller may assign to this teacher at a time; it scores one, and queues the others."""
-    tokens_per_forward: int = Field(default=8192, ge=1)
+    tokens_per_forward: int = Field(default=8192, ge=1, le=MAX_WHOLE)
     """Limit on the tokens of one forward pass, padding included; a longer completion has a pass of its own."""
 
 

@@ -18,10 +18,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from starling.common.errors import ConfigError
 from starling.common.files import sync_folder, sync_tree
+from starling.common.ranges import MAX_TOKENS
+from starling.common.settings import SettingsSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -39,20 +41,18 @@ _ANY_CHARACTER: Final = r"[\s\S]"
 _OWNED: Final = ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id", "max_position_embeddings")
 
 
-class ScratchSettings(BaseModel):
+class ScratchSettings(SettingsSection):
     """A small causal language model to train from nothing, and its tokenizer with one token for each character."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     model_type: str = "qwen3"
     """Architecture: any Hugging Face `model_type` of a causal language model."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     """Fields of that architecture's configuration, for example `hidden_size`; its defaults are of full size."""
     alphabet: str = Field(default=string.ascii_letters + string.digits + string.punctuation + " \n", min_length=1)
     """The characters that the tokenizer knows, in the order of their ids; any other becomes `<unk>`."""
     chat_template: str | None = None
     """Jinja chat template of the tokenizer; none for a model that is prompted with plain text."""
-    max_length: int = Field(default=512, ge=1)
+    max_length: int = Field(default=512, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens of a sequence."""
 
     @field_validator("alphabet")

@@ -12,8 +12,9 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from starling.cli.model.scratch import ScratchSettings
+from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
-from starling.common.settings import ModelSettings, SettingsSection, WeightsSettings, load
+from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load
 from starling.controller.settings import ControllerProcess
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.reward.settings import RewardSettings
@@ -35,26 +36,26 @@ class RecipeModel(ModelSettings):
 class LaunchSettings(SettingsSection):
     """Processes that `starling run` starts on this machine."""
 
-    num_rollouts: int = Field(default=1, ge=0)
+    num_rollouts: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Rollout replicas."""
-    gpus_per_rollout: int = Field(default=0, ge=0)
+    gpus_per_rollout: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs of each rollout, by CUDA_VISIBLE_DEVICES and in the order of the rollouts. 0: each rollout sees all GPUs."""
-    num_rewards: int = Field(default=1, ge=0)
+    num_rewards: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Reward replicas; none where the recipe has no scorers."""
-    num_teachers: int = Field(default=1, ge=0)
+    num_teachers: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Teachers, where the recipe has a [teacher]."""
     colocate: bool = False
     """Policy and rollouts share their devices in turn: the inactive ones keep their tensors in the memory of the host.
     With `rl.max_staleness` above 0, rollouts hand back unfinished groups whenever a step is full."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Compute threads of each process (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
     screen: Literal["auto", "live", "plain"] = "auto"
     """`live`: one screen that is redrawn. `plain`: lines. `auto`: live on a terminal."""
-    stop_s: float = Field(default=300.0, gt=0)
+    stop_s: Seconds = 300.0
     """How long a graceful stop may take (the current step, the checkpoint) before everything is killed."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Restarts of each process that dies within `restart_window_s`, before the run fails."""
-    restart_window_s: float = Field(default=600.0, gt=0)
+    restart_window_s: Seconds = 600.0
     """Window in which restarts are counted."""
 
 

@@ -16,6 +16,8 @@ SandboxLevel = Literal["auto", "required", "bubblewrap", "namespaces", "landlock
 others: just this one."""
 
 GPU: Final = "gpu"
+MAX_TASKS: Final = 1 << 22
+"""Most that Linux counts."""
 _GPU_DEVICES: Final = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
 
 
@@ -32,7 +34,7 @@ class SandboxNeeds(SettingsSection):
     """Files and folders to read and write."""
     variables: tuple[str, ...] = ()
     """Environment variables to pass on, for example `OPENAI_API_KEY` for a judge; all others are removed."""
-    max_tasks: int = Field(default=512, ge=16)
+    max_tasks: int = Field(default=512, ge=16, le=MAX_TASKS)
     """Limit on processes and threads, counted over all sessions of a sandbox. Without a user of its own (the levels
     `landlock` and `process`, unless root starts them) it is not enforced."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from string import Formatter
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from starling.common.ranges import MAX_COUNT, MAX_GROUPS, MAX_WHOLE
+from starling.common.settings import Seed, SettingsSection
 
 
-class DataSettings(BaseModel):
+class DataSettings(SettingsSection):
     """One dataset: where its rows come from, how a row becomes a prompt, and in which order."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     source: str
     """Where the rows come from: a path to a .jsonl or .parquet file, `hf:NAME_OR_FOLDER`, `reasoning_gym:TASK`, or
@@ -20,9 +21,9 @@ class DataSettings(BaseModel):
     """Split of a Hugging Face dataset."""
     config: str = ""
     """Configuration (subset) of a Hugging Face dataset; empty for its only one."""
-    size: int = Field(default=1000, ge=1)
+    size: int = Field(default=1000, ge=1, le=10 * MAX_GROUPS)
     """Rows that a reasoning-gym task generates. Repeated questions are dropped, so there may be fewer."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Settings of a reasoning-gym task, for example `min_word_len`. The task has its own `seed` (default 0), so that
     another order of training does not change the held-out rows."""
 
@@ -41,7 +42,7 @@ class DataSettings(BaseModel):
     library `datasets`. Each replaces an `<image>` of the prompt; without these they come before its text."""
     video_column: str = ""
     """Column of the videos, likewise at `<video>`: animated images, or folders of frames in alphabetical order."""
-    video_fps: float = Field(default=0.0, ge=0.0)
+    video_fps: float = Field(default=0.0, ge=0.0, le=MAX_COUNT)
     """Frames per second of the videos; 0 if unknown, which counts as 2."""
     system: str = ""
     """System message of conversations that have none; empty for no system message."""
@@ -51,11 +52,11 @@ class DataSettings(BaseModel):
 
     shuffle: bool = True
     """Whether to shuffle the rows anew in each epoch."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the shuffling, together with the number of the epoch."""
-    limit: int = Field(default=0, ge=0)
+    limit: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Number of rows to use, from the first; 0 for all."""
-    held_out: int = Field(default=0, ge=0)
+    held_out: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Rows that are held out for evaluation and never trained. The choice does not depend on `seed`."""
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from starling.common.ranges import MAX_COEFFICIENT, MAX_STEPS, MAX_WHOLE
 from starling.common.settings import SettingsSection
 from starling.policy.core.alarms import AlarmRule
 
@@ -36,23 +37,23 @@ _TEXTS: Final[dict[AlarmName, str]] = {
 class AlarmSettings(SettingsSection):
     """Bounds on the metrics of a step. An alarm is reported when it is raised and when it clears."""
 
-    mismatch_kl: float = Field(default=0.02, gt=0.0)
+    mismatch_kl: float = Field(default=0.02, gt=0.0, le=MAX_COEFFICIENT)
     """Alarm `mismatch`: maximum divergence (k3, nats per token) between rollout and trainer for equal weights."""
-    still_steps: int = Field(default=3, ge=1)
+    still_steps: int = Field(default=3, ge=1, le=MAX_STEPS)
     """Alarm `weights_still`: consecutive steps in which no sampled weight changes."""
     zero_advantage_share: float = Field(default=0.95, gt=0.0, le=1.0)
     """Alarm `zero_advantage`: maximum share of completions with an advantage of 0."""
-    zero_advantage_steps: int = Field(default=5, ge=1)
+    zero_advantage_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
     """Consecutive steps above `zero_advantage_share` that raise the alarm."""
-    entropy: float = Field(default=0.005, gt=0.0)
+    entropy: float = Field(default=0.005, gt=0.0, le=MAX_COEFFICIENT)
     """Alarm `entropy`: minimum mean entropy of a token, in nats."""
-    entropy_steps: int = Field(default=5, ge=1)
+    entropy_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
     """Consecutive steps below `entropy` that raise the alarm."""
     effective_sample: float = Field(default=0.3, gt=0.0, le=1.0)
     """Alarm `effective_sample`: minimum effective sample size, as a share of the number of tokens, for 2 steps."""
     clip_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Alarm `clip`: maximum share of clipped tokens, for 3 steps."""
-    staleness: int = Field(default=8, ge=0)
+    staleness: int = Field(default=8, ge=0, le=MAX_WHOLE)
     """Alarm `staleness`: maximum age of a trained token, in versions; the bound itself is `rl.max_staleness`."""
     off: tuple[AlarmName, ...] = ()
     """Alarms to disable."""

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from starling.algo.algorithm import Correction
+from starling.common.ranges import MAX_COEFFICIENT, MAX_COUNT, MAX_GROUPS, MAX_STEPS, MAX_TOKENS
 from starling.common.settings import SettingsSection
 
 
@@ -19,9 +20,9 @@ class CorrectionSettings(SettingsSection):
     `high` (nats per token)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio to bound: each token's, the product over its completion, or the geometric mean over its completion."""
-    low: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    low: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Minimum ratio that `mask` keeps."""
-    high: float = Field(gt=0.0, allow_inf_nan=False)
+    high: float = Field(gt=0.0, le=MAX_COEFFICIENT)
     """Maximum ratio."""
 
     @model_validator(mode="after")
@@ -42,11 +43,11 @@ class AlgorithmSettings(SettingsSection):
     name registered by an installed package; or your own as `module:attribute` or `file.py:attribute`."""
     clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
     """Lower clipping of the importance ratio, at 1 - `clip_low`."""
-    clip_high: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    clip_high: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Upper clipping of the importance ratio, at 1 + `clip_high`."""
-    dual_clip: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    dual_clip: float | None = Field(default=None, ge=0.0, le=MAX_COEFFICIENT)
     """Bound on the ratio where the advantage is negative (more than 1); 0 for none."""
-    max_ratio: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    max_ratio: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Maximum importance weight of one-sided algorithms (AIPO)."""
     advantage_scale: Literal["std", "none"] | None = None
     """Whether to divide advantages by the standard deviation of their group."""
@@ -55,29 +56,29 @@ class AlgorithmSettings(SettingsSection):
     aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = None
     """Aggregation of a step's loss: mean over tokens; mean over completions of the mean or the sum of their tokens; or
     of the sum divided by the constant `aggregate_tokens`."""
-    aggregate_tokens: int = Field(default=0, ge=0)
+    aggregate_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Tokens by which `constant` divides a completion's sum; 0 for `sampling.max_tokens`."""
     old: Literal["rollout", "proximal"] | None = None
     """Denominator of the importance ratio: the probabilities at sampling, or those of the weights at the start of the
     step, which take another forward pass if the step has several updates."""
-    num_minibatches: int = Field(default=1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1, le=MAX_GROUPS)
     """Optimizer updates per step, each on a part of the groups. The step still makes one weight version."""
-    num_passes: int = Field(default=1, ge=1)
+    num_passes: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes of a step over its groups."""
     corrections: tuple[CorrectionSettings, ...] | None = None
     """Off-policy corrections. All but `sequence_mask` weight by the ratio of `old` to the rollout's probabilities, so
     they need `old = "proximal"`."""
     mask_truncated: bool | None = None
     """Exclude completions that reached their token limit from the loss (overlong filtering of DAPO)."""
-    kl_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    kl_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the KL divergence from the reference, the model at the start of reinforcement; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     """Estimator of the KL divergence."""
-    reference_reset_every: int = Field(default=0, ge=0)
+    reference_reset_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps after which the present model becomes the reference; 0 for never."""
-    entropy_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    entropy_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the entropy bonus."""
-    positive_nll_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    positive_nll_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the negative log-likelihood of completions with a positive advantage."""
     skip_zero_advantage: bool = True
     """Exclude completions with an advantage of 0 from the forward pass: they do not change the gradient.
@@ -92,9 +93,9 @@ class DistillSettings(SettingsSection):
     loss: Literal["reverse_kl", "jsd"] = "reverse_kl"
     """`reverse_kl`: the advantage of a sampled token is its log-probability under the teacher minus the student's.
     `jsd`: the generalised Jensen-Shannon divergence over the teacher's likeliest tokens (`teacher.top_k` above 0)."""
-    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    coefficient: float = Field(default=1.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the teacher's term."""
-    reward_coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    reward_coefficient: float = Field(default=1.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the advantages from rewards; without scorers these are 0."""
     discount: float = Field(default=0.0, ge=0.0, le=1.0)
     """Discount of the teacher's advantages of later tokens that a token is credited with (`reverse_kl`); 0 for none."""

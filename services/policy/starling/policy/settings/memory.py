@@ -6,19 +6,20 @@ from typing import Literal
 
 from pydantic import Field
 
+from starling.common.ranges import MAX_COUNT, MAX_TOKENS
 from starling.common.settings import SettingsSection
 
 
 class MemorySettings(SettingsSection):
     """Trade-offs of time for memory, and of start-up time for speed. They change a step's results only by rounding."""
 
-    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    logprob_chunk_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """Trained tokens whose logits exist at a time: 2 bytes x vocabulary each in bfloat16, 300 MB for the default and
     a vocabulary of 150,000. Smaller chunks take more passes over the output layer's weights."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activations of a transformer block to recompute in the backward pass: all (`full`, about a third more
     computation), or all but the results of matrix products and attention (`selective`)."""
-    checkpoint_every: int = Field(default=1, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Checkpoint every n-th block; the others keep their activations."""
     offload_activations: bool = False
     """Keep activations for the backward pass in host memory. No effect for a model on a CPU."""

@@ -8,7 +8,8 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from starling.common.errors import ConfigError
-from starling.common.settings import ModelSettings, SettingsSection, WeightsSettings, validate
+from starling.common.ranges import MAX_COEFFICIENT, MAX_COUNT, MAX_WHOLE
+from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, validate
 from starling.policy.settings.alarms import AlarmSettings
 from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.memory import MemorySettings
@@ -34,21 +35,21 @@ class PolicySettings(SettingsSection):
 
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the weights from the model's folder, or draw random ones from its configuration and `run.seed`."""
-    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    tokens_per_microbatch: int = Field(default=8192, ge=1, le=MAX_WHOLE)
     """Maximum token slots (rows x row length, padding included) of a microbatch; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
     transport: Transport = "ucx"
     """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
     `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends."""
-    delta_versions: int | None = Field(default=None, ge=0)
+    delta_versions: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Versions back from which a rollout can be sent only the changes; 0 sends every version in full.
 
     Unset, it is 2, or 0 if all rollouts are on this host: there sending weights is faster than comparing them.
     """
-    publish_timeout_s: float = Field(default=30.0, gt=0.0)
+    publish_timeout_s: Seconds = 30.0
     """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
-    peak_tflops: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    peak_tflops: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Dense TFLOP/s of one device in the dtype of training, for the reported utilisation (MFU); unset, the GPU's
     data-sheet value for bfloat16."""
     router_aux_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)

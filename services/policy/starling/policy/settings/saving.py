@@ -6,7 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from starling.common.settings import SettingsSection
+from starling.common.ranges import MAX_COUNT, MAX_MIB, MAX_STEPS
+from starling.common.settings import Seconds, SettingsSection
 
 
 class SavingSettings(SettingsSection):
@@ -23,16 +24,16 @@ class SavingSettings(SettingsSection):
     begin_kind: Literal["sft", "rl", "dpo", "reward_model"] | None = None
     """Kind of the first step after that state; set by `starling run --from`. The state's optimizer is restored if it is
     of that kind; unset, always."""
-    max_keep: int = Field(default=2, ge=2)
+    max_keep: int = Field(default=2, ge=2, le=MAX_COUNT)
     """Number of newest states to keep: at least two, in case one is damaged."""
     best: str = ""
     """Additional state to keep: the best by a metric, such as ``reward_mean`` or ``eval/reward_mean``; with a minus
     before it, such as ``-loss``, the lowest."""
-    hf_every: int = Field(default=0, ge=0)
+    hf_every: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps between exports in Hugging Face format, in addition to the one at the end; 0 for none."""
-    shard_mb: int = Field(default=5000, ge=1)
+    shard_mb: int = Field(default=5000, ge=1, le=MAX_MIB)
     """Maximum size of one file of an export, in MiB."""
-    patience_s: float = Field(default=1800.0, gt=0.0)
+    patience_s: Seconds = 1800.0
     """Time that one save may delay the next one before that fails."""
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from starling.common.ranges import MAX_COEFFICIENT
 from starling.common.settings import SettingsSection
 from starling.policy.settings.optimizer import OptimizerSettings
 
@@ -24,7 +25,7 @@ class DpoSettings(SettingsSection):
     """Optimizer of DPO steps."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO (arXiv:2305.18290) or IPO (arXiv:2310.12036)."""
-    beta: float = Field(default=0.1, gt=0.0, allow_inf_nan=False)
+    beta: float = Field(default=0.1, gt=0.0, le=MAX_COEFFICIENT)
     """Strength of the pull towards the reference."""
     use_reference: bool = True
     """Compare with the initial model; without it the loss has no anchor, and takes less memory."""
@@ -37,5 +38,5 @@ class RewardModelSettings(SettingsSection):
 
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
     """Optimizer of reward-model steps."""
-    center_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    center_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the term that keeps the mean of a pair's two scores at 0."""

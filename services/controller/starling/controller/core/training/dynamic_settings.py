@@ -6,47 +6,66 @@ A change takes effect with a step: all policies get it with that step, and rollo
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+
+from starling.common.ranges import (
+    MAX_COEFFICIENT,
+    MAX_COUNT,
+    MAX_LEARNING_RATE,
+    MAX_STALENESS,
+    MAX_STEPS,
+    MAX_TEMPERATURE,
+    MAX_TOKENS,
+    MAX_WHOLE,
+    MIN_TEMPERATURE,
+)
 
 Value = float | int | bool | str
 
 
 @dataclass(frozen=True)
 class DynamicSetting:
-    """One setting: its range, as a test and in words, and where it is applied."""
+    """One setting: its range, which is that of the recipe, and where it is applied."""
 
     key: str
-    is_valid: Callable[[float], bool]
-    valid_range: str
+    low: float
+    high: float
     of_policy: bool = False
     """Sent to the policies with each step. Others are of the controller, or sent to the rollouts with each group."""
     is_whole: bool = False
+    above_low: bool = False
+    """The value must be greater than `low`."""
 
+    def takes(self, number: float) -> bool:
+        """Return whether the setting may be `number`, which may be infinite or NaN."""
+        if self.is_whole and not number.is_integer():
+            return False
+        return self.low <= number <= self.high and not (self.above_low and number == self.low)
 
-MAX_WHOLE: Final = 2**31 - 1
-"""Of a whole number: what every engine and the wire can carry."""
+    @property
+    def valid_range(self) -> str:
+        """The range in words."""
+        if self.above_low:
+            return f"greater than {self.low:g} and at most {self.high:.10g}"
+        return f"{'a whole number ' if self.is_whole else ''}from {self.low:g} to {self.high:.10g}"
+
 
 DYNAMIC: dict[str, DynamicSetting] = {
     setting.key: setting
     for setting in (
-        DynamicSetting("policy.optimizer.learning_rate", lambda v: v > 0, "greater than 0", of_policy=True),
-        DynamicSetting("policy.optimizer.max_grad_norm", lambda v: v >= 0, "0 or more", of_policy=True),
-        DynamicSetting("policy.algorithm.kl_coefficient", lambda v: v >= 0, "0 or more", of_policy=True),
-        DynamicSetting(
-            "policy.algorithm.clip_low", lambda v: 0 < v <= 1, "greater than 0 and at most 1", of_policy=True
-        ),
-        DynamicSetting("policy.algorithm.clip_high", lambda v: v > 0, "greater than 0", of_policy=True),
-        DynamicSetting("sampling.temperature", lambda v: 1e-3 <= v <= 1e3, "from 0.001 to 1000"),
-        DynamicSetting("sampling.top_p", lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
-        DynamicSetting("sampling.top_k", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),
-        DynamicSetting("sampling.max_tokens", lambda v: v >= 1, "a whole number, 1 or more", is_whole=True),
-        DynamicSetting("rl.max_staleness", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),
-        DynamicSetting("rl.max_tries", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),
-        DynamicSetting("evaluation.every", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),
-        DynamicSetting("controller.save_every", lambda v: v >= 0, "a whole number, 0 or more", is_whole=True),
+        DynamicSetting("policy.optimizer.learning_rate", 0.0, MAX_LEARNING_RATE, of_policy=True, above_low=True),
+        DynamicSetting("policy.optimizer.max_grad_norm", 0.0, MAX_COEFFICIENT, of_policy=True),
+        DynamicSetting("policy.algorithm.kl_coefficient", 0.0, MAX_COEFFICIENT, of_policy=True),
+        DynamicSetting("policy.algorithm.clip_low", 0.0, 1.0, of_policy=True, above_low=True),
+        DynamicSetting("policy.algorithm.clip_high", 0.0, MAX_COEFFICIENT, of_policy=True, above_low=True),
+        DynamicSetting("sampling.temperature", MIN_TEMPERATURE, MAX_TEMPERATURE),
+        DynamicSetting("sampling.top_p", 0.0, 1.0, above_low=True),
+        DynamicSetting("sampling.top_k", 0, MAX_WHOLE, is_whole=True),
+        DynamicSetting("sampling.max_tokens", 1, MAX_TOKENS, is_whole=True),
+        DynamicSetting("rl.max_staleness", 0, MAX_STALENESS, is_whole=True),
+        DynamicSetting("rl.max_tries", 0, MAX_COUNT, is_whole=True),
+        DynamicSetting("evaluation.every", 0, MAX_STEPS, is_whole=True),
+        DynamicSetting("controller.save_every", 0, MAX_STEPS, is_whole=True),
     )
 }
 
@@ -76,9 +95,7 @@ def check(key: str, value: Value) -> float:
     if isinstance(value, bool | str):
         raise ValueError(f"{key} = {value!r} is not a number; it must be {setting.valid_range}")
     number = float(value)
-    if setting.is_whole and number > MAX_WHOLE:
-        raise ValueError(f"{key} = {value} is out of range; it must be {setting.valid_range}, and at most {MAX_WHOLE}")
-    if not math.isfinite(number) or (setting.is_whole and number != int(number)) or not setting.is_valid(number):
+    if not setting.takes(number):
         raise ValueError(f"{key} = {value} is out of range; it must be {setting.valid_range}")
     return number
 
