@@ -50,6 +50,9 @@ class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained")
     metrics: dict[str, float]
     alarms: tuple[Alarm, ...] = ()
     """All alarms that are on as of this step, new or not."""
+    batch_digest: int = 0
+    """Digest of the groups that were trained, modulo 2^64: the sum over them (`docs/reference/metrics.md`); 0 for a
+    step of examples."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):

@@ -66,7 +66,7 @@ from starling.controller.core.replicas.reclaim import reclaim
 from starling.controller.core.replicas.switching import on_switched, switch_devices
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.core.training.dispatch import commit, save, train
-from starling.controller.core.training.results import on_policy_version, on_saved, on_trained
+from starling.controller.core.training.results import note_repeated, on_policy_version, on_saved, on_trained
 from starling.controller.core.weights.distribution import adopt, catch_up, on_adopted, on_published, publish
 
 AWAITED_HEARTBEATS: Final = 3
@@ -226,6 +226,7 @@ def _received(state: ControllerState, event: Received) -> None:
                 _result(state, member, lease, message, event)
             elif isinstance(message, wire.StepTrained):
                 # Whatever happened to its lease: this policy has made the step, and that cannot be undone.
+                note_repeated(state, member, message)
                 on_policy_version(state, member, message.step)
 
 

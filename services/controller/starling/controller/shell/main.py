@@ -67,7 +67,9 @@ log = structlog.get_logger(__name__)
 METRICS = "metrics.jsonl"
 MAX_BATCH = 256
 """Maximum number of messages that are handled between two commits and two looks at the clock."""
-QUIET_NOTES = frozenset({"step", "trained", "answered", "published", "adopted", "offered", "state", "filtered"})
+QUIET_NOTES = frozenset(
+    {"step", "trained", "trained_again", "answered", "published", "adopted", "offered", "state", "filtered"}
+)
 """Kinds of notes that come with every step. They go to metrics.jsonl and to the screen, not to the log."""
 
 

@@ -261,7 +261,13 @@ class Shell:
         with self._clock.within("checkpoint"):
             self._saver.export_if_due(message.step)
         self._link.report(version=message.step, gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
-        return wire.StepTrained(lease=message.lease, step=message.step, metrics=metrics, alarms=alarms)
+        return wire.StepTrained(
+            lease=message.lease,
+            step=message.step,
+            metrics=metrics,
+            alarms=alarms,
+            batch_digest=self._learner.batch_digest,
+        )
 
     def _supervise(self, message: wire.TrainStep) -> dict[str, float]:
         from starling.policy.train.data.examples import examples_of, pairs_of

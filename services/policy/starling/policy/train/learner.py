@@ -140,6 +140,11 @@ class Learner:
         return dict(self.metrics)
 
     @property
+    def batch_digest(self) -> int:
+        """Digest of the groups of the last step; 0 if that was none of reinforcement learning."""
+        return self.trainer.batch_digest if isinstance(self.trainer, RlTrainer) else 0
+
+    @property
     def vocabulary_size(self) -> int:
         """Number of token ids that the model has an embedding for."""
         return int(self.model.get_input_embeddings().weight.shape[0])

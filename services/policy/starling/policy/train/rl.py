@@ -22,6 +22,7 @@ from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.data.digest import batch_digest
 from starling.policy.train.data.groups import FloatArray, ScoredGroup
 from starling.policy.train.data.packing import Index, MicrobatchInputs, PackedBatch, check_lengths, pack_sequences
 from starling.policy.train.errors import StepBrokenError
@@ -86,6 +87,8 @@ class RlTrainer(Trainer):
 
     kind: ClassVar[TrainerKind] = "rl"
     reference: ReferenceModel
+    batch_digest: int = 0
+    """Of the groups of the last step, and of their advantages."""
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class RlTrainer(Trainer):
 
         # Forward, loss and update
         results = self._update(minibatches, context)
+        self.batch_digest = batch_digest(step_groups.groups, step_groups.advantages)
 
         # Metrics
         flops = sum(step_flops(self._cost, one.packed.lengths, one.tokens.num_tokens) for one in minibatches)

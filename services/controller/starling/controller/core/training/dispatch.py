@@ -64,8 +64,9 @@ def _metrics_of(state: ControllerState, step: ActiveStep) -> dict[str, object]:
         metrics = file_metrics(state.buffer.frozen_groups(number), is_scored=plan.num_rewards > 0)
     if plan.dynamic_sampling:
         metrics |= filtered_metrics(state.buffer, number)
+    digest = {"batch_digest": step.batch_digest} if step.batch_digest else {}
     changed = {f"set/{key}": value for key, value in state.training.changes.as_of(number).items()}
-    return {"phase": plan.phase(number), **metrics, **changed, **alarms.to_fields(state.training.alarms)}
+    return {"phase": plan.phase(number), **metrics, **digest, **changed, **alarms.to_fields(state.training.alarms)}
 
 
 def _note_groups(state: ControllerState, step: int, groups: list[Group]) -> None:

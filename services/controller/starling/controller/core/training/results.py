@@ -11,18 +11,28 @@ from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import can_be_dispatched
-from starling.controller.core.training.step import ActiveStep
+from starling.controller.core.training.step import ActiveStep, format_digest
 
 
 def on_trained(state: ControllerState, member: Member, message: wire.StepTrained) -> None:
     """Note that a policy has made a step, with its metrics and alarms."""
+    note_repeated(state, member, message)
     active = state.training.step
     if active is not None and active.number == message.step:
+        if message.batch_digest:
+            active.digests[member.name] = message.batch_digest
         active.shares.pop(member.name, None)
         active.metrics[member.name] = message.metrics
         active.alarms |= {alarm.name: alarm for alarm in message.alarms}
     on_policy_version(state, member, message.step)
     state.dirty |= Dirty.ALL
+
+
+def note_repeated(state: ControllerState, member: Member, message: wire.StepTrained) -> None:
+    """Note what a policy has trained in a step that was committed before: it has made the step again."""
+    if message.step <= state.version and message.batch_digest:
+        digest = format_digest(message.batch_digest)
+        state.outbox.note("trained_again", replica=member.name, step=message.step, batch_digest=digest)
 
 
 def on_policy_version(state: ControllerState, member: Member, version: int) -> None:

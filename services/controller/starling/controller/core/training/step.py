@@ -39,6 +39,8 @@ class ActiveStep:
     """By policy."""
     alarms: dict[str, Alarm] = field(default_factory=dict)
     """Alarms that are on, by name, as reported by the policies that made it."""
+    digests: dict[str, int] = field(default_factory=dict)
+    """Digest of the groups that each policy has trained, where it has reported one."""
 
     @property
     def is_made(self) -> bool:
@@ -50,12 +52,24 @@ class ActiveStep:
         """Whether no policy can make it as it was dispatched."""
         return not self.made_by and (self.broken or not self.shares)
 
+    @property
+    def batch_digest(self) -> str:
+        """Digest of all its groups, 16 hexadecimal digits; empty when one of a share is missing."""
+        if self.broken or not self.digests or self.made_by - self.digests.keys():
+            return ""
+        return format_digest(sum(self.digests.values()))
+
     def drop_share(self, policy: str) -> bool:
         """Take the share of a policy that cannot finish it out of the step. Returns False when it had none."""
         if self.shares.pop(policy, None) is None:
             return False
         self.broken = True
         return True
+
+
+def format_digest(digest: int) -> str:
+    """Return the digest of a batch, modulo 2^64, as metrics.jsonl has it."""
+    return f"{digest % (1 << 64):016x}"
 
 
 @dataclass
