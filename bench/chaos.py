@@ -2,7 +2,9 @@
 
     python bench/chaos.py [--quick] [--seed N] [--faults N] [--only controller]
 
-SIGKILL and SIGSTOP of every process, the controller included, a full disk, and a jumping wall clock. Needs root (to
+SIGKILL and SIGSTOP of every process, the controller included also while it compacts the journal, a full disk, and a
+jumping wall clock. The journal is compacted every few steps. What the policy reports to have trained is compared with
+the journal. Needs root (to
 mount a small disk) and a C compiler (for a clock that only the run reads).
 """
 
@@ -22,7 +24,7 @@ from figure import machine, print_figure, progress, quantile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "system"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "system" / "chaos"))
 from chaos_run import chaos_run, finish
-from faults import Kill, Recovery, SetClock
+from faults import Fault, Kill, KillCompacting, Recovery, SetClock
 
 QUICK_FAULTS = 12
 FAULTS = 50
@@ -63,6 +65,7 @@ def measure(seed: int, num: int, only: str | None) -> int:
         "num_steps": len(history.committed),
         "num_prompts": len(history.trained),
         "num_incarnations": len(history.incarnations),
+        "num_compactions": history.num_compactions,
         "broken": found,
         **machine(),
     }
@@ -82,7 +85,7 @@ def measure(seed: int, num: int, only: str | None) -> int:
 def report_times(recoveries: Sequence[Recovery]) -> None:
     """Print the time from the SIGKILL of each kind of process until the run is complete and has made another step."""
     for role, goal in (("controller", 5.0), ("policy", None), ("rollout", None), ("reward", None)):
-        kills = [r for r in recoveries if isinstance(r.fault, Kill | SetClock) and r.fault.name.startswith(role)]
+        kills = [r for r in recoveries if killed_by(r.fault).startswith(role)]
         seconds = [recovery.seconds for recovery in kills]
         detail = {"p50": statistics.median(seconds), "worst": max(seconds)} if seconds else {"reason": "none was drawn"}
         print_figure(
@@ -94,6 +97,13 @@ def report_times(recoveries: Sequence[Recovery]) -> None:
             better="lower",
             detail={**detail, "num": len(seconds), **machine()},
         )
+
+
+def killed_by(fault: Fault) -> str:
+    """Return the name of the process that a fault kills; empty for none."""
+    if isinstance(fault, KillCompacting):
+        return "controller"
+    return fault.name if isinstance(fault, Kill | SetClock) else ""
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,3 +54,13 @@ def test_damaged_results_count_as_none(tmp_path: Path, monkeypatch: pytest.Monke
     for text in ("{", "[]", '{"sim": 3}', '{"sim": {"digest": "a"}}'):
         shards.results_file().write_text(text)
         assert shards.read_results() == {}
+
+
+def test_summary_lists_the_faults_that_were_not_injected() -> None:
+    """Without `ip` on the path no network can be cut, as without root."""
+    fault = "tests/system/chaos/test_host_faults.py::test_network_is_cut_and_restored"
+    command = [sys.executable, "-m", "pytest", "--numprocesses", "1", fault]
+    done = subprocess.run(command, cwd=shards.ROOT, env={**os.environ, "PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    summary = done.stdout.partition("FAULTS THAT WERE NOT INJECTED")[2]
+    assert f"{fault}: Skipped: network namespaces need `ip` and root" in summary, done.stdout

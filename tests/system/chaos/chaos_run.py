@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from faults import Target
-from guarantees import JournalHistory, contradictions, violations
+from guarantees import JournalHistory, contradictions, expected_digests, other_batches, read_history, violations
 from host_faults import WallClock, disk
 from observation import Observation
 from system_runs import Command, starling_command
@@ -20,6 +20,8 @@ from starling.cli.run.attempt import Attempt
 RECIPE = Path(starling.cli.__path__[0]) / "run" / "smoke.toml"
 ENDLESS = 100_000
 LEASE_S = 2.0
+COMPACT_RECORDS = 100
+"""Four steps or so."""
 DISK_MB = 256
 RUN_S = 60.0
 """Deadline for the start of the run, and for its end after `starling stop`."""
@@ -29,8 +31,7 @@ FLAGS = {
     "data.held-out": 8,
     "network.heartbeat-s": 0.3,
     "network.lease-s": LEASE_S,
-    # The check reads every record of the run; `test_kill.py` has a run with compactions.
-    "controller.compact-records": 1_000_000_000,
+    "controller.compact-records": COMPACT_RECORDS,
     # Each process is killed many times; the window forgets the earlier times.
     "launch.max-restarts": 1000,
     "launch.restart-window-s": 1.0,
@@ -49,8 +50,9 @@ def chaos_run(folder: Path) -> Iterator[Target]:
         with starling_command(folder, "run", str(RECIPE), *flags, name="run", environment=clock.environment) as command:
             attempt = Attempt((folder / "runs/smoke/attempt-1").absolute())
             observation, recipe = Observation(attempt), load_recipe([RECIPE], flags)
-            target = Target(command, observation, replicas_of(recipe), 1.5 * LEASE_S, clock, run_disk)
+            target = Target(command, observation, replicas_of(recipe), 1.5 * LEASE_S, clock, run_disk, COMPACT_RECORDS)
             try:
+                command.wait_until(observation.journal.install, "the journal", RUN_S)
                 target.wait_until_complete("the start of the run")
                 yield target
             finally:
@@ -66,10 +68,11 @@ def finish(target: Target) -> tuple[JournalHistory, list[str]]:
     outputs.append(operator(command, "stop", str(attempt.folder)))
     assert command.wait(RUN_S) == 0, command.transcript()
     recipe = load_recipe([attempt.recipe], [])
-    history = target.observation.history(recipe.sft.num_steps)
+    lines, entries = target.observation.metrics(), list(target.observation.journal.entries())
+    history = read_history((entry.record for entry in entries), recipe.sft.num_steps)
     slots = num_slots(recipe.rl.prompts_per_step, recipe.rl.max_staleness)
     found = violations(history, complete=False, num_slots=slots)
-    found += contradictions(history, target.observation.metrics())
+    found += contradictions(history, lines) + other_batches(expected_digests(entries), lines)
     if set(history.evaluations_opened) != set(history.evaluations_closed):
         found.append(f"evaluations {history.evaluations_opened} were opened, and {history.evaluations_closed} finished")
     return history, found

@@ -5,6 +5,7 @@
 | `Kill`     | SIGKILL one process                                            | a new one joins, and a step is done |
 | `Hold`     | SIGSTOP one process for longer than its lease, then SIGCONT    | all are members, and a step is done |
 | `FillDisk` | no space for the journal for some seconds                      | as after a hold                     |
+| `KillCompacting` | SIGKILL the controller within a transaction that compacts the journal | as after a kill |
 | `SetClock` | the time of day jumps by hours, and then one process is killed | as after a kill                     |
 """
 
@@ -54,7 +55,12 @@ class SetClock:
     name: str
 
 
-Fault = Kill | Hold | FillDisk | SetClock
+@dataclass(frozen=True)
+class KillCompacting:
+    """SIGKILL the controller while it compacts the journal."""
+
+
+Fault = Kill | Hold | FillDisk | SetClock | KillCompacting
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class Target:
     hold_s: float
     clock: WallClock | None = None
     disk: Disk | None = None
+    compact_records: int = 0
+    """Records after which the controller compacts the journal."""
     recoveries: list[Recovery] = field(default_factory=list)
 
     @property
@@ -88,6 +96,7 @@ class Target:
         while len(drawn) < num:
             cycle: list[Fault] = [Kill(name) for name in self.names]
             cycle += [Hold(name, self.hold_s) for name in self.names]
+            cycle.append(KillCompacting())
             if self.disk is not None:
                 cycle.append(FillDisk(self.hold_s))
             if self.clock is not None:
@@ -103,6 +112,8 @@ class Target:
         match fault:
             case Kill(name=name):
                 recovery = Recovery(fault, self._kill(name))
+            case KillCompacting():
+                recovery = Recovery(fault, self._kill("controller", while_compacting=True))
             case SetClock(seconds=seconds, name=name):
                 assert self.clock is not None
                 self.clock.jump(seconds)
@@ -132,21 +143,31 @@ class Target:
             lambda: self.observation.members >= self.replicas and self.observation.all_adopted, description
         )
 
-    def _kill(self, name: str) -> float:
+    def _kill(self, name: str, *, while_compacting: bool = False) -> float:
         process = self.command.process_titled(name)
         self.observation.refresh()
         joined = self.observation.joined[name]
         if name == "controller":
             self.observation.clear_snapshot()
+        if while_compacting:
+            self.observation.journal.pause_compactions()
+            self._wait_until(lambda: self._is_compacting(process.pid), "a compaction")
         begin = time.monotonic()
         process.send_signal(signal.SIGKILL)
         if name == "controller":
             self._wait_until(lambda: not process.is_running(), "the death of the controller")
+            due = self.observation.journal.num_records() >= self.compact_records
+            assert due or not while_compacting, "the compaction was complete before the controller was killed"
             self.observation.close()
         else:
             self._wait_until(lambda: self.observation.joined[name] > joined, f"another {name}")
         self._wait_for_step_after(self.observation.step)
         return time.monotonic() - begin
+
+    def _is_compacting(self, pid: int) -> bool:
+        """Say whether the controller has got as many records as it compacts, and is writing: it does that at once."""
+        journal = self.observation.journal
+        return journal.num_records() >= self.compact_records and journal.is_written_by(pid)
 
     def _wait_for_next_step(self) -> float:
         begin = time.monotonic()

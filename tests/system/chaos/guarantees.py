@@ -6,16 +6,21 @@
 - Steps were frozen before they were committed, and committed once each, in order.
 - Every evaluation that was opened was closed.
 - The metrics agree with the journal.
+- The policy trained the tokens, rewards and advantages of the groups that the journal says: digests of both are equal.
 """
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starling.controller.core import records as rec
+from starling.controller.core.records import JournalEntry
 
 
 @dataclass
@@ -33,6 +38,7 @@ class JournalHistory:
     evaluations_opened: list[int] = field(default_factory=list)
     evaluations_closed: list[int] = field(default_factory=list)
     ended: list[rec.RunEnded] = field(default_factory=list)
+    num_compactions: int = 0
 
     @property
     def trained(self) -> list[int]:
@@ -94,6 +100,8 @@ def read_history(records: Iterable[rec.Record], num_supervised_steps: int) -> Jo
                 history.evaluations_closed.append(number)
             case rec.RunEnded():
                 history.ended.append(record)
+            case rec.StateCompacted():
+                history.num_compactions += 1
     return history
 
 
@@ -170,6 +178,59 @@ def contradictions(history: JournalHistory, lines: Sequence[Mapping[str, Any]]) 
     for line in lines:
         if line["kind"] == "trained" and tuple(line["prompts"]) != tuple(prompts.get(line["step"], ())):
             found.append(f"step {line['step']} trained {line['prompts']}, says the metrics; not so the journal")
+    return found
+
+
+def expected_digests(entries: Iterable[JournalEntry]) -> dict[int, str]:
+    """Return the digest of each frozen step, computed from its groups in the journal, with the advantages of GRPO.
+
+    `docs/reference/metrics.md` defines it; this shares no code with the policy.
+    """
+    completions, rewards, found = dict[str, JournalEntry](), dict[str, tuple[float, ...]](), dict[int, str]()
+    for entry in entries:
+        match entry.record:
+            case rec.CompletionsStored(key=key):
+                completions[key] = entry
+            case rec.RewardsStored(key=key, rewards=values):
+                rewards[key] = tuple(value for value in values if value is not None)
+            case rec.StepFrozen(step=step, ordinals=ordinals, prompts=prompts):
+                digests = (
+                    _digest(prompt, completions[f"t{ordinal}"], rewards[f"t{ordinal}"])
+                    for ordinal, prompt in zip(ordinals, prompts, strict=True)
+                )
+                found[step] = f"{sum(digests) % 2**64:016x}"
+    return found
+
+
+def _digest(prompt: str, entry: JournalEntry, rewards: Sequence[float]) -> int:
+    assert isinstance(entry.record, rec.CompletionsStored)
+    lengths = [trajectory.num_tokens for trajectory in entry.record.trajectories]
+    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+    advantages = [(reward - mean) / (std + 1e-4) for reward in rewards]
+    form = len(rewards)
+    content = prompt.encode() + b"\0" + b"".join(entry.payload[:4]) + struct.pack(f"<{len(lengths)}i", *lengths)
+    content += struct.pack(f"<{form}d", *rewards) + struct.pack(f"<{form}f", *advantages)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def other_batches(expected: Mapping[int, str], lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return one sentence for each step that was trained, or trained again, on other data than the journal says.
+
+    A policy that was lost, or a controller that was killed, may leave steps whose digest was not reported.
+    """
+    found, reported = [], set[int]()
+    for line in lines:
+        step = line.get("step", 0)
+        if line["kind"] not in ("step", "trained_again") or "batch_digest" not in line:
+            continue
+        reported.add(step)
+        if line["batch_digest"] != expected.get(step):
+            found.append(f"{line['kind']}: step {step} has the digest {line['batch_digest']}, not {expected.get(step)}")
+    trained = {line["step"] for line in lines if line["kind"] == "step" and line.get("phase") == "rl"}
+    joined = [line["replica"] for line in lines if line["kind"] == "joined"]
+    num_losses = sum(line["kind"] == "left" for line in lines) + len(joined) - len(set(joined))
+    if len(missing := sorted(trained - reported)) > num_losses:
+        found.append(f"the policy has not reported the digests of steps {missing}")
     return found
 
 

@@ -7,12 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from guarantees import JournalHistory, read_history
+from archive import JournalArchive
 
 from starling.cli.run.attempt import Attempt, read_metrics
 from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.wire.telemetry import RunSnapshot
-from starling.controller.shell.journal.journal import read_journal
+from starling.controller.shell.journal.resume import JOURNAL
 
 POLL_S = 0.05
 
@@ -23,6 +23,7 @@ class Observation:
     def __init__(self, attempt: Attempt) -> None:
         """Start to observe; the controller need not run yet."""
         self.attempt = attempt
+        self.journal = JournalArchive(attempt.folder / JOURNAL)
         self.snapshot: RunSnapshot | None = None
         """Latest snapshot of the present controller; None before its first."""
         self.joined: Counter[str] = Counter()
@@ -69,11 +70,6 @@ class Observation:
     def version(self) -> int:
         """Number of completed steps; -1 without a snapshot."""
         return -1 if self.snapshot is None else self.snapshot.version
-
-    def history(self, num_supervised_steps: int) -> JournalHistory:
-        """Read the durable part of the journal."""
-        records = (entry.record for entry in read_journal(self.attempt.folder / "journal.sqlite"))
-        return read_history(records, num_supervised_steps)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return all lines of the metrics."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chaos_run import LEASE_S, chaos_run, finish
-from faults import FillDisk, Hold, Kill, SetClock
+from faults import FillDisk, Hold, Kill, KillCompacting, SetClock
 from host_faults import HOUR_S
 
 pytestmark = [pytest.mark.system, pytest.mark.campaign]
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.system, pytest.mark.campaign]
 LONG_S = 1.5 * LEASE_S
 FAULTS = [
     Kill("controller"),
+    KillCompacting(),
     Kill("policy-0"),
     Kill("rollout-0"),
     Kill("reward-0"),
@@ -34,5 +35,6 @@ def test_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
             print(run.inject(fault))
         history, found = finish(run)
     assert not found, "\n".join(found)
-    assert len(history.incarnations) >= 3
+    assert len(history.incarnations) >= 4
+    assert history.num_compactions >= 3
     assert history.evaluations_closed

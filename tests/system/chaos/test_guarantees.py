@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
-from guarantees import contradictions, read_history, violations
+from guarantees import contradictions, expected_digests, other_batches, read_history, violations
 
+from starling.common.wire.messages import Status, TrajectoryMeta
 from starling.controller.core import records as rec
+from starling.controller.core.records import JournalEntry
+from starling.policy.train.data.digest import batch_digest
+from starling.policy.train.data.groups import ScoredGroup
 
 OPENED = rec.GroupsOpened(first=0, num=4)
 GENERATED = [rec.CompletionsStored(key=f"t{i}", trajectories=(), tensors=()) for i in range(4)]
@@ -113,3 +118,51 @@ def test_metrics_that_contradict_the_journal_are_reported() -> None:
         ([*LINES[:2], {**LINES[2], "prompts": ["a2", "a3"]}, LINES[3]], "step 2 trained ['a2', 'a3']"),
     ):
         assert any(found.startswith(expected) for found in contradictions(history, lines)), expected
+
+
+ARRAYS = (
+    np.array([1, 2], np.int32),
+    np.array([3, 4, 5], np.int32),
+    np.array([-0.5, -1.0, -2.0], np.float32),
+    np.array([1, 1, 2], np.int32),
+)
+
+
+def step_of(*rewards: float) -> list[JournalEntry]:
+    """Return the records of step 2, of one group with two completions."""
+    trajectories = tuple(
+        TrajectoryMeta(status=Status.OK, num_tokens=num, text="x", oldest_version=1, newest_version=2) for num in (1, 2)
+    )
+    stored = rec.CompletionsStored(key="t0", trajectories=trajectories, tensors=())
+    frozen = rec.StepFrozen(step=2, ordinals=(0,), prompts=("p",))
+    return [
+        JournalEntry(stored, tuple(array.tobytes() for array in ARRAYS)),
+        JournalEntry(rec.RewardsStored(key="t0", rewards=rewards)),
+        JournalEntry(frozen),
+    ]
+
+
+def line_of(step: int, digest: int, kind: str = "step") -> dict[str, object]:
+    return {"kind": kind, "step": step, "phase": "rl", "batch_digest": f"{digest:016x}"}
+
+
+def test_other_data_than_the_journal_says_is_reported() -> None:
+    """Also when the data of a step that is made again differs."""
+    prompt, tokens, logprobs, versions = ARRAYS
+    group = ScoredGroup(prompt, tokens, logprobs, versions, lengths=(1, 2), rewards=(0.0, 1.0), prompt_id="p")
+    advantage = 0.5 / (0.5**0.5 + 1e-4)
+    trained = batch_digest([group], [[-advantage, advantage]])
+    swapped = batch_digest([group], [[advantage, -advantage]])
+    expected = expected_digests(step_of(0.0, 1.0))
+    assert other_batches(expected, [line_of(2, trained), line_of(2, trained, "trained_again")]) == []
+    for lines in ([line_of(2, swapped)], [line_of(2, trained), line_of(2, swapped, "trained_again")]):
+        assert len(other_batches(expected, lines)) == 1
+    assert len(other_batches(expected_digests(step_of(1.0, 0.0)), [line_of(2, trained)])) == 1
+    assert len(other_batches(expected, [line_of(3, trained)])) == 1
+
+
+def test_missing_digests_are_reported() -> None:
+    lines = [{"kind": "step", "step": step, "phase": "rl"} for step in (2, 3)]
+    joined = {"kind": "joined", "replica": "policy-0"}
+    assert other_batches({}, [*lines, joined]) == ["the policy has not reported the digests of steps [2, 3]"]
+    assert other_batches({}, [*lines, joined, joined, joined]) == []

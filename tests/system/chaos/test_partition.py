@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from guarantees import contradictions, violations
+from guarantees import contradictions, expected_digests, other_batches, read_history, violations
 from host_faults import network
 from observation import Observation
 from system_runs import END_S, Command, make_workdir, starling_command
@@ -70,6 +70,7 @@ def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
             controller.wait_until(lambda: len(matching_lines()) >= num, description, END_S)
 
         observation = Observation(attempt)
+        controller.wait_until(observation.journal.install, "the journal", END_S)
         about_rollout_1 = lambda line: line["replica"] == "rollout-1"  # noqa: E731
         wait_for_line(
             "adopted", "a version of reinforcement", lambda line: about_rollout_1(line) and line["version"] > SFT_STEPS
@@ -85,9 +86,9 @@ def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
         controller.interrupt()
         assert controller.wait() == 0, controller.transcript()
         assert [service.wait() for service in services] == [0] * len(services)
-    history = observation.history(SFT_STEPS)
-    found = violations(history, complete=False, num_slots=2 * PROMPTS_PER_STEP) + contradictions(
-        history, observation.metrics()
-    )
+    lines, entries = observation.metrics(), list(observation.journal.entries())
+    history = read_history((entry.record for entry in entries), SFT_STEPS)
+    found = violations(history, complete=False, num_slots=2 * PROMPTS_PER_STEP)
+    found += contradictions(history, lines) + other_batches(expected_digests(entries), lines)
     assert not found, "\n".join(found)
     assert len(history.committed) > SFT_STEPS
