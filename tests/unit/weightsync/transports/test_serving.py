@@ -46,6 +46,7 @@ from starling.weightsync.transports.messages import (
     with_length,
 )
 from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 PIECE = piece("a", "uint8", (0, 1000))
@@ -240,11 +241,9 @@ def test_ucx_reader_with_a_malformed_request_is_disconnected(size: int) -> None:
 
 
 def send_garbage(peer: Reader, size: int) -> None:
-    """Send bytes in place of a request, and wait for the answer to a valid one."""
-    client = peer.client
-    connection = client._connections["source"]  # type: ignore[attr-defined]
-    garbage = np.full(size, 0xC1, np.uint8)
-    connection.sends.append(client._worker.send(connection.endpoint, garbage, connection.tag))  # type: ignore[attr-defined]
+    """Send bytes in place of a request."""
+    connection = peer.client._connections["source"]  # type: ignore[attr-defined]
+    connection.channel.send(REQUEST, b"\xc1" * size)
 
 
 @contextmanager

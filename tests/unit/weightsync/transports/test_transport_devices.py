@@ -80,6 +80,14 @@ def test_worker_listens_on_the_address_of_its_host_only() -> None:
 
 
 @needs_ucx
+def test_source_and_reader_listen_on_the_address_of_their_host_only() -> None:
+    before = listeners()
+    with serving("ucx", WANTED) as made, reader("ucx") as inside:
+        assert not inside.connect(made.offer).reason
+        assert listeners() - before <= {"127.0.0.1"}
+
+
+@needs_ucx
 def test_source_refuses_a_reader_from_another_network() -> None:
     address = other_address()
     with serving("ucx", WANTED) as made, reader("ucx", host=address) as outside:

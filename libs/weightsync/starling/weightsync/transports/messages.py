@@ -119,12 +119,6 @@ def with_length(message: Message) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def without_length(data: memoryview) -> memoryview:
-    """Return the message at the start of a longer buffer; whether it is valid is for its decoder to check."""
-    (length,) = LENGTH.unpack_from(data)
-    return data[LENGTH.size : LENGTH.size + length]
-
-
 def encode_message(message: Message) -> bytes:
     """Encode a message.
 

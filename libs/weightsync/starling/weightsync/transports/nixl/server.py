@@ -22,12 +22,7 @@ from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Array, Memory, allocate, grouped, is_direct, pack, packing_bytes
 from starling.weightsync.memory.pools import BufferPool
-from starling.weightsync.transports.endpoints import (
-    ACCEPT_BACKOFF_S,
-    IDLE_TIMEOUT_S,
-    LONGEST_WAIT_S,
-    MAX_CONNECTIONS,
-)
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -41,6 +36,7 @@ from starling.weightsync.transports.messages import (
 )
 from starling.weightsync.transports.nixl.agent import NixlAgent
 from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
+from starling.weightsync.transports.sockets.listener import NonBlockingListener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
 
@@ -229,18 +225,15 @@ class NixlServer:
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""
         try:
-            self._listener = socket.create_server((host, 0))
-        except OSError as error:
+            self._listener = NonBlockingListener(host)
+        except WeightsError:
             self.agent.close()
-            raise WeightsError(f"Cannot listen on {host}: {error.strerror or error}.") from error
-        self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+            raise
+        self.address = self._listener.address
         """Address that readers connect to."""
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._connections: list[_Connection] = []
-        self._accept_at = float("-inf")
-        """Monotonic time from which connections are accepted again."""
         self._packing = BufferPool(0)
         self._packing_region: Any = None
         self._num_packed = 0
@@ -297,32 +290,19 @@ class NixlServer:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._accept()
+                while (connection := self._listener.accept()) is not None:
+                    self._connections.append(_Connection(self, connection))
                 self._advance()
                 self._wait()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             self._listener.close()
-            for connection in self._connections:
-                connection.close()
+            for each in self._connections:
+                each.close()
             self._connections = []
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.agent.close()
-
-    def _accept(self) -> None:
-        while time.monotonic() >= self._accept_at:
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                continue  # closed by the reader before it was accepted
-            except OSError as error:  # existing connections are served on
-                log.warning("a reader cannot be served now: %s", error)
-                self._accept_at = time.monotonic() + ACCEPT_BACKOFF_S
-                return
-            self._connections.append(_Connection(self, connection))
 
     def _advance(self) -> None:
         living = []
@@ -336,8 +316,7 @@ class NixlServer:
     def _wait(self) -> None:
         """Wait for readers and threads, and drive NIXL: it serves fetches, and notices lost peers."""
         poller = select.poll()
-        if time.monotonic() >= self._accept_at:
-            poller.register(self._listener, select.POLLIN)
+        poller.register(self._listener, self._listener.events)
         poller.register(self._wakeup, select.POLLIN)
         for connection in self._connections:
             poller.register(connection.channel, connection.channel.events)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.plan.offer import RankOffer
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, split_address
 from starling.weightsync.transports.messages import (
     ANSWER_BYTES,
-    LENGTH,
+    OpenSnapshot,
     ReadBoxes,
     Request,
     SourceAnswer,
     decode_answer,
-    without_length,
+    encode_message,
 )
-from starling.weightsync.transports.ucx.protocol import ANSWER_TAGS, NAME_BYTES, WELCOME, WELCOME_TAG, encoded
+from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
+from starling.weightsync.transports.ucx.protocol import ANSWER, REQUEST, WORKER, WORKER_BYTES
 from starling.weightsync.transports.ucx.worker import UcxRequest, UcxWorker
 
 log = logging.getLogger(__name__)
@@ -33,25 +33,29 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _SentRequest:
-    """A request that is not answered yet."""
+    """A request that is not complete yet."""
 
     request: Request
-    answer: Memory
-    arriving: deque[UcxRequest]
-    """Receives of the segments, then of the answer."""
+    arriving: deque[UcxRequest] = field(default_factory=deque)
+    """Receives of the segments."""
+    answer: SourceAnswer | None = None
 
 
 @dataclass
 class _Connection:
     """One source."""
 
-    endpoint: Any
-    name: bytes
-    tag: int = 0
-    """Tag of requests; 0 before the source's welcome."""
-    sends: deque[UcxRequest] = field(default_factory=deque)
+    channel: NonBlockingChannel
+    endpoint: Any = None
+    """None until the source has accepted a token."""
+    opening: int = 0
+    """Number of the first `OpenSnapshot` while it is not answered."""
+    held: list[tuple[Request, ReadTarget]] = field(default_factory=list)
+    """Requests to be sent after that answer: only then it is known whether there is an endpoint to receive by."""
     sent: dict[int, _SentRequest] = field(default_factory=dict)
     lanes: tuple[str, ...] = ()
+    broken: bool = False
+    """Whether its loss was reported."""
 
 
 class UcxClient:
@@ -62,36 +66,18 @@ class UcxClient:
     def __init__(self, *, host: str) -> None:
         self._worker: UcxWorker | None = UcxWorker(host=host)
         self._connections: dict[str, _Connection] = {}
-        self._welcome: Memory = np.empty(WELCOME.size, np.uint8)
-        self._welcome_receive: UcxRequest | None = None
 
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
         assert self._worker is not None
-        address, _, name = offer.address.partition("/")
-        host, port = split_address(address)
-        if len(name) != 2 * NAME_BYTES:
-            raise WeightsError(f"{offer.address!r} is not an address of the form host:port/name.")
-        try:
-            endpoint = self._worker.lib.UCXEndpoint.create(self._worker.worker, host, port, True)
-        except self._worker.error as error:
-            raise WeightsError(f"No connection to {address}: {error}.") from error
-        self._connections[source] = _Connection(endpoint, bytes.fromhex(name))
+        channel = NonBlockingChannel.dial(split_address(offer.address), max(ANSWER_BYTES, WORKER_BYTES))
+        self._connections[source] = _Connection(channel)
+        self._worker.watch(channel)
+        _send(channel, WORKER, self._worker.address)
 
     def ask(self, source: str, request: Request, target: ReadTarget) -> None:
         """See `TransportClient.ask`."""
-        assert self._worker is not None
-        connection = self._connections[source]
-        answer: Memory = np.empty(ANSWER_BYTES + LENGTH.size, np.uint8)
-        arriving: deque[UcxRequest] = deque()
-        if isinstance(request, ReadBoxes):
-            for index, buffer in enumerate(target.buffers):
-                filled = buffer if buffer.nbytes else np.empty(1, np.uint8)
-                arriving.append(self._worker.receive(connection.endpoint, filled, request.tag + index))
-        arriving.append(self._worker.receive(connection.endpoint, answer, ANSWER_TAGS | request.number))
-        connection.sent[request.number] = _SentRequest(request, answer, arriving)
-        if connection.tag:
-            connection.sends.append(self._worker.send(connection.endpoint, encoded(request), connection.tag))
+        self._ask(self._connections[source], request, target)
 
     def poll(self, wait_s: float) -> list[Event]:
         """See `TransportClient.poll`."""
@@ -111,7 +97,7 @@ class UcxClient:
     def lanes(self, source: str) -> tuple[str, ...]:
         """See `TransportClient.lanes`."""
         connection = self._connections.get(source)
-        if connection is None or self._worker is None:
+        if connection is None or connection.endpoint is None or self._worker is None:
             return ()
         if not connection.lanes:
             connection.lanes = self._worker.lanes(connection.endpoint)
@@ -123,9 +109,12 @@ class UcxClient:
         connection = self._connections.pop(source, None)
         if connection is None or self._worker is None:
             return
+        self._worker.unwatch(connection.channel)
+        connection.channel.close()
+        if connection.endpoint is None:
+            return
         self._worker.hang_up(connection.endpoint)
-        arriving = (operation for item in connection.sent.values() for operation in item.arriving)
-        under_way = [*connection.sends, *arriving]
+        under_way = [operation for item in connection.sent.values() for operation in item.arriving]
         end = time.monotonic() + IDLE_TIMEOUT_S
         while not all(operation.completed for operation in under_way):
             self._worker.progress(0.001)
@@ -140,48 +129,71 @@ class UcxClient:
         if worker is not None:
             worker.close()
 
+    def _ask(self, connection: _Connection, request: Request, target: ReadTarget) -> None:
+        assert self._worker is not None
+        if connection.opening:
+            connection.held.append((request, target))
+            return
+        if isinstance(request, OpenSnapshot) and connection.endpoint is None:
+            connection.opening = request.number
+        sent = connection.sent[request.number] = _SentRequest(request)
+        if isinstance(request, ReadBoxes) and connection.endpoint is not None:
+            for index, buffer in enumerate(target.buffers):
+                filled = buffer if buffer.nbytes else np.empty(1, np.uint8)
+                sent.arriving.append(self._worker.receive(connection.endpoint, filled, request.tag + index))
+        _send(connection.channel, REQUEST, encode_message(request))
+
     def _events(self) -> list[Event]:
-        self._receive_welcomes()
+        assert self._worker is not None
         events: list[Event] = []
         for source, connection in self._connections.items():
+            if connection.broken:
+                continue
             try:
                 events += [AnswerReceived(source, answer) for answer in self._advance(connection)]
-            except WeightsError as error:
-                events.append(ConnectionLost(source, str(error)))
+            except (WeightsError, OSError, self._worker.error) as error:
+                connection.broken = True
+                self._worker.unwatch(connection.channel)
+                events.append(ConnectionLost(source, f"{type(error).__name__}: {error}"))
         return events
 
-    def _receive_welcomes(self) -> None:
-        """Learn the tags of newly connected sources, and send them the requests that waited for it."""
+    def _advance(self, connection: _Connection) -> list[SourceAnswer]:
+        """Return the answers that are complete. Raises WeightsError, OSError and UCXX's errors when it broke."""
         assert self._worker is not None
-        while True:
-            if self._welcome_receive is None:
-                if not any(not connection.tag for connection in self._connections.values()):
-                    return
-                self._welcome_receive = self._worker.receive_any(self._welcome, WELCOME_TAG)
-            if not self._welcome_receive.completed:
-                return
-            self._welcome_receive = None
-            name, tag = WELCOME.unpack(self._welcome.data)
-            for connection in self._connections.values():
-                if connection.name == name:
-                    connection.tag = tag
-                    for item in connection.sent.values():
-                        connection.sends.append(self._worker.send(connection.endpoint, encoded(item.request), tag))
-
-    def _advance(self, connection: _Connection) -> Sequence[SourceAnswer]:
-        """Return the answers that are complete. Raises WeightsError when the connection broke."""
-        assert self._worker is not None
-        done: list[SourceAnswer] = []
-        try:
+        connection.channel.flush()
+        for kind, body in connection.channel.receive():
+            self._handle(connection, kind, body)
+        if connection.endpoint is not None:
             self._worker.check_alive(connection.endpoint)
-            while connection.sends and connection.sends[0].completed:
-                connection.sends.popleft().check()
-            for number, item in list(connection.sent.items()):
-                while item.arriving and item.arriving[0].completed:
-                    item.arriving.popleft().check()
-                if not item.arriving:
-                    del connection.sent[number]
-                    done.append(decode_answer(without_length(item.answer.data)))
-        except self._worker.error as error:
-            raise WeightsError(f"{type(error).__name__}: {error}") from error
+        done: list[SourceAnswer] = []
+        for number, item in list(connection.sent.items()):
+            while item.arriving and item.arriving[0].completed:
+                item.arriving.popleft().check()
+            if item.answer is not None and not item.arriving:
+                del connection.sent[number]
+                done.append(item.answer)
         return done
+
+    def _handle(self, connection: _Connection, kind: int, body: bytes) -> None:
+        """Handle a message from a source."""
+        assert self._worker is not None
+        if kind == WORKER and connection.endpoint is None:
+            connection.endpoint = self._worker.connect(body)
+            return
+        if kind != ANSWER:
+            raise WeightsError(f"the source sent {len(body)} bytes of kind {kind}")
+        answer = decode_answer(body)
+        item = connection.sent.get(answer.number)
+        if item is None or item.answer is not None:
+            raise WeightsError("the source answered another request")
+        item.answer = answer
+        if answer.number == connection.opening:
+            connection.opening = 0
+            held, connection.held = connection.held, []
+            for request, target in held:
+                self._ask(connection, request, target)
+
+
+def _send(channel: NonBlockingChannel, kind: int, body: bytes) -> None:
+    with contextlib.suppress(OSError):  # `poll` runs into it again, and reports it
+        channel.send(kind, body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -14,33 +14,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.estimate import MAX_PACKING_BYTES
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
 from starling.weightsync.transports.messages import (
-    LENGTH,
     REQUEST_BYTES,
     MeasureDeltas,
     ReadBoxes,
     Request,
     SourceAnswer,
     decode_request,
+    encode_message,
     refusal,
-    without_length,
 )
+from starling.weightsync.transports.sockets.listener import NonBlockingListener
+from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
-from starling.weightsync.transports.ucx.protocol import (
-    ANSWER_TAGS,
-    EMPTY_SEGMENT,
-    NAME_BYTES,
-    WELCOME,
-    WELCOME_TAG,
-    encoded,
-)
+from starling.weightsync.transports.ucx.protocol import ANSWER, EMPTY_SEGMENT, REQUEST, WORKER, WORKER_BYTES
 from starling.weightsync.transports.ucx.worker import UcxRequest, UcxWorker
 
 NUM_THREADS: Final = 4
@@ -77,52 +69,65 @@ class _Reply:
 class _Connection:
     """One reader."""
 
-    def __init__(self, server: UcxServer, endpoint: Any) -> None:
-        self._server, self._worker, self.endpoint = server, server.worker, endpoint
+    def __init__(self, server: UcxServer, connection: socket.socket) -> None:
+        self._server, self._worker = server, server.worker
+        self.channel = NonBlockingChannel(connection, max(REQUEST_BYTES, WORKER_BYTES))
         self._session = ReaderSession(server.source)
-        self._tag = secrets.randbits(60) | 1 << 60
-        self._request: Memory = np.empty(REQUEST_BYTES + LENGTH.size, np.uint8)
-        self._incoming = self._worker.receive(endpoint, self._request, self._tag)
+        self._reader = b""
+        """Address of the reader's worker."""
+        self._endpoint: Any = None
+        """None until the reader has presented a token."""
         self._waiting: deque[_Reply] = deque()
         self._replies: list[_Reply] = []
-        welcome = np.frombuffer(WELCOME.pack(server.name, self._tag), np.uint8)
-        self._answers = deque([self._worker.send(endpoint, welcome, WELCOME_TAG)])
+        self._refusals: deque[UcxRequest] = deque()
         self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
+        self._worker.watch(self.channel)
 
     def advance(self) -> bool:
         """Make all progress that is possible without waiting. Return whether the connection is still alive."""
         if time.monotonic() > self._ends_at:
             return False
         try:
-            self._worker.check_alive(self.endpoint)
-            while self._incoming.completed:
-                self._incoming.check()
-                self._handle(without_length(self._request.data))
-                self._incoming = self._worker.receive(self.endpoint, self._request, self._tag)
+            self.channel.flush()
+            for kind, body in self.channel.receive():
+                self._handle(kind, body)
+            if self._endpoint is not None:
+                self._worker.check_alive(self._endpoint)
             while self._waiting and self._begin(self._waiting[0]):
                 self._waiting.popleft()
             self._replies = [reply for reply in self._replies if not self._finish(reply)]
-            while self._answers and self._answers[0].completed:
-                self._answers.popleft().check()
+            while self._refusals and self._refusals[0].completed:
+                self._refusals.popleft().check()
         except (WeightsError, MemoryError, OSError, self._worker.error) as error:
             log.debug("a reader left: %s", error)
             return False
         return True
 
     def close(self) -> None:
-        """Close the endpoint, and give the lease back once no thread reads the snapshot."""
-        self._worker.hang_up(self.endpoint)
+        """Close the connection, and give the lease back once no thread reads the snapshot."""
+        self._worker.unwatch(self.channel)
+        self.channel.close()
+        if self._endpoint is not None:
+            self._worker.hang_up(self._endpoint)
         for reply in self._replies:
             for future in (reply.packed, reply.answer):
                 if future is not None and not future.cancel():
                     future.exception()
             if reply.buffer is not None:
                 self._server.buffers.release(reply.buffer)
-        self._replies, self.endpoint = [], None
+        self._replies, self._endpoint = [], None
         self._session.close()
 
-    def _handle(self, data: memoryview) -> None:
-        request = decode_request(data)  # malformed: the connection ends
+    def _handle(self, kind: int, body: bytes) -> None:
+        """Handle a message; the connection ends after a malformed one."""
+        if kind == WORKER and not self._reader:
+            self._reader = body
+        elif kind == REQUEST:
+            self._grant(decode_request(body))
+        else:
+            raise WeightsError(f"A reader sent {len(body)} bytes of kind {kind}.")
+
+    def _grant(self, request: Request) -> None:
         try:
             grant = self._session.grant(request)
         except WeightsError as error:
@@ -131,15 +136,20 @@ class _Connection:
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
         self._ends_at = math.inf
+        if self._endpoint is None:
+            if not self._reader:
+                raise WeightsError("A reader presented a token before the address of its worker.")
+            self._endpoint = self._worker.connect(self._reader)
+            self.channel.send(WORKER, self._worker.address)
         if isinstance(request, ReadBoxes | MeasureDeltas):
             self._waiting.append(_Reply(request, grant))
         else:
             self._answer(grant.answer(request.number))
 
     def _refuse(self, request: Request, reason: str) -> None:
-        if isinstance(request, ReadBoxes):
+        if isinstance(request, ReadBoxes) and self._endpoint is not None:
             for index in range(len(request.segments)):
-                self._answers.append(self._worker.send(self.endpoint, EMPTY_SEGMENT, request.tag + index))
+                self._refusals.append(self._worker.send(self._endpoint, EMPTY_SEGMENT, request.tag + index))
         self._answer(refusal(request.number, reason))
 
     def _begin(self, reply: _Reply) -> bool:
@@ -170,7 +180,7 @@ class _Connection:
             reply.answer = self._server.submit(partial(reply.grant.answer, reply.request.number))
             for index, segment in enumerate(reply.packed.result()):
                 sent = segment if segment.nbytes else EMPTY_SEGMENT
-                reply.sends.append(self._worker.send(self.endpoint, sent, reply.first_tag + index))
+                reply.sends.append(self._worker.send(self._endpoint, sent, reply.first_tag + index))
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
         if not reply.answered and reply.answer is not None and reply.answer.done():
@@ -183,30 +193,27 @@ class _Connection:
         return True
 
     def _answer(self, answer: SourceAnswer) -> None:
-        self._answers.append(self._worker.send(self.endpoint, encoded(answer), ANSWER_TAGS | answer.number))
+        self.channel.send(ANSWER, encode_message(answer))
 
 
 class UcxServer:
-    """Listens on a free port and serves a source until closed.
-
-    UCXX's listener binds every interface, whatever `host` is. UCX rejects a reader that arrives on another device than
-    those of `host`, before this class learns of it; the token is what protects a snapshot.
-    """
+    """Listens on a free port of `host` and serves a source until closed."""
 
     def __init__(self, source: SnapshotSource, *, host: str) -> None:
         self.source = source
         self.worker = UcxWorker(host=host)
-        self.name = secrets.token_bytes(NAME_BYTES)
-        """By which readers recognise this source; not a secret."""
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""
         self._stop = threading.Event()
         self._connections: list[_Connection] = []
         self.buffers = GrowingBufferPool(MAX_PACKING_BYTES)
-        self._listener: Any = self.worker.lib.UCXListener.create(
-            worker=self.worker.worker, port=0, cb_func=self._accept
-        )
-        self.address = f"{host}:{self._listener.port}/{self.name.hex()}"
+        try:
+            self._listener = NonBlockingListener(host)
+        except WeightsError:
+            self.worker.close()
+            raise
+        self.worker.watch(self._listener)
+        self.address = self._listener.address
         """Address that readers connect to."""
         threads = min(NUM_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weightsync-pack")
@@ -236,33 +243,23 @@ class UcxServer:
         """See `TransportServer.wake`."""
         self.worker.wake()
 
-    def _accept(self, request: int) -> None:
-        if self._listener is None:
-            return  # closing: nothing would close the connection
-        try:
-            endpoint = self._listener.create_endpoint_from_conn_request(request, True)
-        except self.worker.error:
-            return  # the reader has closed the connection already
-        self._connections.append(_Connection(self, endpoint))
-        self.worker.wake()  # this is called within `progress`, which may wait afterwards
-
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
+                while (connection := self._listener.accept()) is not None:
+                    self._connections.append(_Connection(self, connection))
                 self._advance()
                 self.worker.progress(LONGEST_WAIT_S)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
             self.failure = f"{type(error).__name__}: {error}"
         finally:
+            self.worker.unwatch(self._listener)
+            self._listener.close()
             while self._connections:
                 self._connections.pop().close()
-                self.worker.progress(0)  # lets UCX free the connection; it may accept further readers meanwhile
-            # A connection that is not freed yet keeps UCX listening, and a callback into a freed listener aborts the
-            # process. So the listener goes last.
-            listener, self._listener = self._listener, None
+                self.worker.progress(0)  # lets UCX free the connection
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.worker.close()
-            del listener
 
     def _advance(self) -> None:
         living = []

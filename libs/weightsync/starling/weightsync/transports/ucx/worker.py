@@ -10,12 +10,13 @@ does not keep its buffer alive, and dropping a request does not stop it: `UcxWor
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import select
 import time
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
@@ -92,6 +93,17 @@ class UcxRequest:
         self.request.check_error()
 
 
+class Pollable(Protocol):
+    """A socket that a worker waits for in addition to UCX."""
+
+    @property
+    def events(self) -> int:
+        """The poll events to wait for."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
+
+
 class UcxWorker:
     """A UCX context with one worker. Owned by one thread at a time; only `wake` may be called by others.
 
@@ -113,8 +125,8 @@ class UcxWorker:
             raise WeightsError(f"UCX cannot start here ({error}); choose transport 'tcp' or 'local'.") from error
         self._process = os.getpid()
         self._pending: list[UcxRequest] = []
-        self._from_any: list[UcxRequest] = []
         self._wakeup = Wakeup()
+        self._sockets: set[Pollable] = set()
         self._poller = select.poll()
         self._poller.register(self.worker.epoll_file_descriptor, select.POLLIN)
         self._poller.register(self._wakeup, select.POLLIN)
@@ -131,7 +143,7 @@ class UcxWorker:
         return self._start(options, attempts - 1)
 
     def progress(self, wait_s: float) -> bool:
-        """Drive UCX, waiting for an event or a `wake` for at most `wait_s`. Releases the interpreter lock.
+        """Drive UCX, waiting for an event, a socket or a `wake` for at most `wait_s`. Releases the interpreter lock.
 
         Returns True when there was a `wake` since the last call: the caller must then check its work before it waits.
         """
@@ -139,13 +151,42 @@ class UcxWorker:
             raise WeightsError("UCX was started before this process was forked; start processes by 'spawn'.")
         self.worker.progress()
         # An operation that has completed just now raises no further event: do not wait for one.
-        waits = wait_s > 0 and not any(item.completed for item in (*self._pending, *self._from_any))
+        waits = wait_s > 0 and not any(item.completed for item in self._pending)
         if waits and self.worker.arm():
+            for each in self._sockets:
+                self._poller.register(each, each.events)
             self._poller.poll(wait_s * 1000)
             self.worker.progress()
         self._pending = [item for item in self._pending if not item.completed]
-        self._from_any = [item for item in self._from_any if not item.completed]
         return self._wakeup.clear()
+
+    def watch(self, connection: Pollable) -> None:
+        """Let `progress` return when a socket is ready, too."""
+        self._sockets.add(connection)
+
+    def unwatch(self, connection: Pollable) -> None:
+        """Forget a socket, before it is closed; unknown ones are ignored."""
+        if connection in self._sockets:
+            self._sockets.remove(connection)
+            with contextlib.suppress(KeyError):  # not waited for yet
+                self._poller.unregister(connection)
+
+    @property
+    def address(self) -> bytes:
+        """Address by which another worker reaches this one, in UCX's own form."""
+        return bytes(memoryview(self.lib.UCXAddress.create_from_worker(self.worker)))
+
+    def connect(self, address: bytes) -> Any:
+        """Return an endpoint to the worker of that address, which must do the same. An unreachable one fails later.
+
+        Raises:
+            WeightsError: UCX cannot make one, for example because the workers have no transport in common.
+        """
+        try:
+            remote = self.lib.UCXAddress.create_from_buffer(address)
+            return self.lib.UCXEndpoint.create_from_worker_address(self.worker, remote, True)
+        except self.error as error:
+            raise WeightsError(f"UCX cannot connect: {error}.") from error
 
     def wake(self) -> None:
         """Make a waiting `progress` return. Thread-safe; does nothing after `close`."""
@@ -169,13 +210,6 @@ class UcxWorker:
             endpoint.raise_on_error()
             raise self.lib.UCXConnectionResetError("the peer closed the connection")
 
-    def receive_any(self, memory: Memory, tag: int) -> UcxRequest:
-        """Fill `memory` with a message of `tag` from any peer. It is pending until the worker is closed."""
-        array = self._array(_flat(memory))
-        item = UcxRequest(self.worker.tag_recv(array, self.lib.UCXXTag(tag)), (array, memory))
-        self._from_any.append(item)
-        return item
-
     def lanes(self, endpoint: Any) -> tuple[str, ...]:
         """Return the transports that UCX really uses for an endpoint, such as ``tcp/lo`` and ``cma/memory``."""
         return lanes_of(int(endpoint.handle))
@@ -193,13 +227,12 @@ class UcxWorker:
             pass  # it was broken already
 
     def close(self) -> None:
-        """Free worker and context. Endpoints must be closed, and listeners freed."""
+        """Free worker and context. Endpoints must be closed."""
         end = time.monotonic() + _DRAIN_S
         while self._pending and time.monotonic() < end:
             self.progress(LONGEST_WAIT_S)
         # If UCX still works on these, their memory must outlive the worker.
-        last = self._pending + self._from_any
-        self._pending, self._from_any = [], []
+        last, self._pending = self._pending, []
         self.worker = self._context = None
         self._wakeup.close()
         del last
