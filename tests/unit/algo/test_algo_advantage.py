@@ -67,6 +67,7 @@ GROUPS = st.lists(st.lists(st.floats(-100.0, 100.0), min_size=1, max_size=6), ma
 Advantage = Callable[[Sequence[Sequence[float]]], list[list[float]]]
 EACH: dict[str, Advantage] = {
     "group_normalised": group_normalised,
+    "group_normalised, batch": lambda groups: group_normalised(groups, scale="batch"),
     "leave_one_out": leave_one_out,
     "batch_normalised": batch_normalised,
     "batch_normalised, group": lambda groups: batch_normalised(groups, baseline="group"),
@@ -126,12 +127,33 @@ def test_invalid_rewards_are_rejected_with_their_group(name: str, bad: float) ->
 
 
 def test_unknown_options_are_rejected() -> None:
-    with pytest.raises(ValueError, match="scale is 'mad': give std or none"):
+    with pytest.raises(ValueError, match="scale is 'mad': give std, batch or none"):
         group_normalised([[1.0]], scale="mad")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="baseline is 'critic': give none or group"):
         batch_normalised([[1.0]], baseline="critic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="epsilon is -1"):
         batch_normalised([[1.0]], epsilon=-1.0)
+
+
+def test_batch_scale_equals_that_of_trl() -> None:
+    """The numbers were computed once by the code of TRL 1.16: `GRPOTrainer` with `scale_rewards = "batch"`."""
+    found = group_normalised([[1.0, 0.0, 0.25], [2.0, 2.0, 1.5], [0.5, -1.0, 0.0]], scale="batch")
+    assert [value for group in found for value in group] == pytest.approx(
+        [0.5753397, -0.4109569, -0.1643828, 0.1643827, 0.1643827, -0.3287656, 0.6575311, -0.8219139, 0.1643828],
+        rel=1e-5,
+    )
+
+
+@given(GROUPS.filter(lambda groups: len({reward for group in groups for reward in group}) > 1))
+def test_batch_scale_divides_by_the_deviation_of_all_rewards(groups: list[list[float]]) -> None:
+    std = statistics.stdev([reward for group in groups for reward in group])
+    for group, advantages in zip(groups, group_normalised(groups, scale="batch"), strict=True):
+        mean = statistics.fmean(group)
+        assert advantages == pytest.approx([(reward - mean) / (std + 1e-4) for reward in group], rel=1e-9, abs=1e-9)
+
+
+def test_batch_scale_of_equal_rewards_needs_no_epsilon() -> None:
+    assert group_normalised([[1.0, 1.0], [1.0]], scale="batch", epsilon=0.0) == [[0.0, 0.0], [0.0]]
 
 
 # The numbers were computed once by the advantage estimators of verl 0.9.1 (`core_algos`), one token per completion.

@@ -20,6 +20,7 @@ from starling.algo.loss.gspo import gspo
 from starling.algo.loss.ppo import ppo_clip
 from starling.algo.loss.regularisers import positive_nll
 from starling.algo.loss.reinforce import reinforce
+from starling.algo.loss.sequence_clip import sequence_clip
 from starling.algo.loss.terms import LossTerms, Tokens
 
 Row = list[tuple[float, float, float, float]]
@@ -115,7 +116,7 @@ def test_reinforce_and_positive_examples_equal_their_formulas(lengths: list[int]
     assert positive.metrics["positive_fraction"].tolist() == [float(a > 0) for *_, a in table]
 
 
-@pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, aipo, reinforce])
+@pytest.mark.parametrize("loss", [ppo_clip, gspo, sequence_clip, cispo, aipo, reinforce])
 def test_ratio_metrics_are_those_of_the_old_policy(loss: Callable[[Tokens], LossTerms]) -> None:
     tokens = make_tokens([5, 1, 9], seed=8)
     metrics = loss(tokens).metrics
@@ -126,6 +127,9 @@ def test_ratio_metrics_are_those_of_the_old_policy(loss: Callable[[Tokens], Loss
     if loss is gspo:
         means = [math.fsum(n - o for n, o, _, _ in c) / len(c) for c in rows(tokens)]
         ratio = [math.exp(mean) for mean, c in zip(means, rows(tokens), strict=True) for _ in c]
+    if loss is sequence_clip:
+        sums = [math.fsum(n - o for n, o, _, _ in c) for c in rows(tokens)]
+        ratio = [math.exp(total) for total, c in zip(sums, rows(tokens), strict=True) for _ in c]
     assert metrics["ratio_max"].tolist() == pytest.approx(ratio, rel=1e-6)
     assert all(not value.requires_grad and value.shape == (15,) for value in metrics.values())
 
@@ -138,7 +142,7 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
 def test_on_policy_gradient_of_every_loss_equals_reinforce(lengths: list[int], seed: int) -> None:
     tokens = on_policy(make_tokens(lengths, seed))
     expected = gradient(reinforce(tokens), tokens)
-    for loss in (ppo_clip, gspo, cispo, aipo, lambda t: ppo_clip(t, dual_clip=3.0)):
+    for loss in (ppo_clip, gspo, sequence_clip, cispo, aipo, lambda t: ppo_clip(t, dual_clip=3.0)):
         terms = loss(tokens)
         torch.testing.assert_close(gradient(terms, tokens), expected, rtol=1e-6, atol=1e-7)
         assert terms.metrics.get("clip_fraction", torch.zeros(1)).max() == 0.0
@@ -151,7 +155,7 @@ def test_step_is_independent_of_microbatches(lengths: list[int], seed: int, data
     cut = data.draw(st.integers(0, len(lengths)))
     shares = token_weights(lengths, "token_mean", num_tokens=sum(lengths), num_sequences=len(lengths))
     weights = torch.from_numpy(shares)[tokens.sequence].float()
-    for loss in (ppo_clip, gspo, cispo, aipo, reinforce):
+    for loss in (ppo_clip, gspo, sequence_clip, cispo, aipo, reinforce):
         whole = gradient(loss(tokens), tokens, weights)
         parts = []
         for chosen in (tokens.sequence < cut, tokens.sequence >= cut):
@@ -188,6 +192,27 @@ def test_gspo_gradient_equals_one_ratio_per_completion(lengths: list[int], seed:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@examples(30)
+@given(LENGTHS, st.integers(0, 1000))
+def test_sequence_clip_equals_the_mean_over_completions(lengths: list[int], seed: int) -> None:
+    """The reference is PPO's objective with one action per completion, in double precision."""
+    tokens = make_tokens(lengths, seed)
+    logprobs = tokens.logprobs.detach().double().requires_grad_()
+    total = (0.0 * logprobs).sum()
+    for index, length in enumerate(lengths):
+        if length:
+            mine = tokens.sequence == index
+            ratio = (logprobs[mine] - tokens.old_logprobs[mine].double()).sum().exp()
+            advantage = tokens.advantages[mine][0].double()
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) / len(lengths)
+    (expected,) = torch.autograd.grad(total, logprobs)
+    shares = token_weights(lengths, "sequence_mean_token_sum", num_tokens=1, num_sequences=len(lengths))
+    weights = torch.from_numpy(shares)[tokens.sequence].float()
+    terms = sequence_clip(tokens, clip_high=0.3)
+    assert float((terms.loss * weights).sum()) == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient(terms, tokens, weights).double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_aipo_keeps_the_gradient_above_its_bound() -> None:
     tokens = make_tokens([2])
     raised = replace(
@@ -203,7 +228,7 @@ def test_aipo_keeps_the_gradient_above_its_bound() -> None:
     assert theirs.tolist() == pytest.approx([0.0, -1.5 * math.exp(0.1)])
 
 
-@pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, aipo, reinforce, positive_nll])
+@pytest.mark.parametrize("loss", [ppo_clip, gspo, sequence_clip, cispo, aipo, reinforce, positive_nll])
 def test_extreme_ratios_and_empty_batches_stay_finite(loss: Callable[[Tokens], LossTerms]) -> None:
     tokens = replace(
         make_tokens([2, 2]),
@@ -223,6 +248,7 @@ def test_extreme_ratios_and_empty_batches_stay_finite(loss: Callable[[Tokens], L
         (lambda t: ppo_clip(t, clip_low=-0.1), "clip_low is -0.1"),
         (lambda t: ppo_clip(t, dual_clip=1.0), "dual_clip is 1.0: it must be above 1, or 0"),
         (lambda t: gspo(t, clip_high=-1.0), "clip_high -1.0"),
+        (lambda t: sequence_clip(t, clip_low=-1.0), "clip_low is -1.0"),
         (lambda t: cispo(t, clip_high=math.nan), "clip_high nan"),
         (lambda t: aipo(t, max_ratio=0.0), "max_ratio is 0.0: it must be above 0"),
     ],

@@ -23,6 +23,7 @@ from starling.algo.loss.correct import correct
 from starling.algo.loss.gspo import gspo
 from starling.algo.loss.ppo import ppo_clip
 from starling.algo.loss.regularisers import kl_loss
+from starling.algo.loss.sequence_clip import sequence_clip
 from starling.algo.loss.terms import LossTerms, Tokens
 
 LENGTHS = [1, 6, 0, 2]
@@ -100,6 +101,15 @@ CASES = {
         4,
         0.35153287,
         [0.42573845, -0.0348676, -0.0348676, -0.0348676, -0.0348676, -0.0348676, -0.0348676, 0.0, 0.0],
+    ),
+    # `RLOOTrainer._compute_loss`, whose value also has -A / 4 = -0.1 for the completion without a token.
+    "TRL rloo": Case(
+        sequence_clip,
+        {"clip_high": 0.4},
+        "sequence_mean_token_sum",
+        4,
+        0.18374556 + 0.1,
+        [0.42573845, -0.26199289, -0.26199289, -0.26199289, -0.26199289, -0.26199289, -0.26199289, 0.0, 0.0],
     ),
     "verl vanilla, token-mean": Case(
         ppo_clip,

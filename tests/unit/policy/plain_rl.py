@@ -194,6 +194,14 @@ def gspo(one: Completion) -> list[Tensor]:
     return [-torch.minimum(ratio * one.advantage, clipped * one.advantage)] * len(one.new)
 
 
+def by_completion(one: Completion) -> list[Tensor]:
+    if not one.new:
+        return []
+    ratio = torch.exp(torch.stack(one.new).sub(torch.tensor(one.old, dtype=torch.float64)).sum())
+    clipped = torch.clamp(ratio, 0.8, 1.2)
+    return [-torch.minimum(ratio * one.advantage, clipped * one.advantage)]
+
+
 def cispo(one: Completion) -> list[Tensor]:
     found = []
     for new, old in zip(one.new, one.old, strict=True):
@@ -247,6 +255,7 @@ ALGORITHMS = {
     "gspo": Plain(gspo, normalised, mean_of_means, noise=1e-3),
     "cispo": Plain(cispo, normalised, token_mean, noise=1.5),
     "rloo": Plain(ppo(), leave_one_out, mean_of_sums),
+    "rloo_sequence": Plain(by_completion, leave_one_out, mean_of_sums),
     "reinforce_pp": Plain(ppo(), over_the_batch, token_mean),
     "reinforce_pp_baseline": Plain(ppo(), centred_over_the_batch, token_mean),
     "aipo": Plain(aipo, normalised, token_mean, noise=0.8),

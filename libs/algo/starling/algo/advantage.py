@@ -10,17 +10,20 @@ Pure Python in double precision; no torch, no numpy.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Final, Literal
 
-Scale = Literal["std", "none"]
+Scale = Literal["std", "batch", "none"]
 Baseline = Literal["none", "group"]
 
 EPSILON: Final = 1e-4
 """Added to the standard deviation; the value that TRL's `GRPOTrainer` uses, so that results are comparable."""
 
 
-def group_relative(rewards: Sequence[float], *, scale: Scale = "std", epsilon: float = EPSILON) -> list[float]:
+def group_relative(
+    rewards: Sequence[float], *, scale: Literal["std", "none"] = "std", epsilon: float = EPSILON
+) -> list[float]:
     """Return the advantage of each completion of one group over the group's mean reward.
 
     ``scale="std"`` is the outcome supervision of GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2):
@@ -56,13 +59,26 @@ def group_normalised(
 ) -> list[list[float]]:
     """Return the advantages of GRPO (or Dr. GRPO, ``scale="none"``), each group separately: see `group_relative`.
 
+    ``scale="batch"`` divides the difference from the group's mean by the standard deviation of all rewards of the step
+    (divisor n - 1) plus `epsilon` (Lite PPO, arXiv:2508.08221; TRL's ``scale_rewards="batch"``). It is not
+    `batch_normalised` with the baseline ``"group"``, which divides by the deviation of the differences: that one is
+    smaller where the means of the groups differ.
+
     Raises:
         ValueError: a group is empty, a reward is not finite, `epsilon` is negative, or there is no such scale.
     """
     _check(groups, epsilon)
-    if scale not in ("std", "none"):
-        raise ValueError(f"scale is {scale!r}: give std or none")
-    return [group_relative(group, scale=scale, epsilon=epsilon) for group in groups]
+    match scale:
+        case "std" | "none":
+            return [group_relative(group, scale=scale, epsilon=epsilon) for group in groups]
+        case "batch":
+            flat = [reward for group in groups for reward in group]
+            divisor = (statistics.stdev(flat) if len(flat) > 1 else 0.0) + epsilon
+            centred = [group_relative(group, scale="none") for group in groups]
+            # Where all rewards are equal, the divisor may be 0.
+            return [[value / divisor if value else 0.0 for value in group] for group in centred]
+        case _:
+            raise ValueError(f"scale is {scale!r}: give std, batch or none")
 
 
 def leave_one_out(groups: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -107,6 +107,10 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
     "cispo": Algorithm("starling.algo.loss.cispo:cispo"),
     # arXiv:2402.14740: a completion is one action, so its log-probabilities add up.
     "rloo": Algorithm(_PPO, _LEAVE_ONE_OUT, aggregate="sequence_mean_token_sum"),
+    # The same, clipped by one ratio for the whole completion, which is its only action.
+    "rloo_sequence": Algorithm(
+        "starling.algo.loss.sequence_clip:sequence_clip", _LEAVE_ONE_OUT, aggregate="sequence_mean_token_sum"
+    ),
     # arXiv:2501.03262, without and with the mean of the group as a baseline.
     "reinforce_pp": Algorithm(_PPO, _BATCH),
     "reinforce_pp_baseline": Algorithm(_PPO, _BATCH, options={"baseline": "group"}),

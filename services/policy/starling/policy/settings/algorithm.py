@@ -39,8 +39,9 @@ class AlgorithmSettings(SettingsSection):
     """The loss of a reinforcement-learning step. Unset values are those of the named algorithm."""
 
     name: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, reinforce_pp_baseline, aipo, dual_clip, decoupled_ppo; the
-    name registered by an installed package; or your own as `module:attribute` or `file.py:attribute`."""
+    """grpo, dr_grpo, dapo, gspo, cispo, rloo, rloo_sequence, reinforce_pp, reinforce_pp_baseline, aipo, dual_clip,
+    decoupled_ppo; the name registered by an installed package; or your own as `module:attribute` or
+    `file.py:attribute`."""
     clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
     """Lower clipping of the importance ratio, at 1 - `clip_low`."""
     clip_high: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
@@ -49,8 +50,9 @@ class AlgorithmSettings(SettingsSection):
     """Bound on the ratio where the advantage is negative (more than 1); 0 for none."""
     max_ratio: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Maximum importance weight of one-sided algorithms (AIPO)."""
-    advantage_scale: Literal["std", "none"] | None = None
-    """Whether to divide advantages by the standard deviation of their group."""
+    advantage_scale: Literal["std", "batch", "none"] | None = None
+    """Divisor of advantages: the standard deviation of the rewards of their group (`std`), that of all rewards of the
+    step (`batch`), or none."""
     options: dict[str, float | int | bool | str] = Field(default_factory=dict)
     """Further options of the loss and the advantage, by argument name."""
     aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = None
