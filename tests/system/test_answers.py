@@ -122,6 +122,18 @@ def test_infer_answers_prompts_and_reports_the_one_that_fails(tmp_path: Path, mo
     assert sentence(second).startswith("answers.jsonl exists; give another --out")
 
 
+def test_evaluate_fails_if_no_prompt_has_an_answer(tmp_path: Path, model: Path) -> None:
+    rows = [{"question": LONG_PROMPT, "answer": "a"}] * 2
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("evaluate", "--model", str(model), "--tasks", "long.jsonl", "--scorer", "prefix_match", "--plain")
+    with starling_command(tmp_path, *words, "--out", "out", "--launch.screen", "plain") as command:
+        assert command.wait() == 1, command.transcript()
+    assert "starling: none of the 2 prompts has an answer; the first failed with: prompt long/0: " in command.errors
+    assert "the prompt of 40 tokens leaves no room" in command.errors
+    assert "pass_at_0" not in command.output
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["num_failed"] == 2
+
+
 def test_serve_answers_an_openai_client_until_stopped(tmp_path: Path, model: Path) -> None:
     with starling_command(tmp_path, "serve", "--model", str(model), "--launch.screen", "plain") as command:
         address_file = tmp_path / "runs/serve/attempt-1/api/rollout-0.json"

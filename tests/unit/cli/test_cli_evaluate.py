@@ -12,7 +12,7 @@ from starling.cli.app import make_app
 from starling.cli.command_line import CommandLine, parse
 from starling.cli.evaluate.command import is_of_model
 from starling.cli.evaluate.recipes import evaluation_recipe, inference_recipe, serving_recipe
-from starling.cli.evaluate.results import summary
+from starling.cli.evaluate.results import summary, table_of
 from starling.cli.evaluate.tasks import TaskOptions, find_tasks, scorers_of
 from starling.cli.main import main
 from starling.cli.recipe.arithmetic import describe_arithmetic
@@ -199,6 +199,11 @@ def test_summary_counts_no_tokens_of_the_environment() -> None:
     group = StoredGroup(ordinal=0, prompt=Prompt(id="0", text="p"), trajectories=(one, one), rewards=(1.0, 0.0))
     found = summary([group])
     assert (found["num_tokens"], found["completion_tokens_mean"], found["reward_mean"]) == (10, 5.0, 0.5)
+
+
+def test_table_without_answers_has_no_pass_rate() -> None:
+    found = summary([StoredGroup(ordinal=0, prompt=Prompt(id="0", text="p"), problem="too long")])
+    assert [column.header for column in table_of(found).columns] == ["task", "prompts", "failed", "reward", "tokens"]
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------

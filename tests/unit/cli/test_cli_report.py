@@ -22,6 +22,13 @@ def test_task_table_shows_the_last_evaluation() -> None:
     assert ["spell", "1"] in lines
 
 
+def test_task_table_without_answers_has_no_pass_rate() -> None:
+    none = {"num_prompts": 1, "reward_mean": None, "pass_at_k": None, "k": 0}
+    table = task_table([{"version": 0, **none, "tasks": {"add": none}}])
+    assert table is not None
+    assert [column.header for column in table.columns] == ["task", "prompts", "reward_mean"]
+
+
 def test_alarm_rows_group_alarms_by_kind() -> None:
     """Rows have the steps, the first value and the sentence of each alarm, and mark alarms that are over."""
     clip = {"kind": "alarm", "name": "clip", "value": 0.7, "bound": 0.5, "text": "most tokens are clipped"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,14 @@ def finish_answering(recipe: Recipe, attempt: Attempt, out: Path | None) -> int:
             f"{short_path(attempt.folder)}` resumes it"
         )
         return 130
-    conclude(attempt, Console(), out, is_scored=recipe.kind.is_scored)
-    return 0
+    return conclude(attempt, Console(), out, is_scored=recipe.kind.is_scored)
 
 
-def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_scored: bool) -> None:
-    """Write and print answers and figures of a complete run; `out`: a second file for the answers."""
+def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_scored: bool) -> int:
+    """Write and print answers and figures of a complete run. Returns the exit code: 1 if no prompt has an answer.
+
+    `out`: a second file for the answers.
+    """
     groups = list(stored_groups(attempt))
     path = attempt.folder / ANSWERS
     lines = [json.dumps(answer(group, is_scored=is_scored), ensure_ascii=False) + "\n" for group in groups]
@@ -64,9 +67,16 @@ def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_
         found = summary(groups)
         write_whole(attempt.folder / SUMMARY, json.dumps(found, indent=1) + "\n")
         console.print(table_of(found))
-    failed = sum(not group.trajectories for group in groups)
+    problems = [group.problem for group in groups if not group.trajectories]
+    failed = len(problems)
     unanswered = f", {failed} without any" if failed else ""
     console.print(f"answers to {len(groups)} prompts{unanswered}: {short_path(out or path)}", highlight=False)
+    if failed < len(groups) or not groups:
+        return 0
+    print(
+        f"starling: none of the {failed} prompts has an answer; the first failed with: {problems[0]}", file=sys.stderr
+    )
+    return 1
 
 
 def answer(group: StoredGroup, *, is_scored: bool) -> dict[str, Any]:
@@ -135,7 +145,8 @@ def table_of(found: dict[str, Any]) -> Table:
     tasks: dict[str, dict[str, Any]] = dict(found.get("tasks", {}))
     if len(tasks) != 1:
         tasks["all"] = found
-    passes = [name for name in found if name.startswith("pass_at_") and name != "pass_at_k"] + ["pass_at_k"]
+    passes = [name for name in found if name.startswith("pass_at_") and name != "pass_at_k"]
+    passes += ["pass_at_k"] if found["k"] else []  # Without any answer there is no k.
     table = Table(title="evaluation", title_justify="left")
     table.add_column("task")
     for column in ("prompts", "failed", "reward", *(p.replace("pass_at_k", f"pass_at_{found['k']}") for p in passes)):

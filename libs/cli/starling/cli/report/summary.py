@@ -47,7 +47,7 @@ def task_table(evaluations: list[dict[str, Any]]) -> Table | None:
     if not tasks:
         return None
     last = evaluations[-1]
-    rates = [name for name in last if name == "reward_mean" or name.startswith("pass_at_")]
+    rates = [name for name in last if name == "reward_mean" or (name.startswith("pass_at_") and last["k"])]
     table = Table(title=f"held-out prompts under version {last['version']}, by task", title_justify="left")
     for column in ("task", "prompts", *rates):
         table.add_column(column.replace("pass_at_k", f"pass_at_{last['k']}"))
