@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,44 @@ def test_export_accepts_run_states_folder_and_state(
     for number, source in enumerate((folder.parent, folder, folder / "states", folder / "states" / "version-4")):
         out = tmp_path / f"out-{number}"
         assert main(["export", str(source), str(out)]) == 0
-        assert capsys.readouterr().out == f"version 4 of run run/attempt-1 is in {out}\n"
+        assert capsys.readouterr().out == f"version 4 is in {out}, from {folder / 'states' / 'version-4'}\n"
         again = version_tensors(load_model(out))
         assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
         assert (out / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "complete", "taken"), [(6, True, "step-6"), (6, False, "version-4"), (4, True, "version-4")]
+)
+def test_export_takes_the_newest_of_states_and_checkpoints(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], step: int, complete: bool, taken: str
+) -> None:
+    folder, out = attempt(tmp_path, model), tmp_path / "out"
+    newer = load_model(model, init="random", seed=5)
+    checkpoints = Storage(str(folder / "checkpoints"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for version in (2, step):
+        export_hf(newer, tokenizer, checkpoints, f"step-{version}", weights=version_tensors(newer))
+    if not complete:
+        (folder / "checkpoints" / f"step-{step}" / "config.json").unlink()
+    assert main(["export", str(folder.parent), str(out)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(taken)
+    expected = newer if taken == "step-6" else load_model(model, init="random", seed=4)
+    again = version_tensors(load_model(out))
+    assert all(torch.equal(again[name], tensor) for name, tensor in version_tensors(expected).items())
+    assert (out / "tokenizer.json").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_export_of_a_run_without_states_takes_its_checkpoint(tmp_path: Path, model: Path) -> None:
+    folder, out = attempt(tmp_path, model), tmp_path / "out"
+    made = load_model(model, init="random", seed=5)
+    export_hf(made, None, Storage(str(folder / "checkpoints")), "step-2", weights=version_tensors(made))
+    assert main(["export", str(folder), str(tmp_path / "ema"), "--ema"]) == 2
+    shutil.rmtree(folder / "states")
+    assert main(["export", str(folder), str(out)]) == 0
+    again = version_tensors(load_model(out))
+    assert all(torch.equal(again[name], tensor) for name, tensor in version_tensors(made).items())
 
 
 def test_export_files_have_bounded_size(tmp_path: Path, model: Path) -> None:

@@ -14,7 +14,9 @@ from starling.common.errors import ConfigError
 
 
 def export(
-    state: Annotated[str, Parameter(help="A run's folder (its newest state), a state's folder, or a URL of either.")],
+    state: Annotated[
+        str, Parameter(help="A run's folder (its newest state or checkpoint), a state's folder, or a URL of either.")
+    ],
     out: Annotated[Path, Parameter(help="The folder to write; it must not exist, or be empty.")],
     /,
     *,

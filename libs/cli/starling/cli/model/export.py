@@ -14,17 +14,17 @@ from starling.common.settings import ModelSettings, read_toml, validate
 def export_model(
     source: str, out: Path, model: str, *, ema: bool, shard_mb: int, storage_options: str, trust_remote_code: bool
 ) -> None:
-    """Write the model of a state into the folder `out`. Raises ConfigError."""
+    """Write the model of a state or a checkpoint into the folder `out`. Raises ConfigError."""
     options = _options(storage_options)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; give a new folder")
     state_source, config = _source(source)
     settings, seed = _model_settings(config, source, model, trust_remote_code)
     check_model_folder(settings.path, weights=settings.lora is not None)
-    from starling.policy.train.checkpoint.huggingface import export_state
+    from starling.policy.train.checkpoint.huggingface import export_newest
 
-    state = export_state(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb)
-    print(f"version {state.version} of run {state.run} is in {out}")
+    exported = export_newest(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb)
+    print(f"version {exported.version} is in {out}, from {exported.url}")
 
 
 def _source(text: str) -> tuple[str, Path | None]:

@@ -22,7 +22,7 @@ from starling.common.offers import AnswerLease, lease_failure
 from starling.common.wire import messages as wire
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.train.checkpoint.header import STATES, find_state, newest_state
-from starling.policy.train.checkpoint.huggingface import Saveable, export_hf
+from starling.policy.train.checkpoint.huggingface import CHECKPOINT, CHECKPOINTS, Saveable, export_hf
 from starling.policy.train.checkpoint.state import SavedState, StateStore
 from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutcome
@@ -30,8 +30,6 @@ from starling.policy.train.learner import Learner
 
 log = structlog.get_logger(__name__)
 
-CHECKPOINTS = "checkpoints"
-"""Subfolder of a run's folder with its exports."""
 LEAVE_S = 20.0
 """Total time that a leaving policy waits for writes: less than `STOP_S`, after which the process is killed."""
 
@@ -174,7 +172,7 @@ class PolicySaver:
                 self._learner.model,
                 self._tokenizer,
                 self._exports,
-                f"step-{version}",
+                f"{CHECKPOINT}{version}",
                 weights=weights,
                 shard_mb=self._settings.shard_mb,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.common.settings import ModelSettings
-from starling.policy.train.checkpoint.header import StateHeader, find_state
+from starling.policy.train.checkpoint.header import STATES, VerifiedState, find_state, newest_state
 from starling.policy.train.checkpoint.state import TRAINER, WEIGHTS, SavedState
 from starling.policy.train.checkpoint.storage import Storage, whole_folder
 from starling.policy.train.model.load import load_model, version_tensors
@@ -31,7 +32,11 @@ PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config
 """Image and video processor settings. The policy creates no processor, so these files are copied unchanged."""
 EMA = "ema:"
 """Prefix of the EMA weights among the tensors of a trainer, followed by the parameter's name."""
-_LAST = "config.json"
+CHECKPOINTS: Final = "checkpoints"
+"""Subfolder of a run's folder with its checkpoints."""
+CHECKPOINT: Final = "step-"
+"""Prefix of a checkpoint's name, followed by its version."""
+_LAST: Final = "config.json"
 """Without this file a folder is not a model: it is written last where a folder cannot be renamed into place."""
 
 
@@ -126,7 +131,16 @@ class TokenizerFiles:
                 shutil.copyfile(self._folder / name, Path(save_directory, name))
 
 
-def export_state(
+@dataclass(frozen=True)
+class ExportedModel:
+    """Origin of an exported model."""
+
+    version: int
+    url: str
+    """Of its state or checkpoint."""
+
+
+def export_newest(
     source: str,
     out: Path,
     settings: ModelSettings,
@@ -135,25 +149,67 @@ def export_state(
     seed: int = 0,
     ema: bool = False,
     shard_mb: int = SHARD_MB,
-) -> StateHeader:
-    """Write the model of the state `source`, with the tokenizer of the model's folder, into `out`.
+) -> ExportedModel:
+    """Write the newest model of `source` into `out`: a checkpoint that is newer than all states, else a state.
 
     Args:
-        source: as for `find_state`.
+        source: a run's folder, or as for `find_state`.
+        out: replaced, if it exists.
+        settings: as for `export_state`.
+        options: for fsspec.
+        seed: as for `export_state`.
+        ema: write the EMA weights. Checkpoints have none, so only states count.
+        shard_mb: maximum MiB of one file; a checkpoint is copied as it is.
+
+    Raises:
+        ConfigError: there is neither, or as `export_state`.
+    """
+    storage = Storage(source, options)
+    checkpoints = storage.below(CHECKPOINTS)
+    version = -1 if ema else newest_checkpoint(checkpoints)
+    state = find_state(source, options) if version < 0 else newest_state(storage.below(STATES))
+    if state is not None and state.state.version >= version:
+        export_state(state, out, settings, seed=seed, ema=ema, shard_mb=shard_mb)
+        return ExportedModel(state.state.version, state.url)
+    name = f"{CHECKPOINT}{version}"
+    with whole_folder(out) as temporary, checkpoints.explained("read", name):
+        checkpoints.fs.get(f"{checkpoints.path(name)}/", f"{temporary}/", recursive=True)
+    return ExportedModel(version, checkpoints.url(name))
+
+
+def newest_checkpoint(checkpoints: Storage) -> int:
+    """Return the version of the newest complete checkpoint in a folder of checkpoints, -1 if there is none."""
+    numbers = [name.removeprefix(CHECKPOINT) for name in checkpoints.names() if name.startswith(CHECKPOINT)]
+    versions = sorted((int(number) for number in numbers if number.isascii() and number.isdigit()), reverse=True)
+    complete = (version for version in versions if _LAST in checkpoints.names(f"{CHECKPOINT}{version}"))
+    return next(complete, -1)
+
+
+def export_state(
+    found: VerifiedState,
+    out: Path,
+    settings: ModelSettings,
+    *,
+    seed: int = 0,
+    ema: bool = False,
+    shard_mb: int = SHARD_MB,
+) -> None:
+    """Write the model of the state `found`, with the tokenizer of the model's folder, into `out`.
+
+    Args:
+        found: the state.
         out: replaced, if it exists. For a model with adapters it gets these or, by the settings, all weights merged.
         settings: the model that was trained. Its folder defines the architecture; its weights are read only as the
             base of adapters, because the state contains all others.
-        options: for fsspec.
         seed: of the run, for weights that are neither in the folder nor in the state.
         ema: write the EMA weights; parameters that are not trained keep their newest values.
         shard_mb: maximum MiB of one file.
 
     Raises:
-        ConfigError: no such state, a state of another model or without EMA weights, or `out` cannot be written.
+        ConfigError: a state of another model or without EMA weights, or `out` cannot be written.
     """
     from transformers import AutoTokenizer
 
-    found = find_state(source, options)
     saved = SavedState.of(found)
     model = _architecture(saved, found.url, settings, seed)
     live = version_tensors(model)
@@ -170,7 +226,6 @@ def export_state(
         weights=export_model(model) if settings.lora is not None and settings.lora.merged else live,
         shard_mb=shard_mb,
     )
-    return found.state
 
 
 def _architecture(saved: SavedState, url: str, settings: ModelSettings, seed: int) -> PreTrainedModel:
