@@ -198,8 +198,9 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Return the files of /dev/shm except semaphores of Python and joblib, whose names do not tell their owner."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "sem.loky-"))}
+    """Return the files of /dev/shm except semaphores of Python and joblib, whose names do not tell their owner, and
+    folders of other tests."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "sem.loky-", "power-cuts-"))}
 
 
 def _without_owner(names: set[str]) -> set[str]:

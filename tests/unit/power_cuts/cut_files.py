@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 
 EVERY = 64 << 10
 """Up to this byte a campaign cuts everywhere; beyond, and without a campaign, at seeded places."""
@@ -28,8 +29,21 @@ def damaged(content: bytes, position: int, seed: str, *, every: bool) -> Iterato
 
     Where every byte is a position, each has one kind of tail, in turn.
     """
-    rng = random.Random(f"{seed} {position}")
     num_lost = len(content) - position or TAIL
-    for number, tail in enumerate((b"", bytes(num_lost), rng.randbytes(num_lost))):
-        if not every or number == position % len(NAMES):
-            yield f"{NAMES[number]} {position}", content[:position] + tail
+    for number in (position % len(NAMES),) if every else range(len(NAMES)):
+        yield f"{NAMES[number]} {position}", content[:position] + _tail(number, num_lost, position, seed)
+
+
+def _tail(number: int, size: int, position: int, seed: str) -> bytes:
+    """Return nothing, zeros, or garbage that differs from position to position."""
+    if number == 0:
+        return b""
+    if number == 1:
+        return bytes(size)
+    begin = position * 31 % TAIL
+    return _garbage(seed, 1 << (size + TAIL).bit_length())[begin : begin + size]
+
+
+@cache
+def _garbage(seed: str, size: int) -> bytes:
+    return random.Random(f"{seed} {size}").randbytes(size)

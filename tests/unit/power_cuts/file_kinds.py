@@ -68,6 +68,8 @@ class FileKind:
     """Reading never fails, however the file is cut."""
     writes: bool = True
     """Reading changes files."""
+    large: bool = False
+    """A campaign cuts it at so many places that they are divided among several tests."""
 
 
 def same(whole: Any, found: Any) -> bool:
@@ -362,9 +364,16 @@ def read_mark(folder: Path) -> int:
 LINES_OF_FILES, STATE, PARTS = f"{FOLDER}/{INDEX}", f"{STATES}/version-2/state.json", f"{STATES}/version-2/parts"
 
 KINDS = (
-    FileKind("journal", write_journal, JOURNAL, read_journal, is_earlier_journal, num=80),
+    FileKind("journal", write_journal, JOURNAL, read_journal, is_earlier_journal, num=80, large=True),
     FileKind(
-        "journal log", write_journal_log, f"{JOURNAL}-wal", read_journal, is_earlier_journal, num=80, survives=True
+        "journal log",
+        write_journal_log,
+        f"{JOURNAL}-wal",
+        read_journal,
+        is_earlier_journal,
+        num=80,
+        survives=True,
+        large=True,
     ),
     FileKind(
         "compacted log",
@@ -374,8 +383,18 @@ KINDS = (
         is_earlier_compacted_journal,
         num=80,
         survives=True,
+        large=True,
     ),
-    FileKind("journal log index", write_journal_log, f"{JOURNAL}-shm", read_journal, same, num=40, survives=True),
+    FileKind(
+        "journal log index",
+        write_journal_log,
+        f"{JOURNAL}-shm",
+        read_journal,
+        same,
+        num=40,
+        survives=True,
+        large=True,
+    ),
     FileKind("journal lock", write_journal, f"{JOURNAL}.lock", read_journal, same, survives=True),
     FileKind("metrics", write_metrics, "metrics.jsonl", resume_metrics, is_earlier_metrics, survives=True),
     FileKind("samples", write_samples, SAMPLES, resume_samples, ends_alike, survives=True),
@@ -403,3 +422,4 @@ KINDS = (
         writes=False,
     ),
 )
+LARGE = {kind.name: kind for kind in KINDS if kind.large}

@@ -1,0 +1,13 @@
+"""The index of a journal's write-ahead log, cut at every byte, in parts."""
+
+from __future__ import annotations
+
+import pytest
+from cut_checks import NUM_PARTS, check
+from file_kinds import LARGE
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_journal_log_index_cut_at_every_byte_is_read_or_refused(part: int) -> None:
+    check(LARGE["journal log index"], every=True, part=part, num_parts=NUM_PARTS)
