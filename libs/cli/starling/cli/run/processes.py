@@ -20,6 +20,8 @@ from starling.common.observe.process import die_with_parent
 from starling.common.settings import child_environment
 
 KEPT_LINES = 30
+WRITE_AWAITED, WRITE_ENDED = "write_awaited", "write_ended"
+"""Log events of a policy that waits until a state or a checkpoint is written, and that no longer does."""
 FORKED = ("policy", "rollout", "teacher")
 """Roles whose processes import torch and transformers. They load models from a local folder, so the Hugging Face hub is
 switched off for them."""
@@ -42,6 +44,8 @@ class ServiceProcess:
     """Its exit has been handled."""
     spared: bool = False
     """It died, and the run continues without it."""
+    awaits_write: bool = False
+    """It has logged that it waits until a state or a checkpoint is written."""
     due: float | None = None
     """When it is restarted (monotonic seconds), after it died."""
 
@@ -95,7 +99,7 @@ class ServiceProcesses:
         """Restart a process that has exited, with its former arguments and `more`."""
         assert child.code is not None, f"{child.name} still runs"
         child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
-        child.reported, child.due = False, None
+        child.reported, child.due, child.awaits_write = False, None, False
         self._read(child)
 
     def _begin(
@@ -158,6 +162,8 @@ class ServiceProcesses:
                 with contextlib.suppress(OSError):
                     file.write(line)
                 child.last_lines.append(line.rstrip("\n"))
+                if WRITE_AWAITED in line or WRITE_ENDED in line:
+                    child.awaits_write = WRITE_AWAITED in line
                 self._on_line(child.name, line.rstrip("\n"))
         with contextlib.suppress(OSError):
             file.close()

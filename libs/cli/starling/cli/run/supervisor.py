@@ -32,7 +32,7 @@ from starling.cli.run.screen import Screen, make_screen
 from starling.common.errors import StarlingError
 from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
-from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE
+from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE, STOP_S
 
 POLL_S = 0.1
 START_S = 60.0
@@ -40,6 +40,8 @@ START_S = 60.0
 READ_BYTES_PER_S = 1e6
 """Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
 LEAVE_S = 5.0
+HEAR_S = 1.0
+"""How long a policy that runs after the controller is given until its log says that it completes a write."""
 REPLACEABLE = ("rollout", "teacher")
 """Roles whose replicas can replace each other."""
 ONCE = ("model", "harness")
@@ -298,6 +300,7 @@ class Supervisor:
     def _conclude(self) -> None:
         """Handle the final exit of the controller, with the run or by a failure."""
         controller = self._controller
+        self._await_writes()
         if controller.code != 0:
             # A replica's own error explains more than the controller's report of its loss.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
@@ -310,6 +313,25 @@ class Supervisor:
         left = self.children.wait(0.0 if self._interrupts else LEAVE_S)
         if left and not self._interrupts:
             self.screen.say(f"{', '.join(child.name for child in left)} did not exit after the run, and is killed")
+
+    def _await_writes(self) -> None:
+        """Wait for policies that still write a state or a checkpoint. Raises InterruptedRunError after Ctrl-C twice."""
+        now = time.monotonic()
+        deadline, heard_by, has_said = now + self.recipe.policy.saving.patience_s + STOP_S, now + HEAR_S, False
+        while policies := [child for child in self.children.of("policy") if child.awaits_write or not has_said]:
+            writers = [child.name for child in policies if child.awaits_write]
+            now = time.monotonic()
+            if now > (deadline if writers else heard_by):
+                return
+            if writers and not has_said:
+                has_said = True
+                self.screen.say(
+                    f"{', '.join(writers)} completes a write, as its log says; it gets {deadline - now:.0f} s "
+                    "(policy.saving.patience_s); Ctrl-C twice kills it"
+                )
+            if self._interrupts > 1:
+                raise InterruptedRunError("killed by a second Ctrl-C; what was being written is not complete")
+            time.sleep(POLL_S)
 
     def _report(self, child: ServiceProcess) -> str:
         if child.reader is not None:

@@ -34,7 +34,7 @@ class SavingSettings(SettingsSection):
     shard_mb: int = Field(default=5000, ge=1, le=MAX_MIB)
     """Maximum size of one file of an export, in MiB."""
     patience_s: Seconds = 1800.0
-    """Time that one save may delay the next one before that fails."""
+    """Time that one save may delay the next one before that fails; also that the end of the run waits for a save."""
 
     @model_validator(mode="after")
     def _best_is_named(self) -> Self:

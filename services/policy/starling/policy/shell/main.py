@@ -168,10 +168,7 @@ class Shell:
                     log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
                     self._link.rejoin()
             reason = f"stopped by {stop.name}"
-            if self._state.asleep:
-                self._saver.finish()  # saving a state would need the devices
-            else:
-                self._saver.leave(self._state.version)
+            self._saver.leave(-1 if self._state.asleep else self._state.version)  # saving it would need the devices
         except StepBrokenError as error:
             reason = f"its weights are not a version ({error}): it must restart from the newest state"
             self._saver.finish()

@@ -31,7 +31,7 @@ from starling.policy.train.learner import Learner
 log = structlog.get_logger(__name__)
 
 LEAVE_S = 20.0
-"""Total time that a leaving policy waits for writes: less than `STOP_S`, after which the process is killed."""
+"""Total time that a policy which got a signal waits for writes: less than `STOP_S`, after which it is killed."""
 
 
 class PolicySaver:
@@ -125,7 +125,10 @@ class PolicySaver:
                 _log_outcome("state", version, error)
 
     def leave(self, version: int) -> None:
-        """Save the state before the process ends, if time permits; earlier states are kept in any case."""
+        """Save the state before the process ends on a signal, if time permits; earlier states are kept in any case.
+
+        `version`: of the weights; -1 for none that can be saved.
+        """
         until = time.monotonic() + LEAVE_S
         try:
             if version > max(self._saved, 0):
@@ -134,8 +137,8 @@ class PolicySaver:
             _log_outcome("state", version, error)
         self.finish(max(0.0, until - time.monotonic()))
 
-    def finish(self, timeout_s: float = LEAVE_S) -> None:
-        """Wait for the write in progress, before the process ends."""
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait for the write in progress, before the process ends: `timeout_s`, by default `patience_s`."""
         try:
             self._writer.wait(timeout_s)
         except ConfigError as error:

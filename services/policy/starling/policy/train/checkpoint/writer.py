@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import structlog
+
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.wire.messages import Wait
+
+log = structlog.get_logger(__name__)
 
 WriteOutcome = str | StarlingError
 """URL of the written folder, or the error."""
@@ -50,11 +54,15 @@ class BackgroundWriter:
         if self._future is None:
             return
         limit_s, begin = self._patience_s if timeout_s is None else timeout_s, time.monotonic()
-        if not self._future.done():
+        is_waiting = not self._future.done()
+        if is_waiting:
             self._waiting = begin, begin + limit_s
             self._changed()
+            log.info("write_awaited", what=self._what, limit_s=round(limit_s, 1))  # `starling run` looks for it
         unfinished = wait([self._future], limit_s).not_done
         self._waiting = None
+        if is_waiting:
+            log.info("write_ended", what=self._what, complete=not unfinished)
         if unfinished:
             since_s = time.monotonic() - self._since
             raise ConfigError(
