@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import structlog
 from figure import machine, print_figure, progress
 
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
@@ -29,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="5 rounds of 20 calls instead of 15 of 50")
     rounds, calls = (5, 20) if parser.parse_args().quick else (15, 50)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # figures alone go to stdout
     levels = [level for level in MECHANISMS if problem_of(level) is None]
     progress(f"levels: {', '.join(levels)}")
     with tempfile.TemporaryDirectory() as folder:

@@ -2,14 +2,15 @@
 
     python -I -S -c 'import ...; main(FD)'
 
-FD holds the order as JSON. With namespaces it is the parent of the first process of a PID namespace, whose end is the
-end of everything inside; without them it adopts what the payload leaves behind, and kills it at the end.
+FD holds the order, marshalled, since importing `json` would take as long as the start of the interpreter. With
+namespaces it is the parent of the first process of a PID namespace, whose end is the end of everything inside; without
+them it adopts what the payload leaves behind, and kills it at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import marshal
 import os
 import select
 import sys
@@ -29,7 +30,7 @@ def main(descriptor: int) -> NoReturn:
     """Carry out the order in the file `descriptor`, and exit as the payload does."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
-        order: dict[str, Any] = json.load(file)
+        order: dict[str, Any] = marshal.load(file)  # written by `launch` into a file that has no name
     try:
         status = _in_namespaces(order) if order["namespaces"] else _supervise(order)
     except OSError as error:
@@ -43,7 +44,7 @@ def _in_namespaces(order: dict[str, Any]) -> int:
     uid, gid = os.getuid(), os.getgid()
     syscalls.unshare(_FLAGS | (0 if order["network"] else syscalls.CLONE_NEWNET))
     if order["go_fd"] >= 0:  # root outside maps two users
-        os.write(order["info_fd"], json.dumps({"child-pid": os.getpid()}).encode())
+        _report(order["info_fd"], os.getpid())
         if not os.read(order["go_fd"], 1):
             raise OSError(0, "the service has gone")
     else:
@@ -52,7 +53,7 @@ def _in_namespaces(order: dict[str, Any]) -> int:
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
     pid, life = _fork_bound()
     if pid:
-        os.write(order["info_fd"], json.dumps({"child-pid": pid}).encode())
+        _report(order["info_fd"], pid)
         _close(order["info_fd"], order["go_fd"], *order["pass_fds"])
         return _exit_status(pid)
     _close(order["info_fd"], order["go_fd"])
@@ -193,6 +194,11 @@ def _exit_status(pid: int) -> int:
 def _status(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
+
+
+def _report(descriptor: int, pid: int) -> None:
+    """Report a process id as bubblewrap does."""
+    os.write(descriptor, b'{"child-pid": %d}' % pid)
 
 
 def _write(path: str, text: str) -> None:

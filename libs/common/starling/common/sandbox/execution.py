@@ -120,34 +120,39 @@ def _execute_all(line: socket.socket, mechanism: str) -> NoReturn:
         syscalls.die_with_parent()
         os.closerange(3, line.fileno())
         os.closerange(line.fileno() + 1, 1024)
-        sessions = Sessions(mechanism)
+        sessions = Sessions(mechanism, _be_program, network=False)
+        sessions.prepare()
         while (body := _receive(line)) is not None:
             try:
-                answer: dict[str, Any] = asdict(_run(_Program(**json.loads(body)), sessions))
+                answer: dict[str, Any] = asdict(_run(body, sessions))
             except OSError as error:
                 answer = {"problem": f"no process can be started for it: {error}"}
             reply = json.dumps(answer).encode()
             line.sendall(_LENGTH.pack(len(reply)) + reply)
+            sessions.prepare()
         sessions.kill_all()
     finally:
         os._exit(0)
 
 
-def _run(program: _Program, sessions: Sessions) -> ProgramResult:
-    output, output_write = os.pipe()
-    report, report_write = os.pipe()
+def _run(request: bytes, sessions: Sessions) -> ProgramResult:
     token = secrets.token_bytes(_TOKEN_BYTES)
-    pid = sessions.fork(network=False)
-    if not pid:
-        _be_program(program, token, output_write, report_write)
-    os.close(output_write)
-    os.close(report_write)
-    try:
-        printed, reported = _collect(output, report, time.monotonic() + program.timeout_s)
-    finally:
-        sessions.kill(pid)
-        os.close(output)
-        os.close(report)
+    limit_s = float(json.loads(request)["timeout_s"])
+    with contextlib.ExitStack() as read:
+        with contextlib.ExitStack() as passed:
+            described = os.memfd_create("program", os.MFD_CLOEXEC)
+            (output, output_write), (report, report_write) = os.pipe(), os.pipe()
+            for stack, descriptors in ((read, (output, report)), (passed, (described, output_write, report_write))):
+                for descriptor in descriptors:
+                    stack.callback(os.close, descriptor)
+            with os.fdopen(described, "wb", closefd=False) as file:
+                file.write(token + request)
+            until = time.monotonic() + limit_s
+            pid = sessions.start([described, output_write, report_write])
+        try:
+            printed, reported = _collect(output, report, until)
+        finally:
+            sessions.kill(pid)
     text = bytes(printed[:OUTPUT_BYTES]).decode("utf-8", "replace")
     if reported is None:
         return ProgramResult(-1, text, finished=False)
@@ -183,10 +188,15 @@ def _collect(output: int, report: int, until: float) -> tuple[bytearray, bytes |
     return printed, bytes(reported)
 
 
-def _be_program(program: _Program, token: bytes, output: int, report: int) -> NoReturn:
-    """Run the program in this process, and report that it has come to its end."""
+def _be_program(descriptors: list[int]) -> NoReturn:
+    """Run the program of a request in this process, and report that it has come to its end."""
     status = 1
     try:
+        passed, output, report = descriptors
+        with os.fdopen(passed, "rb") as file:
+            file.seek(0)
+            token = file.read(_TOKEN_BYTES)
+            program = _Program(**json.loads(file.read()))
         given = os.memfd_create("stdin", 0)
         os.write(given, program.stdin.encode())
         os.lseek(given, 0, os.SEEK_SET)

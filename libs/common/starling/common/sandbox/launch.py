@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import marshal
 import os
 import select
 import shutil
@@ -298,7 +299,7 @@ class _Order:
             "info_fd": info,
             "go_fd": go,
             "pass_fds": self.pass_fds,
-            "entries": self.view.entries,
+            "entries": [tuple(entry) for entry in self.view.entries],
             "folder": self.view.folder,
             "tmp_bytes": TMP_BYTES,
             "readable": [*self.view.readable(), "/proc"],
@@ -308,7 +309,7 @@ class _Order:
             "command": self.command,
             "environment": self.environment,
         }
-        os.write(arguments, json.dumps(order).encode())
+        os.write(arguments, marshal.dumps(order))
         return list(enter.command_line(sys.executable, _ROOT, arguments))
 
     def _bubblewrap(self, info: int, go: int) -> list[str]:

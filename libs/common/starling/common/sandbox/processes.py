@@ -15,16 +15,37 @@ KILL_S: Final = 5.0
 
 def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
     """Return the living children of a process, theirs, and so on, without those in `but` and below them."""
+    children_of = _children if os.path.exists(f"/proc/{pid}/task/{pid}/children") else _all_children().get
+    found, pending = list[int](), [pid]
+    while pending:
+        below = [child for child in children_of(pending.pop(), []) if child not in but]
+        found += below
+        pending += below
+    return found
+
+
+def _children(pid: int, default: list[int]) -> list[int]:
+    """Return the living children of a process, as the kernel lists them by thread (CONFIG_PROC_CHILDREN).
+
+    The list may miss one while another is being reaped: it is complete for the only thread that reaps its own.
+    """
+    found = list[int]()
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += [int(name) for name in file.read().split() if _parent_of_living(name.decode()) is not None]
+    except OSError:
+        return default  # it has ended meanwhile
+    return found
+
+
+def _all_children() -> dict[int, list[int]]:
+    """Return the living children of each process of the machine, which takes as long as there are processes."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (parent := _parent_of_living(name)) is not None:
             children.setdefault(parent, []).append(int(name))
-    found, pending = list[int](), [pid]
-    while pending:
-        below = [child for child in children.get(pending.pop(), []) if child not in but]
-        found += below
-        pending += below
-    return found
+    return children
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import platform
 import resource
 import signal
-import socket
 import struct
 from collections.abc import Iterable
+from functools import cache
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
@@ -116,14 +115,16 @@ def make_read_only_alone(target: str) -> None:
 
 def pivot_root(new_root: str, put_old: str) -> None:
     """Make `new_root` the root, with the old one at `put_old`."""
-    number = {"x86_64": 155, "aarch64": 41, "riscv64": 41}.get(platform.machine())
+    number = {"x86_64": 155, "aarch64": 41, "riscv64": 41}.get(os.uname().machine)
     if number is None:
-        raise OSError(38, f"pivot_root: its number on {platform.machine()} is not known here")
+        raise OSError(38, f"pivot_root: its number on {os.uname().machine} is not known here")
     _check(_libc.syscall(number, os.fsencode(new_root), os.fsencode(put_old)), "pivot_root")
 
 
 def bring_loopback_up() -> None:
     """Bring up the loopback device of this network namespace."""
+    import socket  # here, since not every start of a sandbox needs it
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 1)  # IFF_UP
         fcntl.ioctl(any_socket, 0x8914, request)  # SIOCSIFFLAGS
@@ -248,23 +249,34 @@ _FORBIDDEN_EVERYWHERE: Final = (425, 426, 427, 428, 429, 430, 432, 442)
 """io_uring_setup, io_uring_enter, io_uring_register, open_tree, move_mount, fsopen, fsmount, mount_setattr."""
 
 
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
 def forbid_kernel_interfaces() -> bool:
     """Forbid what no tool or scorer needs, for ever: namespaces, mounts, tracing, keys, io_uring, kernel modules.
 
     Returns False on an architecture for which it has no list. Needs `forbid_new_privileges` or CAP_SYS_ADMIN.
     """
-    machine = platform.machine()
-    if machine not in _FORBIDDEN:
+    program = filter_program()
+    if program is None:
         return False
-    forbidden = (*_FORBIDDEN[machine], *_FORBIDDEN_EVERYWHERE)
-    program = b"".join(_filter(_AUDIT_ARCH[machine], _CLONE[machine], forbidden, foreign=machine == "x86_64"))
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-    what = Program(len(program) // 8, program)
+    what = _FilterProgram(len(program) // 8, program)
     _check(_libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(what), 0, 0), "prctl(SECCOMP)")
     return True
+
+
+@cache
+def filter_program() -> bytes | None:
+    """Return the program of `forbid_kernel_interfaces`; None on an architecture for which there is no list.
+
+    A process that forks many others calls it once before, so that each finds it in its memory.
+    """
+    machine = os.uname().machine
+    if machine not in _FORBIDDEN:
+        return None
+    forbidden = (*_FORBIDDEN[machine], *_FORBIDDEN_EVERYWHERE)
+    return b"".join(_filter(_AUDIT_ARCH[machine], _CLONE[machine], forbidden, foreign=machine == "x86_64"))
 
 
 def _filter(architecture: int, clone: int, forbidden: tuple[int, ...], *, foreign: bool) -> list[bytes]:

@@ -68,6 +68,10 @@ class View:
                 self._shown.add(place)
                 self.entries.append(Entry(kind, os.path.realpath(place), place))
 
+    def shows(self, path: str) -> bool:
+        """Return whether a folder is below one that is shown already, at its own path and at its real one."""
+        return self._covers(os.path.realpath(path)) and self._covers(os.path.abspath(path))
+
     def add(self, kind: Kind, source: str, target: str) -> None:
         """Add an entry that is not a path of the machine."""
         self.entries.append(Entry(kind, source, target))
@@ -140,6 +144,8 @@ def _add_code(view: View, place: str) -> None:
         view.show(place)
         return
     view.folders.append(place)
+    if view.shows(place):  # as the installed packages are: looking through them takes longer than all the rest
+        return
     with os.scandir(place) as found:
         for entry in sorted(found, key=lambda entry: entry.name):
             if (entry.is_dir() and _is_package(entry.path, entry.name)) or (

@@ -9,7 +9,6 @@ these processes are isolated from each other and from the machine is decided in 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import inspect
@@ -17,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from setproctitle import setproctitle
@@ -71,7 +70,12 @@ def main(argv: list[str]) -> None:
         _send_ready(control, answer, listens=setup.listens)
         if isinstance(answer, TargetsImported):
             gc.freeze()  # pages that the collector touches would be copied in every fork
-            run_sessions(control, targets, Sessions(setup.mechanism), network=setup.network)
+            run_sessions(control, targets, setup)
+
+
+def _has_coroutines(target: Any) -> bool:
+    methods = vars(target).values() if inspect.isclass(target) else ()
+    return any(map(inspect.iscoroutinefunction, (target, *methods)))
 
 
 def _send_ready(control: socket.socket, answer: FromForkServer, *, listens: bool) -> None:
@@ -95,46 +99,38 @@ def prepare(setup: SandboxSetup) -> tuple[FromForkServer, list[Any]]:
 
                 check_options(f"{setup.what} {name!r}", found, (None,), dict.fromkeys(setup.arguments))
             targets.append(found)
+        if any(map(_has_coroutines, targets)):
+            import asyncio  # noqa: F401 - once, and not in each session; without coroutines it is not needed
+
         schemas = tuple(schema_of(target) for target in targets) if setup.with_schemas else ()
         return TargetsImported(schemas), targets
     except ConfigError as error:
         return ImportFailed(_bounded(str(error))), []
 
 
-def run_sessions(control: socket.socket, targets: list[Any], sessions: Sessions, *, network: bool) -> None:
-    """Fork a process for each session, and kill it at the session's end."""
+def run_sessions(control: socket.socket, targets: list[Any], setup: SandboxSetup) -> None:
+    """Start a process for each session, and kill it at the session's end."""
+
+    def serve_one(descriptors: list[int]) -> None:
+        serve(socket.socket(fileno=descriptors[0]), targets)
+
+    sessions = Sessions(setup.mechanism, serve_one, leave=control.close, network=setup.network)
     pids: dict[int, int] = {}
     try:
         while True:
+            sessions.prepare()
             data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
             if not data:
                 return
             message = decode_to_fork_server.decode(data)
             if isinstance(message, StartSession):
-                with socket.socket(fileno=descriptors[0]) as connection:
-                    pids[message.session] = _fork(control, connection, targets, sessions, network=network)
+                # At the limit on processes, the closed socket tells the rollout.
+                with contextlib.suppress(OSError), socket.socket(fileno=descriptors[0]) as connection:
+                    pids[message.session] = sessions.start([connection.fileno()])
             elif isinstance(message, KillSession) and message.session in pids:
                 sessions.kill(pids.pop(message.session))
     finally:
         sessions.kill_all()
-
-
-def _fork(
-    control: socket.socket, connection: socket.socket, targets: list[Any], sessions: Sessions, *, network: bool
-) -> int:
-    """Fork a process that serves a session; returns its id, or 0 if there can be no further process."""
-    try:
-        pid = sessions.fork(network=network)
-    except OSError:  # the limit on processes: the closed connection tells the rollout
-        return 0
-    if pid:
-        return pid
-    try:
-        control.close()
-        serve(connection, targets)
-    finally:
-        os._exit(0)  # runs no exit handler of the fork server, and flushes nothing twice
-    raise AssertionError("a forked process does not come back")
 
 
 def serve(connection: socket.socket, targets: list[Any]) -> None:
@@ -159,21 +155,26 @@ def serve(connection: socket.socket, targets: list[Any]) -> None:
 def _invoke(message: CallFunction, made: Any, targets: list[Any]) -> Any:
     function: Callable[..., Any] = getattr(made, message.method) if message.target < 0 else targets[message.target]
     returned = function(*message.positional, **message.named)
-    return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
+    return _run_coroutine(returned) if inspect.isawaitable(returned) else returned
 
 
 def _play(message: CallProgram, targets: list[Any]) -> FromSession:
     given = targets[message.target](AgentTask(**message.task), **message.named)
     if inspect.isawaitable(given):
-        given = asyncio.run(_await(given))
+        given = _run_coroutine(given)
     if isinstance(given, EpisodeOutcome):
         metrics = {str(name): float(value) for name, value in given.metrics.items()}
         return ProgramEnded(given.reward, metrics, given.status, given.problem)
     return CallReturned(given)
 
 
-async def _await(returned: Any) -> Any:
-    return await returned
+def _run_coroutine(returned: Awaitable[Any]) -> Any:
+    import asyncio  # most tools need none of it, and it doubles the fork server's start
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait())
 
 
 def _receive(connection: socket.socket) -> bytes | None:

@@ -1,0 +1,145 @@
+"""Descendants of a process, as the kernel lists them, and processes that are forked ahead of their sessions."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from starling.common.sandbox import processes
+from starling.common.sandbox.inside import Sessions
+from starling.common.sandbox.processes import descendants, kill_all
+
+LONG_S = 60.0
+TREE = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def trees() -> Iterator[list[int]]:
+    """Two processes with a child each, one of them started by another thread; all four process ids."""
+    reading, writing = os.pipe()
+    started = list[subprocess.Popen[bytes]]()
+    asked, ended = threading.Event(), threading.Event()
+
+    def start() -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", TREE], stdout=writing))
+
+    def start_and_live_on() -> None:
+        start()
+        asked.set()
+        ended.wait(LONG_S)
+
+    thread = threading.Thread(target=start_and_live_on)
+    thread.start()
+    asked.wait(LONG_S)
+    start()
+    ready = b""
+    while ready.count(b"ready") < 2:
+        ready += os.read(reading, 64)
+    yield [pid for one in started for pid in (one.pid, *(child.pid for child in psutil.Process(one.pid).children()))]
+    kill_all(lambda: descendants(os.getpid()))
+    ended.set()
+    thread.join()
+    for one in started:
+        one.wait(LONG_S)
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize("kernel_lists_children", [True, False])
+def test_descendants_are_found_of_all_threads(
+    trees: list[int], kernel_lists_children: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel_lists_children:
+        monkeypatch.setattr(processes, "_all_children", lambda: pytest.fail("it looked at every process"))
+    else:
+        monkeypatch.setattr("os.path.exists", lambda path: False)
+    assert len(trees) == 4
+    assert set(descendants(os.getpid())) >= set(trees)
+    assert not set(descendants(os.getpid(), but=[trees[0]])) & set(trees[:2])
+    assert set(descendants(os.getpid(), but=[trees[0]])) >= set(trees[2:])
+
+
+def in_new_process(body: Callable[[socket.socket], None]) -> str:
+    """Run `body` in a forked process with a socket; return what it sends."""
+    mine, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        try:
+            mine.close()
+            body(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    answer = b""
+    poller = select.poll()
+    poller.register(mine, select.POLLIN)
+    while poller.poll(LONG_S * 1000) and (data := mine.recv(1 << 12)):
+        answer += data
+    mine.close()
+    os.waitpid(pid, 0)
+    return answer.decode()
+
+
+def answer_pid(descriptors: list[int]) -> None:
+    with socket.socket(fileno=descriptors[0]) as line:
+        line.sendall(b"%d " % os.getpid())
+
+
+def one_session(sessions: Sessions) -> int:
+    mine, theirs = socket.socketpair()
+    with mine:
+        with theirs:
+            pid = sessions.start([theirs.fileno()])
+        answered = b""
+        while data := mine.recv(64):
+            answered += data
+        sessions.kill(pid)
+    assert int(answered) == pid
+    return pid
+
+
+def test_session_runs_in_process_forked_ahead() -> None:
+    def body(line: socket.socket) -> None:
+        sessions = Sessions("process", answer_pid)
+        sessions.prepare()
+        (ahead,) = psutil.Process().children()
+        first = one_session(sessions)
+        second = one_session(sessions)
+        line.sendall(f"{first == ahead.pid} {second != first} {len(psutil.Process().children())}".encode())
+
+    assert in_new_process(body) == "True True 0"
+
+
+def test_session_begins_although_process_forked_ahead_was_killed() -> None:
+    def body(line: socket.socket) -> None:
+        sessions = Sessions("process", answer_pid)
+        sessions.prepare()
+        (ahead,) = psutil.Process().children()
+        ahead.kill()
+        os.waitid(os.P_PID, ahead.pid, os.WEXITED | os.WNOWAIT)
+        first = one_session(sessions)
+        line.sendall(f"{first != ahead.pid} {len(psutil.Process().children())}".encode())
+
+    assert in_new_process(body) == "True 0"
+
+
+def test_process_forked_ahead_ends_with_the_sessions() -> None:
+    def body(line: socket.socket) -> None:
+        sessions = Sessions("process", answer_pid)
+        sessions.prepare()
+        sessions.kill_all()
+        line.sendall(str(len(psutil.Process().children())).encode())
+
+    assert in_new_process(body) == "0"
