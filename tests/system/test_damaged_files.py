@@ -78,7 +78,9 @@ MORE = {
     "journal_lock": Damage("journal.sqlite.lock", zeros(0.0)),
     "log_index": Damage("journal.sqlite-shm", zeros(0.2)),
     "addresses": Damage("controller.json", cut(0.5)),
-    "journal_empty": Damage("journal.sqlite", cut(0.0), "is empty, but metrics.jsonl in its folder has step"),
+    "journal_empty": Damage(
+        "journal.sqlite", cut(0.0), "is empty or missing, but metrics.jsonl in its folder has step"
+    ),
     "recipe": Damage("recipe.toml", cut(0.6), "recipe.toml is cut off"),
     "configuration": Damage("config.toml", cut(0.6), "config.toml is cut off"),
     "key": Damage("keys/rollout-0.json", cut(0.5), "rollout-0.json is not a key file"),
@@ -140,6 +142,19 @@ def test_run_with_any_damaged_file_is_resumed_or_refused(interrupted: Path, tmp_
     run_concurrently(
         *(partial(resumes, interrupted, tmp_path / name, one) for name, one in MORE.items()), max_workers=2
     )
+
+
+def test_run_without_its_journal_is_refused(interrupted: Path, tmp_path: Path) -> None:
+    """It does not begin anew, and leaves the recording as it is."""
+    folder = tmp_path / "lost"
+    shutil.copytree(interrupted, folder, symlinks=True)
+    for path in (*attempt(folder).glob("journal.sqlite*"), attempt(folder) / "metrics.jsonl"):
+        path.unlink()
+    before = (attempt(folder) / "events-1.rec").read_bytes()
+    with starling_command(folder, "run", "--resume", "runs/tiny", name="resume") as command:
+        assert command.wait() == 1, command.transcript()
+    assert "journal.sqlite is empty or missing, but its folder has events-*.rec of a run" in sentence(command)
+    assert (attempt(folder) / "events-1.rec").read_bytes() == before
 
 
 def test_run_with_changed_data_is_resumed_only_deliberately(interrupted: Path, tmp_path: Path) -> None:

@@ -141,9 +141,32 @@ def test_missing_lines_of_files() -> None:
 
 def test_journal_that_is_empty_after_steps_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    check_journal_is_whole(path, [], {("evaluation", 0)})
-    with pytest.raises(ConfigError, match=r"sqlite is empty, but metrics\.jsonl in its folder has step 7; restore"):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 7}\n')
+    with pytest.raises(
+        ConfigError, match=r"empty or missing, but metrics\.jsonl in its folder has step 7 of a run; res"
+    ):
         check_journal_is_whole(path, [], {("step", 3), ("step", 7), ("trained", 7)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "events-2.rec",
+        "samples.jsonl",
+        "trajectories/step-000001.msgpack",
+        "states/version-2/state.json",
+    ],
+)
+def test_empty_journal_beside_files_of_a_run_is_rejected(tmp_path: Path, name: str) -> None:
+    path, other = tmp_path / "journal.sqlite", tmp_path / name
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.touch()
+    check_journal_is_whole(path, [], set())
+    other.write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"is empty or missing, but its folder has .* of a run; restore the journal"):
+        check_journal_is_whole(path, [], set())
+    check_journal_is_whole(path, [ControllerStarted(incarnation=1)], set())
 
 
 def test_journal_that_lost_its_end_is_logged(tmp_path: Path) -> None:

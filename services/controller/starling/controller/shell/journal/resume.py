@@ -32,6 +32,8 @@ from starling.controller.data.load import RunData
 from starling.controller.shell.journal.journal import Journal
 
 JOURNAL = "journal.sqlite"
+LATER_FILES = ("metrics.jsonl", "events-*.rec", "samples.jsonl", "trajectories/*", "states/version-*/*")
+"""Files in the folder of a run that exist, and are not empty, only after records of its journal are durable."""
 NUM_CHECKED_STEPS = 64
 """Frozen steps whose prompts are compared with the data. Those of all steps follow from the same rows and seed."""
 
@@ -114,7 +116,8 @@ def check_journal_is_whole(path: Path, records: Iterable[Record], written: Set[t
     """Compare the journal with the lines that metrics.jsonl has, which are written after their records are durable.
 
     A journal that lost its end, which only a disk that did not sync can cause, or an older copy of one, makes the later
-    steps again; that is logged. Raises ConfigError when the journal of a run that has made steps is empty.
+    steps again; that is logged. Raises ConfigError when the journal is empty or missing and its folder has files of a
+    run: it would begin anew, and overwrite them.
     """
     newest_line = max((step for kind, step in written if kind == "step"), default=0)
     num_records, newest_step = 0, 0
@@ -123,13 +126,18 @@ def check_journal_is_whole(path: Path, records: Iterable[Record], written: Set[t
         match record:
             case StepCommitted(step=step) | StateCompacted(version=step):
                 newest_step = step
-    if newest_line and not num_records:
+    if not num_records and (others := [name for name in LATER_FILES if _has_content(path.parent, name)]):
+        what = f"metrics.jsonl in its folder has step {newest_line}" if newest_line else f"its folder has {others[0]}"
         raise ConfigError(
-            f"{path} is empty, but metrics.jsonl in its folder has step {newest_line}; restore the journal, or begin "
-            "a new run in another folder"
+            f"{path} is empty or missing, but {what} of a run; restore the journal, or begin a new run in another "
+            "folder"
         )
     if newest_line > newest_step:
         log.warning("journal_behind", step=newest_step, metrics_step=newest_line)
+
+
+def _has_content(folder: Path, pattern: str) -> bool:
+    return any(path.is_file() and path.stat().st_size for path in folder.glob(pattern))
 
 
 def check_data(records: Iterable[Record], data: RunData, *, accept: bool) -> DataRead | None:
