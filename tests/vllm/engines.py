@@ -62,6 +62,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []},
     ),
+    # Its experts fill no whole block of the kernels for CPUs.
+    "qwen3_moe of odd sizes": (
+        "qwen3_moe",
+        {
+            **COMMON,
+            "hidden_size": 96,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [],
+        },
+    ),
 }
 
 

@@ -11,16 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
-from engines import DEADLINE_S, checkpoint, spec_of
+from engines import (
+    DEADLINE_S,
+    checkpoint,
+    engine_driver,
+    forward_logprobs,
+    random_prompt,
+    read_model,
+    spec_of,
+)
 
 from starling.common.errors import ConfigError
 from starling.common.observe.process import ServiceStopped, StopSignal
 from starling.rollout.engine.base import EngineLostError
-from starling.rollout.engine.vllm import async_llm, launch
+from starling.rollout.engine.vllm import async_llm, cpu, launch
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
+from starling.rollout.settings import VllmSettings
 
 
 def test_check_version_rejects_unsupported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +75,39 @@ def test_expert_parallelism_on_cpus_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_expert_parallel, which vLLM's build for CPUs does not support"):
         VllmEngine(spec_of(tmp_path, vllm=vllm))
     assert not engine_processes()
+
+
+MOE = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "sentence"),
+    [
+        (transformers.Qwen3MoeConfig(**MOE, hidden_size=80), 1, "hidden size 80, and vLLM's .* multiples of 32"),
+        (transformers.MixtralConfig(**MOE, hidden_size=48), 2, "hidden size 48"),
+        (transformers.GptOssConfig(**MOE, hidden_size=96, intermediate_size=96), 2, "size per worker 48"),
+    ],
+)
+def test_experts_that_cpus_cannot_pack_are_rejected(config: Any, tp: int, sentence: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{sentence}.*set rollout.engine = 'transformers'"):
+        VllmEngine(spec_of(tmp_path, vllm={"tensor_parallel_size": tp}))
+    assert not engine_processes()
+
+
+def test_experts_of_other_sizes_start(tmp_path: Path) -> None:
+    """The kernel pads the intermediate size, here 40; see the conditions of vLLM itself in `cpu_moe`."""
+    folder, prompt = checkpoint(tmp_path, "qwen3_moe of odd sizes", 0), random_prompt(9, 0)
+    with engine_driver(folder, load_weights=True) as engine:
+        result = engine.generate(prompt, max_tokens=8)
+    (completion,) = result.completions
+    expected = forward_logprobs(read_model(folder), prompt, completion.token_ids.tolist())
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_dense_models_of_any_size_are_accepted() -> None:
+    cpu.check_experts(VllmSettings(), transformers.Qwen3Config(hidden_size=80))
+    cpu.check_experts(VllmSettings(), transformers.GptOssConfig(hidden_size=96, intermediate_size=64))
 
 
 def test_arguments_follow_the_settings(tmp_path: Path) -> None:

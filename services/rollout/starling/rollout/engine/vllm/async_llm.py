@@ -244,7 +244,7 @@ class AsyncLlmThread:
         multimodal.take_prepared_prompts()
         if self.on_cpu:
             cpu.check_heads(config)
-            cpu.check_experts(settings)
+            cpu.check_experts(settings, config)
             cpu.do_without_torchvision()
         environment = launch.environment(self._spec, on_cpu=self.on_cpu)
         with launch.with_environment(environment):

@@ -48,17 +48,50 @@ def check_heads(config: Any) -> None:
         )
 
 
-def check_experts(settings: VllmSettings) -> None:
-    """Reject expert parallelism: this build's kernel would crash the engine at the first request.
+def check_experts(settings: VllmSettings, config: Any) -> None:
+    """Reject expert parallelism, and experts whose weights no kernel of this build can pack.
+
+    With the former the engine would crash at the first request, with the latter at its start. The kernels pack blocks
+    of rows, 32 on x86 and Arm. They pad the intermediate size of the experts to such blocks, except for the activation
+    of gpt-oss, and never the hidden size.
+
+    Args:
+        settings: of vLLM.
+        config: the model's configuration in transformers.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: naming the setting or the size.
     """
     if settings.engine_args.get("enable_expert_parallel") and settings.tensor_parallel_size > 1:
         raise ConfigError(
             "rollout.vllm.engine_args has enable_expert_parallel, which vLLM's build for CPUs does not support; remove "
             "it, so that each worker has a slice of each expert"
         )
+    text = config.get_text_config()
+    if not any(getattr(text, name, None) for name in _NUM_EXPERTS) or find_spec("zentorch") is not None:
+        return  # ZenTorch has kernels of its own.
+    sizes = {"hidden size": int(text.hidden_size)}
+    if text.model_type == "gpt_oss":
+        sizes["intermediate size per worker"] = int(text.intermediate_size) // settings.tensor_parallel_size
+    block = _expert_block()
+    for name, size in sizes.items():
+        if size % block:
+            raise ConfigError(
+                f"the model's experts have the {name} {size}, and vLLM's build for CPUs packs multiples of {block}; "
+                "set rollout.engine = 'transformers'"
+            )
+
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of routed experts in configurations."""
+
+
+def _expert_block() -> int:
+    """Return the number of rows in a block of packed experts, of the least demanding kernel for this processor."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kernels: list[Any] = [CPUUnquantizedExperts, *CPUUnquantizedExperts.__subclasses__()]
+    return min(int(kernel.output_alignment) for kernel in kernels if kernel._supports_current_device())
 
 
 def do_without_torchvision() -> None:
