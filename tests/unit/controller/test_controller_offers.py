@@ -11,9 +11,11 @@ from transcript import Script
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Send
 from starling.controller.core.records import VersionPublished
+from starling.controller.core.weights.publications import RETRY_S
 from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
 from starling.weightsync.plan.layout import encode
-from starling.weightsync.plan.offer import Offer, digest_of, make_offer
+from starling.weightsync.plan.offer import Offer, decode_offer, digest_of, make_offer
+from starling.weightsync.plan.tickets import ticket
 
 
 def enters(script: Script, name: str, host: str, layout: bytes | None = None) -> list[str]:
@@ -49,6 +51,27 @@ def offers(script: Script, version: int, data: bytes, name: str = "rollout-0") -
     """`name` answers that it offers `version`."""
     lease = next(held.id for held in script.state.replicas.leases.all_of(name) if held.kind == "publish")
     return script.receive(name, wire.WeightsPublished(lease=lease, version=version, publish_s=0.0), data)
+
+
+def test_each_pull_of_each_rollout_has_a_ticket_of_its_own_and_none_has_the_secret() -> None:
+    """Tokens of adoptions: a stolen one opens nothing for another reader, and nothing again."""
+    script = Script()
+    for name in ("policy-0", "rollout-0", "rollout-1"):
+        enters(script, name, name)
+    script.publishes(0)
+    lease = next(held.id for held in script.state.replicas.leases.all_of("rollout-0") if held.kind == "adopt")
+    sent = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="the connection broke")
+    script.receive("rollout-0", failed)
+    script.advance_time(RETRY_S)
+    sent += [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    tokens = [decode_offer(send.buffers[0]).ranks[0].token for send in sent]
+    assert [send.peer for send in sent] == ["rollout-0", "rollout-1", "rollout-0"]
+    assert len(set(tokens)) == 3
+    secret = offer_of(0).ranks[0].token
+    assert secret not in tokens
+    for send, token in zip(sent, tokens, strict=True):
+        assert token == ticket(secret, send.peer, send.message.lease)
 
 
 def test_offer_that_arrives_after_the_next_adoption_is_ignored() -> None:

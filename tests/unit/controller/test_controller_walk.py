@@ -11,9 +11,11 @@ from transcript import Script
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import run_phase
 from starling.controller.core.machine import advance
-from starling.sim.replicas.weights import encoded_layout, encoded_offer, layout_of
+from starling.sim.replicas.weights import encoded_layout, layout_of, offer_of
 from starling.weightsync.plan.layout import Box, decode_layout, encode
+from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import decode_plan, make_plan
+from starling.weightsync.plan.tickets import offer_for
 
 Step = tuple[Callable[[Script], list[str]], list[str], str]
 
@@ -228,13 +230,13 @@ def test_seed_of_a_group_depends_only_on_its_tries() -> None:
     assert seeds(fail=True) != [original]
 
 
-def test_adoption_carries_the_offer_and_a_plan_between_the_two_layouts() -> None:
+def test_adoption_carries_an_offer_with_a_ticket_and_a_plan_between_the_two_layouts() -> None:
     script = Script()
     script.joins("policy-0")
     script.joins("rollout-0")
     script.publishes(0)
     (adopt,) = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
-    assert adopt.buffers[0] == encoded_offer(0)
+    assert decode_offer(adopt.buffers[0]) == offer_for(offer_of(0), "rollout-0", adopt.message.lease)
     layouts = [decode_layout(encoded_layout(name)) for name in ("policy-0", "rollout-0")]
     assert decode_plan(adopt.buffers[1]) == make_plan(*layouts)
 

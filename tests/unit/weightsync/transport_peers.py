@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import secrets
 import signal
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
 from starling.weightsync.plan.offer import RankOffer, Transport
+from starling.weightsync.plan.tickets import present
 from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient, TransportServer
 from starling.weightsync.transports.local import LocalClient
 from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes, ReleaseSnapshot, Request, SourceAnswer
@@ -151,6 +153,16 @@ def remote_source(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterato
         made.process.join(ANSWER_S)
 
 
+def opening(offer: RankOffer, number: int = 1) -> OpenSnapshot:
+    """Return a request to open the offered snapshot, with a ticket that was not used before."""
+    return OpenSnapshot(number=number, snapshot=offer.snapshot, token=shown(offer.token, offer.snapshot))
+
+
+def shown(token: str, snapshot: int, rank: int = 0) -> str:
+    """Return what a reader with this secret or ticket presents."""
+    return present(token, snapshot=snapshot, rank=rank, nonce=secrets.token_hex(8)).text
+
+
 class Reader:
     """A transport client, and requests to one source over it."""
 
@@ -176,7 +188,11 @@ class Reader:
     def connect(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
         """Connect and present the token."""
         self.client.connect(name, offer)
-        return self.ask(OpenSnapshot(number=self.number(), snapshot=offer.snapshot, token=offer.token), name=name)
+        return self.ask(self.opening(offer), name=name)
+
+    def opening(self, offer: RankOffer) -> OpenSnapshot:
+        """Return the request that opens the offered snapshot."""
+        return opening(offer, self.number())
 
     def number(self, num: int = 1) -> int:
         first, self._number = self._number, self._number + num

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from transport_peers import shown
 
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.plan.layout import Box, ShardPiece
@@ -36,7 +37,7 @@ def test_no_other_descriptor_writes_to_an_arena(arena: Arena) -> None:
     finally:
         os.close(descriptor)
     reader = ArenaMapping(arena.address)
-    np.testing.assert_array_equal(reader.open(snapshot, token)[:SIZE], np.full(SIZE, 7, np.uint8))
+    np.testing.assert_array_equal(reader.open(snapshot, shown(token, snapshot))[:SIZE], np.full(SIZE, 7, np.uint8))
     reader.close()
     arena.slots[slot][:SIZE] = 8  # its own process can still write
     arena.close()

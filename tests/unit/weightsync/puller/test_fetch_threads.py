@@ -51,7 +51,7 @@ def test_failed_fetch_waits_for_each_writing_thread_though_several_fail() -> Non
             connections.connections({0: offer.ranks}),
             BufferPool(sum(read.buffer_bytes(scatters=False) for read in schedule.reads)),
             pool,
-            FetchOptions("full", 0, DEADLINE_S, place, lambda *_: None, delta_bytes=0),
+            FetchOptions("full", 0, 0, DEADLINE_S, place, lambda *_: None, delta_bytes=0),
             connections.numbers,
             [-1] * len(schedule.reads),
         )

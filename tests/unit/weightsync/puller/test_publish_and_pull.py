@@ -10,7 +10,7 @@ import sys
 import msgspec
 import pytest
 import torch
-from transport_peers import served_transports
+from transport_peers import served_transports, shown
 from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
@@ -101,7 +101,7 @@ def test_leased_snapshot_is_revoked_only_after_the_timeout() -> None:
     reader, other = ArenaMapping(arena.address), ArenaMapping(arena.address)
     with pytest.raises(WeightsError, match="wrong"):
         reader.open(first, "")
-    memory = reader.open(first, token)
+    memory = reader.open(first, shown(token, first))
     assert not memory.flags.writeable
     begin = PAGE_BYTES + arena.slots[first & 1].ctypes.data - arena.slots[0].ctypes.data
     assert (memory.ctypes.data - begin) % HUGE_BYTES == 0
@@ -110,7 +110,7 @@ def test_leased_snapshot_is_revoked_only_after_the_timeout() -> None:
     assert second & 1 == third & 1 != first & 1
     assert reader.valid()
     with pytest.raises(WeightsError, match="is gone"):
-        other.open(second, token)
+        other.open(second, shown(token, second))
     arena.claim(0.0)
     assert reader.valid()
     arena.close()
@@ -135,7 +135,7 @@ def test_claim_with_both_slots_leased_revokes_the_older() -> None:
     for _ in range(2):
         snapshot, token = arena.commit(arena.claim(0.0))
         readers.append(ArenaMapping(arena.address))
-        readers[-1].open(snapshot, token)
+        readers[-1].open(snapshot, shown(token, snapshot))
     arena.commit(arena.claim(0.0))
     assert [reader.valid() for reader in readers] == [False, True]
     readers[1].release()

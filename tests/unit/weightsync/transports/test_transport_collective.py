@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
-from transport_peers import ANSWER_S, ServedSource, content, piece, read_target, reader, serving
+from transport_peers import ANSWER_S, ServedSource, content, opening, piece, read_target, reader, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
@@ -99,7 +99,7 @@ def raw_reader(made: ServedSource) -> Iterator[tuple[Channel, _Pair]]:
 
 
 def present_token(made: ServedSource, channel: Channel) -> None:
-    channel.send([framed(OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token))])
+    channel.send([framed(opening(made.offer))])
     assert not decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
 
 
@@ -169,7 +169,7 @@ def test_one_group_serves_many_snapshots() -> None:
         before = num_threads()
         for _ in range(3):
             offer = made.publish()
-            request = OpenSnapshot(number=peer.number(), snapshot=offer.snapshot, token=offer.token)
+            request = peer.opening(offer)
             assert not peer.ask(request).reason
             assert peer.read([SMALL])[1][0].tobytes() == content(SMALL, (1000,)).tobytes()
             assert not peer.release().reason

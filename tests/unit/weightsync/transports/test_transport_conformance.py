@@ -12,11 +12,22 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from transport_peers import Reader, ServedSource, content, piece, read_target, reader, remote_source, serving
+from transport_peers import (
+    Reader,
+    ServedSource,
+    content,
+    piece,
+    read_target,
+    reader,
+    remote_source,
+    serving,
+    shown,
+)
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
 from starling.weightsync.plan.offer import Transport
+from starling.weightsync.plan.tickets import ticket
 from starling.weightsync.transports.base import ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import OpenSnapshot
 from starling.weightsync.transports.nixl.agent import has_nixl
@@ -169,9 +180,47 @@ def test_wrong_token_is_refused(source: ServedSource, transport: Transport, toke
         answer, arrays = made.read([whole("flat63", "uint8", (63,))])
         assert "token first" in answer.reason
         assert (arrays[0][1:] == 0xFF).all()
-        assert not made.ask(
-            OpenSnapshot(number=made.number(), snapshot=source.offer.snapshot, token=source.offer.token)
-        ).reason
+        assert not made.ask(made.opening(source.offer)).reason
+
+
+def test_ticket_opens_a_snapshot_once(source: ServedSource, transport: Transport) -> None:
+    """A listener replays what was presented; a thief presents the stolen ticket in its own way."""
+    if transport == "local":
+        pytest.skip("a local reader maps the memory itself: no source decides")
+    offer = msgspec.structs.replace(source.offer, token=ticket(source.offer.token, "rollout-1", "adopt:1:1.1"))
+    with reader(transport) as mine, reader(transport) as other:
+        opening = mine.opening(offer)
+        mine.client.connect("source", offer)
+        assert not mine.ask(opening).reason
+        other.client.connect("source", offer)
+        for number, request in enumerate((opening, other.opening(offer), mine.opening(offer)), 1):
+            refused = other.ask(msgspec.structs.replace(request, number=number))
+            assert "was used before" in refused.reason
+        other._number = 10
+        answer, _ = other.read([whole("flat63", "uint8", (63,))])
+        assert "token first" in answer.reason
+        assert not mine.read([whole("flat63", "uint8", (63,))])[0].reason
+        assert not mine.release().reason
+        assert "was used before" in mine.ask(mine.opening(offer)).reason
+
+
+def test_ranks_of_a_reader_share_its_ticket(source: ServedSource, transport: Transport) -> None:
+    token = ticket(source.offer.token, "rollout-1", "adopt:1:1.2")
+    for rank in range(2):
+        with reader(transport) as made:
+            made.client.connect("source", source.offer)
+            text = shown(token, source.offer.snapshot, rank)
+            assert not made.ask(OpenSnapshot(number=made.number(), snapshot=source.offer.snapshot, token=text)).reason
+
+
+def test_ticket_of_another_version_is_refused(transport: Transport) -> None:
+    with serving(transport, PIECES[:4]) as made, reader(transport) as late:
+        newer = made.publish()
+        stale = msgspec.structs.replace(newer, token=ticket(made.offer.token, "rollout-1", "adopt:1:1.1"))
+        assert "is wrong" in late.connect(stale).reason
+        replayed = msgspec.structs.replace(late.opening(made.offer), snapshot=newer.snapshot)
+        assert "is wrong" in late.ask(replayed).reason
+        assert not late.ask(late.opening(newer)).reason
 
 
 def test_read_before_the_token_is_refused(source: ServedSource, transport: Transport) -> None:
@@ -264,7 +313,7 @@ def test_source_killed_or_stopped_at_any_stage_is_handled(
     with remote_source(transport, [wanted]) as other, reader(transport) as made:
         array = np.zeros(size, np.uint8)
         made.client.connect("source", other.offer)
-        opening = OpenSnapshot(number=made.number(), snapshot=other.offer.snapshot, token=other.offer.token)
+        opening = made.opening(other.offer)
         if stage != "connected":
             assert not made.ask(opening).reason
         if stage == "read":

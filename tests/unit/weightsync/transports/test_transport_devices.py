@@ -14,7 +14,6 @@ from transport_peers import NO_TARGET, piece, reader, serving
 
 from starling.weightsync.transports.base import ConnectionLost
 from starling.weightsync.transports.devices import interface_to, local_address_to, net_devices
-from starling.weightsync.transports.messages import OpenSnapshot
 from starling.weightsync.transports.ucx.worker import UcxWorker, has_ucx
 
 WANTED = [piece("a", "uint8", (0, 64))]
@@ -94,7 +93,7 @@ def test_source_refuses_a_reader_from_another_network() -> None:
         port = made.offer.address.rpartition(":")[2]
         offer = msgspec.structs.replace(made.offer, address=f"{address}:{port}")
         outside.client.connect("source", offer)
-        outside.client.ask("source", OpenSnapshot(number=1, snapshot=offer.snapshot, token=offer.token), NO_TARGET)
+        outside.client.ask("source", outside.opening(offer), NO_TARGET)
         event = outside.event()
         assert isinstance(event, ConnectionLost)
         with reader("ucx") as inside:

@@ -20,7 +20,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_peers import ANSWER_S, Reader, ServedSource, content, piece, read_target, reader, remote_source, serving
+from transport_peers import (
+    ANSWER_S,
+    Reader,
+    ServedSource,
+    content,
+    opening,
+    piece,
+    read_target,
+    reader,
+    remote_source,
+    serving,
+)
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import PAGE_BYTES
@@ -295,7 +306,7 @@ class RawReader:
         self.channel.send(REQUEST, encode_message(request))
 
     def open(self) -> None:
-        self.send(OpenSnapshot(number=1, snapshot=self.offer.snapshot, token=self.offer.token))
+        self.send(opening(self.offer))
         assert not self.answer().reason
 
     def receive(self) -> tuple[int, bytes]:

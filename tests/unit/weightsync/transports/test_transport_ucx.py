@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_peers import piece, read_target, reader, serving
+from transport_peers import opening, piece, read_target, reader, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.transports.base import ConnectionLost
 from starling.weightsync.transports.endpoints import is_loopback
-from starling.weightsync.transports.messages import OpenSnapshot
 from starling.weightsync.transports.source import NoDeltas
 from starling.weightsync.transports.ucx.worker import SUPPORTED, UcxRequest, UcxWorker, has_ucx
 
@@ -174,9 +173,7 @@ def _close_while_a_reader_connects() -> None:
         assert not known.connect(made.offer).reason
         failing = made.source.deltas = _Failing()
         asking.client.connect("source", made.offer)
-        asking.client.ask(
-            "source", OpenSnapshot(number=1, snapshot=made.offer.snapshot, token=made.offer.token), read_target([])
-        )
+        asking.client.ask("source", opening(made.offer), read_target([]))
         end = time.monotonic() + WAIT_S
         while not failing.asked.is_set() and time.monotonic() < end:
             asking.client.poll(0.01)

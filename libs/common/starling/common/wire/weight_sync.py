@@ -32,7 +32,7 @@ class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, tag="weights_p
 class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, tag="adopt_weights"):
     """Pull a version and switch to it. Sent when a newer version is on offer; answered by `WeightsAdopted`.
 
-    Buffers: a `weightsync` `Offer` and a `Plan`, both in MessagePack.
+    Buffers: a `weightsync` `Offer`, with tickets for this replica and lease, and a `Plan`, both in MessagePack.
     """
 
     lease: str

@@ -2,8 +2,8 @@
 
 An arena is a memfd: it has no name, so nothing stays behind however its process ends, and other processes of the same
 user map it through ``/proc/<pid>/fd/<n>``, for reading only. It has a page of header, the slots, and a list of the
-pieces in each slot. Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's token,
-and whether the digests of its pieces, which follow the pieces, are there yet.
+pieces in each slot. Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's
+secret, and whether the digests of its pieces, which follow the pieces, are there yet.
 
 A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
 end. The kernel drops it when its holder dies, and a lease on a revoked snapshot blocks no one. A writer takes the
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import logging
 import os
 import re
@@ -35,6 +34,7 @@ from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.huge_pages import collapse, map_shared
 from starling.weightsync.plan.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
 from starling.weightsync.plan.layout import ShardPiece, packed_offsets
+from starling.weightsync.plan.tickets import Presented, accept
 
 WhenBusy = Literal["revoke", "wait", "skip"]
 """What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then fail, or
@@ -92,6 +92,8 @@ class ArenaMapping:
             raise
         self._header: npt.NDArray[np.uint64] | None = memory[:PAGE_BYTES].view(np.uint64)
         self._bytes: Memory | None = memory
+        self.presented: Presented | None = None
+        """The ticket that opened the leased snapshot."""
         self._leased = self._slot = 0  # id of the leased snapshot, 0 for none, and its slot
         self._num_slots, self._extent, list_bytes = (int(self._header[at]) for at in (1, 2, 3))
         end = PAGE_BYTES + self._num_slots * self._extent + list_bytes
@@ -110,7 +112,7 @@ class ArenaMapping:
         return pieces
 
     def open(self, snapshot: int, token: str) -> Memory:
-        """Take a lease on `snapshot` and return its memory.
+        """Take a lease on `snapshot` for what a reader presents (`plan.tickets`), and return its memory.
 
         Raises:
             WeightsError: the token is wrong, or the snapshot is gone.
@@ -124,9 +126,12 @@ class ArenaMapping:
             self.release()
             raise WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
         begin = _TOKENS_AT + self._slot * TOKEN_BYTES
-        if not hmac.compare_digest(self._bytes[begin : begin + TOKEN_BYTES].tobytes().hex().encode(), token.encode()):
+        secret = self._bytes[begin : begin + TOKEN_BYTES].tobytes().hex()
+        try:
+            self.presented = accept(secret, token, snapshot=snapshot)
+        except WeightsError:
             self.release()
-            raise WeightsError(f"The token for snapshot {snapshot} is wrong.")
+            raise
         return self._bytes[PAGE_BYTES + self._slot * self._extent :][: self._extent]
 
     def valid(self) -> bool:
@@ -145,7 +150,7 @@ class ArenaMapping:
         """Give the lease back, if there is one."""
         if self._leased:
             _lock(self._fd, fcntl.F_UNLCK, self._leased)
-            self._leased = 0
+            self._leased, self.presented = 0, None
 
     def close(self) -> None:
         """Release and unmap; the memory is freed with the last view of it."""
@@ -218,7 +223,7 @@ class Arena:
         return slots[0]
 
     def commit(self, slot: int) -> tuple[int, str]:
-        """Make the claimed slot readable. Return the new snapshot's id and token."""
+        """Make the claimed slot readable. Return the new snapshot's id and secret."""
         self._count += 1
         snapshot = self._num_slots * self._count + slot
         token = secrets.token_bytes(TOKEN_BYTES)

@@ -37,7 +37,8 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """``host:port`` of the rank's listener, or the path of its arena (local)."""
     token: str
-    """Grants read access to this snapshot."""
+    """From a publisher: the secret of this snapshot, for the controller only. To a reader: its ticket for one pull, see
+    `plan.tickets`."""
     snapshot: int
     holds: str
     """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""

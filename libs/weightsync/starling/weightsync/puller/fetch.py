@@ -9,6 +9,7 @@ requests their sizes. A bucket whose digest differs after a delta was applied is
 from __future__ import annotations
 
 import queue
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.plan.buckets import BUCKETS_PER_SOURCE, payload_bytes
 from starling.weightsync.plan.layout import aligned
 from starling.weightsync.plan.offer import DIGEST_BYTES
+from starling.weightsync.plan.tickets import present
 from starling.weightsync.puller.deadline import Deadline
 from starling.weightsync.puller.report import PullProgress
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, with_deltas
@@ -43,6 +45,8 @@ from starling.weightsync.transports.messages import (
 
 MAX_ATTEMPTS: Final = 2
 """How often a source is asked for a bucket that arrives with a wrong digest."""
+NONCE_BYTES: Final = 16
+"""Randomness in what is presented to a source."""
 PROGRESS_INTERVAL_S: Final = 0.1
 """Minimum time between two progress reports."""
 
@@ -79,6 +83,8 @@ class FetchOptions:
     digests: DigestMode
     version: int
     """The version being pulled."""
+    rank: int
+    """The destination's rank."""
     stall_s: float
     """How long a source may owe an answer before a fallback source is tried, if there is one."""
     place: Callable[[BucketRead, int, Array], None]
@@ -245,7 +251,9 @@ class BucketFetcher:
         number = self._numbers(1)
         self._control[number] = source
         offer = source.offer
-        source.ask(OpenSnapshot(number=number, snapshot=offer.snapshot, token=offer.token), ReadTarget())
+        nonce = secrets.token_hex(NONCE_BYTES)
+        shown = present(offer.token, snapshot=offer.snapshot, rank=self._options.rank, nonce=nonce)
+        source.ask(OpenSnapshot(number=number, snapshot=offer.snapshot, token=shown.text), ReadTarget())
 
     def _may_ask(self, source: SourceConnection) -> bool:
         num_in_flight = len(self._requested) + len(self._measuring)

@@ -284,6 +284,7 @@ class Puller:
         options = FetchOptions(
             digests=self._digests,
             version=offer.version,
+            rank=self._rank,
             stall_s=self._stall_s,
             place=place,
             arrived=arrived,

@@ -1,7 +1,7 @@
 """The snapshots that one rank offers, and the session of one reader; shared by the servers of all transports.
 
 A `SnapshotSource` belongs to the process that holds the weights. A `ReaderSession` is one reader's connection: it holds
-a lease on at most one snapshot at a time, granted for that snapshot's token.
+a lease on at most one snapshot at a time, granted for a ticket of that snapshot.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class SnapshotSource:
         self.pieces = PiecesByName(pieces)
         self._lock = threading.Lock()
         self._caches: dict[int, DigestCache] = {}
+        self._used: dict[int, set[str]] = {}
 
     def cache(self, snapshot: int) -> DigestCache:
         """Return the digest cache of a snapshot. Caches of snapshots that are gone are deleted."""
@@ -137,6 +138,16 @@ class SnapshotSource:
             for old in [old for old in self._caches if not self.arena.is_readable(old)]:
                 del self._caches[old]
             return self._caches.setdefault(snapshot, DigestCache())
+
+    def use(self, snapshot: int, ticket: str) -> None:
+        """Note the use of a ticket. Raises WeightsError when it was used before."""
+        with self._lock:
+            for old in [old for old in self._used if not self.arena.is_readable(old)]:
+                del self._used[old]
+            used = self._used.setdefault(snapshot, set())
+            if ticket in used:
+                raise WeightsError(f"The token for snapshot {snapshot} was used before: each one opens it once.")
+            used.add(ticket)
 
 
 def _always() -> bool:
@@ -305,6 +316,12 @@ class ReaderSession:
         if self._lease is None:
             self._lease = ArenaMapping(self._source.address)
         self._lease.open(request.snapshot, request.token)
+        assert self._lease.presented is not None
+        try:
+            self._source.use(request.snapshot, self._lease.presented.use)
+        except WeightsError:
+            self._lease.release()
+            raise
         slots = self._source.arena.slots
         self.memory = slots[request.snapshot % len(slots)]
         self._arrays = packed_arrays(self._source.pieces.pieces, self.memory)

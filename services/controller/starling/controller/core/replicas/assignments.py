@@ -18,17 +18,18 @@ def grant(
     kind: LeaseKind,
     subject: int | str,
     command: Callable[[str], wire.LeasedCommand],
-    buffers: Buffers = (),
+    buffers: Buffers | Callable[[str], Buffers] = (),
     tokens: int = 0,
 ) -> str:
     """Give `member` a piece of work under a new lease, which is returned.
 
-    `command` makes the message for a lease; `tokens` are expected of a group to generate.
+    `command` makes the message for a lease, and `buffers` its buffers where they depend on the lease; `tokens` are
+    expected of a group to generate.
     """
     leases = state.replicas.leases
     leases.num_granted += 1
     lease = lease_id(kind, subject, state.incarnation, leases.num_granted)
-    send = Send(member.name, command(lease), buffers)
+    send = Send(member.name, command(lease), buffers(lease) if callable(buffers) else buffers)
     state.outbox.add(send)
     leases.grant(lease, kind, member.name, send, state.now, state.plan.timeouts.of(kind), tokens)
     state.replicas.slots.mark(member, kind)

@@ -12,7 +12,7 @@ from starling.common.errors import WeightsError
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
-from starling.controller.core.events import Received
+from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.files import fetch_step, take_fetched
 from starling.controller.core.records import VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
@@ -22,6 +22,8 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
+from starling.weightsync.plan.layout import encode
+from starling.weightsync.plan.tickets import offer_for
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed or mismatched pulls from a rollout after which it is no longer used as a source."""
@@ -130,7 +132,11 @@ def _pull(state: ControllerState, member: Member, version: int, *, with_state: b
         evict(state, member if source.role == "policy" else source, str(error))
         return True
     command = functools.partial(wire.AdoptWeights, version=version, source=source.name, with_state=with_state)
-    grant(state, member, "adopt", version, lambda lease: command(lease=lease), (offer.offer, plan))
+
+    def buffers(lease: str) -> Buffers:
+        return encode(offer_for(offer.offer, member.name, lease)), plan
+
+    grant(state, member, "adopt", version, lambda lease: command(lease=lease), buffers)
     state.weights.outdated.pop(member.name, None)
     return True
 

@@ -15,7 +15,7 @@ from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.weightsync.plan.layout import Layout, encode
-from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.plan.offer import Offer, decode_offer
 from starling.weightsync.plan.planner import PlanCache
 
 RETRY_S = 1.0
@@ -33,7 +33,8 @@ class PublishedOffer:
     is_policy: bool
     version: int
     root: str
-    offer: bytes
+    offer: Offer
+    """With the secrets of its snapshots: a reader gets tickets instead."""
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Publications:
         if member.role != "policy" and version not in self.roots:
             raise WeightsError(f"No policy has published version {version}.")
         self._withdraw(member.name)
-        published = PublishedOffer(member.name, member.host, member.role == "policy", version, offered.root, encoded)
+        published = PublishedOffer(member.name, member.host, member.role == "policy", version, offered.root, offered)
         self.offers[member.name] = published
         self._places.setdefault(version, {}).setdefault(member.host, {})[member.name] = published
         is_new = published.is_policy and not self.is_root(version, offered.root)

@@ -1,0 +1,101 @@
+"""Tickets: the right of one reader to read one snapshot, once.
+
+A publisher draws a secret for each snapshot. Its offer carries the secret to the controller, over the encrypted control
+plane, and nowhere else. For each pull the controller derives a ticket from it and sends that to the reader alone, over
+the encrypted control plane too. The source derives the same key from its secret and the claims that the reader
+presents, so it needs to know nothing of its readers:
+
+    key       = HMAC-SHA256(secret, claims)           claims: the reader's name and its pull
+    rank key  = HMAC-SHA256(key, rank)                a reader of several ranks opens the snapshot once with each
+    presented = claims, rank, nonce, HMAC-SHA256(rank key, snapshot, nonce)
+
+The keys never travel over the network of the weights: who listens there learns none. The source accepts each pair of
+claims and rank once, so what was presented is worth nothing afterwards; and another snapshot has another secret. The
+rank key also is what a connection's encryption begins from (RFC 2104; the scheme is that of a Kerberos ticket).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Final, NamedTuple
+
+import msgspec
+
+from starling.common.errors import WeightsError
+from starling.weightsync.plan.offer import Offer
+
+MAX_RANKS: Final = 1 << 16
+"""Number of ranks that a reader may have."""
+_MAX_CHARACTERS: Final = 512
+_SEPARATOR: Final = "|"
+
+
+class Presented(NamedTuple):
+    """A ticket as a source accepted it, or as a reader presents it."""
+
+    text: str
+    """What travels to the source."""
+    use: str
+    """Claims and rank, which a source accepts once."""
+    key: bytes
+    """Known to the reader and the source only."""
+
+
+def offer_for(offer: Offer, reader: str, pull: str) -> Offer:
+    """Return a publisher's offer with a ticket in place of each secret.
+
+    Args:
+        offer: as it came from the publisher.
+        reader: name of the replica that may pull.
+        pull: name of its pull, which no other pull has.
+    """
+    ranks = (msgspec.structs.replace(rank, token=ticket(rank.token, reader, pull)) for rank in offer.ranks)
+    return msgspec.structs.replace(offer, ranks=tuple(ranks))
+
+
+def ticket(secret: str, reader: str, pull: str) -> str:
+    """Return the ticket of one reader for one pull, derived from the secret of a snapshot."""
+    claims = f"{reader} {pull}".replace(_SEPARATOR, " ")
+    return claims + _SEPARATOR + _mac(secret.encode(), claims).hex()
+
+
+def present(token: str, *, snapshot: int, rank: int, nonce: str) -> Presented:
+    """Return what rank `rank` of a reader presents to open a snapshot.
+
+    Args:
+        token: the ticket. A reader in the publisher's own program may have the secret instead, and then makes a ticket
+            for itself.
+        snapshot: number of the snapshot.
+        rank: the reader's rank.
+        nonce: fresh random characters, none of them a bar.
+    """
+    if _SEPARATOR not in token:
+        token = ticket(token, "reader", nonce)
+    claims, _, key = token.rpartition(_SEPARATOR)
+    return _present(claims, key, snapshot, rank, nonce)
+
+
+def accept(secret: str, text: str, *, snapshot: int) -> Presented:
+    """Check what a reader presents against the secret of a snapshot.
+
+    Raises:
+        WeightsError: it is not a ticket for this snapshot.
+    """
+    claims, rank, nonce, _ = (*text.split(_SEPARATOR), "", "", "", "")[:4]
+    if len(text) <= _MAX_CHARACTERS and rank.isascii() and rank.isdigit() and int(rank) < MAX_RANKS:
+        own = _present(claims, _mac(secret.encode(), claims).hex(), snapshot, int(rank), nonce)
+        if hmac.compare_digest(own.text.encode(), text.encode("utf-8", "surrogatepass")):
+            return own
+    raise WeightsError(f"The token for snapshot {snapshot} is wrong.")
+
+
+def _present(claims: str, key: str, snapshot: int, rank: int, nonce: str) -> Presented:
+    rank_key = _mac(key.encode(), str(rank))
+    proof = _mac(rank_key, f"{snapshot} {nonce}").hex()
+    use = f"{claims}{_SEPARATOR}{rank}"
+    return Presented(_SEPARATOR.join((use, nonce, proof)), use, rank_key)
+
+
+def _mac(key: bytes, text: str) -> bytes:
+    return hmac.digest(key, text.encode(), hashlib.sha256)
