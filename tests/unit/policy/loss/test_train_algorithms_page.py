@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -89,3 +93,20 @@ def test_algorithms_page_explains_every_setting() -> None:
         one for name in ("kind", "level") for one in get_args(CorrectionSettings.model_fields[name].annotation)
     }
     assert sorted(names_of_settings - explained) == []
+
+
+def test_algorithms_page_shows_the_figures_of_the_script() -> None:
+    """`bench/departures.py` computes both sides; its figures are those of the table."""
+    command = [sys.executable, str(ROOT / "bench" / "departures.py")]
+    printed = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    (line,) = printed.stdout.splitlines()
+    detail = json.loads(line)["detail"]
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| [^|]+ \|$", PAGE, re.MULTILINE)
+    shown = {name: {"relative": float(relative), "cosine": float(cosine)} for name, relative, cosine in rows}
+    assert shown.keys() == detail["departures"].keys()
+    for name, figures in detail["departures"].items():
+        assert shown[name] == pytest.approx(figures, rel=0.03, abs=0.002), name
+    assert set(detail["largest_log_ratio"].values()) == {20}
+    assert "A log-ratio beyond 20 nats has no gradient here" in PAGE
