@@ -204,6 +204,21 @@ def test_one_log_probability_that_is_not_finite_is_found(bad: float, length: int
     assert "a log-probability is not finite" in reason(script)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in dot")
+@pytest.mark.parametrize("length", [10, 10_000])
+def test_every_finite_log_probability_is_accepted(length: int) -> None:
+    script = Script()
+    script.start_run()
+    result = valid()
+    for index in (1, 2, 3):
+        result.put(index, np.zeros(2 * length, KINDS[index][0]))
+    for index in (0, 1):
+        result.change(index, num_tokens=length)
+    result.put(2, np.full(2 * length, np.finfo(np.float32).min))
+    result.send(script)
+    assert any(isinstance(write.record, CompletionsStored) for write in script.journal)
+
+
 def test_valid_completions_are_stored() -> None:
     script = Script()
     script.start_run()

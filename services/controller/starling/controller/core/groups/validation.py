@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -49,7 +49,8 @@ MAX_GRID: Final = 1 << 16
 INT32: Final = np.dtype(np.int32)
 FLOAT32: Final = np.dtype(np.float32)
 GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
-OF_TOKENS: Final = tuple(zip(GROUP_NAMES[1:], GROUP_TENSORS[1:], strict=True))
+OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(1, len(GROUP_TENSORS)))
+"""Position and element type of the tensors with one entry for each token of the completions."""
 MAX_DOT: Final = 8192
 """Elements whose sum of squares is computed in the calling thread."""
 COMPLETION_BYTES: Final = 128
@@ -112,66 +113,57 @@ def _check_texts(trajectories: Sequence[TrajectoryMeta], prompt: Prompt) -> None
         )
 
 
-class GroupArrays(NamedTuple):
-    """The tensors of a generated group; T tokens of all completions end to end."""
-
-    prompt: Array
-    """Token ids, [prompt]."""
-    tokens: Array
-    """Token ids, [T]."""
-    logprobs: Array
-    versions: Array
-    named: dict[str, Array]
-    """The others, by name."""
-
-
-def group_arrays(
-    trajectories: Sequence[TrajectoryMeta], tensors: Sequence[TensorMeta], buffers: Buffers
-) -> GroupArrays:
-    """Return the tensors of a generated group, after a check of their forms and sizes.
+def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[TensorMeta], buffers: Buffers) -> None:
+    """Check the element types, shapes and sizes of the tensors of a generated group.
 
     Raises:
         InvalidResultError: naming the first that is wrong.
     """
-    if len(tensors) < len(GROUP_TENSORS) or len(buffers) != len(tensors):
+    num = len(tensors)
+    if num < len(GROUP_TENSORS) or len(buffers) != num:
         raise InvalidResultError(
-            f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(GROUP_TENSORS)} or more"
+            f"{num} tensors came in {len(buffers)} buffers instead of {len(GROUP_TENSORS)} or more"
         )
     total = sum([one.num_tokens for one in trajectories])
     shape, size_bytes = (total,), 4 * total
-    for (name, form), meta, buffer in zip(OF_TOKENS, tensors[1:], buffers[1:], strict=False):
-        if meta.shape != shape or meta.dtype != form.dtype or not meta.nbytes == len(buffer) == size_bytes:
-            _array(name, form, meta, buffer)
-            raise InvalidResultError(f"its completions have {total} tokens, and {meta.shape[0]} {name} came")
-    prompt = _array(GROUP_NAMES[0], GROUP_TENSORS[0], tensors[0], buffers[0])
-    if not len(prompt):
+    for index, dtype in OF_TOKENS:
+        meta = tensors[index]
+        if meta.shape != shape or meta.dtype != dtype or not meta.nbytes == len(buffers[index]) == size_bytes:
+            _check_form(GROUP_NAMES[index], GROUP_TENSORS[index], meta, buffers[index])
+            raise InvalidResultError(
+                f"its completions have {total} tokens, and {meta.shape[0]} {GROUP_NAMES[index]} came"
+            )
+    _check_form(GROUP_NAMES[0], GROUP_TENSORS[0], tensors[0], buffers[0])
+    if not buffers[0]:
         raise InvalidResultError("its prompt has no tokens")
-    tokens, versions = np.frombuffer(buffers[1], INT32), np.frombuffer(buffers[3], INT32)
-    logprobs = np.frombuffer(buffers[2], FLOAT32)
-    named = _named(tensors[len(GROUP_TENSORS) :], buffers[len(GROUP_TENSORS) :]) if len(tensors) > 4 else {}
-    return GroupArrays(prompt, tokens, logprobs, versions, named)
+    if num > len(GROUP_TENSORS):
+        _named(tensors, buffers)
 
 
-def check_group_contents(trajectories: Sequence[TrajectoryMeta], arrays: GroupArrays) -> None:
-    """Check what the tensors of a generated group hold against the descriptions of its trajectories.
+def check_group_contents(
+    trajectories: Sequence[TrajectoryMeta], tensors: Sequence[TensorMeta], buffers: Buffers
+) -> None:
+    """Check what the tensors of a generated group, whose forms are right, hold.
 
     Raises:
         InvalidResultError: naming the first that is wrong.
     """
-    prompt, tokens, logprobs, versions, named = arrays
-    if prompt[prompt.argmin()] < 0 or (tokens.size and tokens[tokens.argmin()] < 0):
+    prompt, tokens = np.frombuffer(buffers[0], INT32), np.frombuffer(buffers[1], INT32)
+    if prompt.item(prompt.argmin()) < 0 or (tokens.size and tokens.item(tokens.argmin()) < 0):
         raise InvalidResultError("it has a negative token id")
-    _require_finite("a log-probability", logprobs)
+    _require_finite("a log-probability", np.frombuffer(buffers[2], FLOAT32))
+    named = _named(tensors, buffers) if len(tensors) > len(GROUP_TENSORS) else {}
     mask = named.get(LOSS_MASK)
     _check_mask(trajectories, mask, len(tokens))
-    _check_versions(trajectories, versions, mask)
-    _check_images(named, len(prompt))
+    _check_versions(trajectories, buffers[3], mask)
+    if named:
+        _check_images(named, len(prompt))
 
 
 def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
     """Return the tensors that follow the first four, by name."""
     arrays: dict[str, Array] = {}
-    for meta, buffer in zip(tensors, buffers, strict=True):
+    for meta, buffer in list(zip(tensors, buffers, strict=True))[len(GROUP_TENSORS) :]:
         form = MASK_FORM if meta.name == LOSS_MASK else PROMPT_TENSORS.get(meta.name)
         if form is None or meta.name in arrays:
             raise InvalidResultError(f"a tensor {meta.name[:MAX_NAME_CHARACTERS]!r} came, or came twice")
@@ -179,26 +171,28 @@ def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
     return arrays
 
 
-def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Array:
-    """Return a tensor without copying it."""
+def _check_form(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> None:
     fits = meta.dtype == form.dtype and len(meta.shape) == form.num_dims and min(meta.shape) >= 0
     if not fits or not meta.nbytes == len(buffer) == math.prod(meta.shape) * form.item_bytes:
         raise InvalidResultError(
             f"the tensor of {name} is {meta.dtype[:20]}{list(meta.shape[:9])} in {len(buffer)} bytes instead of "
             f"{form.dtype} of {form.num_dims} dimensions"
         )
+
+
+def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Array:
+    """Return a tensor without copying it, after a check of its form."""
+    _check_form(name, form, meta, buffer)
     array: Array = np.frombuffer(buffer, form.dtype)
     return array if form.num_dims == 1 else array.reshape(meta.shape)
 
 
 def _require_finite(what: str, array: Array) -> None:
     flat = array if array.ndim == 1 else array.reshape(-1)
-    # The sum of squares takes a quarter of the time of the extremes, but of many elements several threads.
-    if flat.size <= MAX_DOT:
-        is_finite = math.isfinite(flat.dot(flat))
-    else:
-        is_finite = math.isfinite(flat.min()) and math.isfinite(flat.max())
-    if not is_finite:
+    # If the sum of squares is finite, so is each element: this takes a fraction of the time of looking at each. But BLAS
+    # computes the sum of many in several threads, and it overflows for finite elements beyond 1e17.
+    is_proven = flat.size <= MAX_DOT and math.isfinite(flat.dot(flat))
+    if not is_proven and not np.isfinite(flat).all():
         raise UnusableResultError(f"{what} is not finite")
 
 
@@ -218,13 +212,13 @@ def _check_mask(trajectories: Sequence[TrajectoryMeta], mask: Array | None, tota
         begin = end
 
 
-def _check_versions(trajectories: Sequence[TrajectoryMeta], versions: Array, mask: Array | None) -> None:
+def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask: Array | None) -> None:
     """Check that each trajectory names the oldest and the newest version of its sampled tokens."""
-    if not len(versions):
+    if not encoded:
         return
-    encoded = versions.tobytes()
+    versions = np.frombuffer(encoded, INT32)
     if encoded[4:] == encoded[:-4]:  # all are equal, as nearly always
-        lowest = int(versions[0])
+        lowest = versions.item(0)
         fits = True
         for one in trajectories:
             if one.oldest_version != lowest or one.newest_version != lowest:
@@ -348,7 +342,8 @@ def contents_problem(message: object, buffers: Buffers) -> ContentsProblem | Non
     """
     try:
         if isinstance(message, GroupGenerated):
-            check_group_contents(message.trajectories, group_arrays(message.trajectories, message.tensors, buffers))
+            check_group_forms(message.trajectories, message.tensors, buffers)
+            check_group_contents(message.trajectories, message.tensors, buffers)
         elif isinstance(message, TokensScored):
             for array in teacher_arrays(message.tensors, buffers):
                 if array.dtype == np.int32:
@@ -394,10 +389,10 @@ def check_stored(
         raise InvalidResultError(f"it has {len(tensors)} tensors and {len(buffers)} buffers")
     of_teacher = [index for index, meta in enumerate(tensors) if meta.name in TEACHER_TENSORS]
     own = [index for index in range(len(tensors)) if index not in of_teacher]
-    arrays = group_arrays(trajectories, [tensors[i] for i in own], [buffers[i] for i in own])
+    check_group_forms(trajectories, [tensors[i] for i in own], [buffers[i] for i in own])
     if of_teacher:
         of_tokens = [tensors[i] for i in of_teacher]
-        check_teacher_names(len(arrays.tokens), of_tokens)
+        check_teacher_names(sum(one.num_tokens for one in trajectories), of_tokens)
         teacher_arrays(of_tokens, [buffers[i] for i in of_teacher])
     if rewards and (len(rewards) != len(trajectories) or any(r is None or not abs(r) <= MAX_REWARD for r in rewards)):
         raise InvalidResultError(f"its rewards are {list(rewards)[:9]}")
