@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from starling.common.errors import WireError
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import Down, Envelope, Up
-from starling.common.wire.schema import FAMILIES, RECEIVERS, breaking_changes, markdown, schema
+from starling.common.wire.schema import FAMILIES, NESTED, RECEIVERS, breaking_changes, markdown, schema
 
 ROOT = Path(__file__).parents[3]
 WIRE = ROOT / "libs/common/starling/common/wire"
@@ -39,6 +39,11 @@ def test_families_and_receivers_cover_each_message_once() -> None:
     assert len(members) == len(set(members))
     assert set(members) == {*messages.Up.__args__, *messages.Down.__args__}
     assert set(RECEIVERS) == set(messages.Down.__args__)
+
+
+def test_no_message_is_tracked_by_the_garbage_collector() -> None:
+    members = [member for family in FAMILIES for member in family.members]
+    assert [one.__name__ for one in (*members, *NESTED) if one.__struct_config__.gc] == []
 
 
 @pytest.mark.parametrize("change", ["drop a message", "rename a field", "new field without default"])

@@ -8,7 +8,7 @@ from starling.common.ids import Role
 from starling.common.wire.structs import HeldLease, Status, Wait
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     """A replica asks to join. Sent twice a second until `Welcome` arrives, and again after `RequestHello`.
 
     Buffer 0, if `has_layout`: a `weightsync` `Layout` in MessagePack.
@@ -28,7 +28,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Policy: it can pull weights and optimizer state from another policy, and train a share of a step."""
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="welcome"):
     """The replica is a member. Sent in answer to `Hello` and to every `Heartbeat`, so that silence means a lost
     controller.
 
@@ -42,18 +42,18 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     within `lease_s` was answered."""
 
 
-class RequestHello(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+class RequestHello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="introduce"):
     """The controller does not know the sender. Sent in answer to a message of an unknown replica; answered by
     `Hello`."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="refused"):
     """The replica cannot become a member and must exit. Sent when its run, key, role or model does not fit."""
 
     reason: str
 
 
-class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="heartbeat"):
     """A replica's whole state. Sent every `heartbeat_s`; the controller answers with what differs from its view."""
 
     leases: tuple[HeldLease, ...] = ()
@@ -67,13 +67,13 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """Everything that it waits for now."""
 
 
-class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+class ReleaseLeases(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="release"):
     """The replica may forget these leases. Sent when their results have arrived, or are no longer needed."""
 
     leases: tuple[str, ...]
 
 
-class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed"):
+class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="lease_failed"):
     """A replica could not do the work of a lease, and no longer holds it. Sent in place of the result."""
 
     lease: str
@@ -87,37 +87,37 @@ class LeaseFailed(msgspec.Struct, frozen=True, kw_only=True, tag="lease_failed")
     """Prompts of the groups of a step that the policy cannot train, whatever else is in the step."""
 
 
-class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="sleep"):
     """Release the devices' memory. Sent when a replica that shares the devices is to use them; answered by `Slept`."""
 
     lease: str
 
 
-class Slept(msgspec.Struct, frozen=True, kw_only=True, tag="slept"):
+class Slept(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="slept"):
     """The replica's devices are free. Sent when `Sleep` is done."""
 
     lease: str
 
 
-class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+class Wake(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="wake"):
     """Take the devices' memory back. Sent when the other replicas have released it; answered by `Woken`."""
 
     lease: str
 
 
-class Woken(msgspec.Struct, frozen=True, kw_only=True, tag="awake"):
+class Woken(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="awake"):
     """The replica has its devices again. Sent when `Wake` is done."""
 
     lease: str
 
 
-class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+class Drain(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="drain"):
     """No more work follows: say `Leave` and exit with 0. Sent when the run is over."""
 
     reason: str
 
 
-class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+class Leave(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="leave"):
     """A replica's last message. Sent when it exits gracefully; its leases are free."""
 
     reason: str

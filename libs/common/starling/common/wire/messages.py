@@ -5,6 +5,9 @@ are declared by family, each request next to its answer: `weight_sync`, `rollout
 `operations`; `structs` holds what several of them contain. A message may be followed by raw buffer frames, which it
 describes by `TensorMeta`; the controller forwards them without decoding them.
 
+Messages contain no cycles, so none of them is tracked by the garbage collector (`gc=False`): it would scan the parts of
+all groups that are in progress again and again.
+
 Growth: a new field comes last and has a default that means "absent"; a tag is never reused. `schema.json` in this
 folder records the wire format, and a test compares.
 """

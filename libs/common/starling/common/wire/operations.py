@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class QueryRun(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+class QueryRun(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="ask"):
     """Asks for the state of the run, or for what it waits for. Sent by `starling status` and `starling why`; answered
     by `OperatorReply`."""
 
@@ -16,7 +16,7 @@ class QueryRun(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     about: Literal["status", "why"]
 
 
-class ChangeSetting(msgspec.Struct, frozen=True, kw_only=True, tag="change_setting"):
+class ChangeSetting(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="change_setting"):
     """Changes a setting of the running job. Sent by `starling set`; answered by `OperatorReply`. A repeated request
     counts once."""
 
@@ -26,7 +26,7 @@ class ChangeSetting(msgspec.Struct, frozen=True, kw_only=True, tag="change_setti
     value: float | int | bool | str
 
 
-class RequestEvaluation(msgspec.Struct, frozen=True, kw_only=True, tag="request_evaluation"):
+class RequestEvaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="request_evaluation"):
     """Requests an evaluation of the newest version. Sent by `starling evaluate` with a running job; answered by
     `OperatorReply`. A repeated request counts once."""
 
@@ -35,14 +35,14 @@ class RequestEvaluation(msgspec.Struct, frozen=True, kw_only=True, tag="request_
     """Completions of each prompt; 0 for the number in the recipe."""
 
 
-class RequestStop(msgspec.Struct, frozen=True, kw_only=True, tag="request_stop"):
+class RequestStop(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="request_stop"):
     """Stops the run gracefully. Sent by `starling stop`; answered by `OperatorReply`."""
 
     request: str
     reason: str
 
 
-class OperatorReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+class OperatorReply(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="reply"):
     """The answer to an operator. Sent for every request."""
 
     request: str

@@ -16,7 +16,7 @@ from starling.common.wire.structs import (
 )
 
 
-class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, tag="generate_group"):
+class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="generate_group"):
     """Generate `num_completions` completions of `prompt`. Sent when the rollout has a free slot; answered by
     `GroupGenerated` or `GroupInterrupted`.
 
@@ -36,7 +36,7 @@ class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, tag="generate_gro
     tensors: tuple[TensorMeta, ...] = ()
 
 
-class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
+class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_generated"):
     """The completions of one prompt. Sent when all of them are done. Buffers follow as `TrainGroup` lists them."""
 
     lease: str
@@ -46,7 +46,7 @@ class GroupGenerated(msgspec.Struct, frozen=True, kw_only=True, tag="group_gener
     """Divisor of the logits under which they were sampled, as requested; -1 if not reported."""
 
 
-class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
+class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_interrupted"):
     """The partial completions of a group that this rollout cannot finish. Sent when it stops, sleeps or loses its
     engine; another rollout resumes from them. Buffers follow as `GenerateGroup` lists them."""
 
@@ -60,7 +60,7 @@ class GroupInterrupted(msgspec.Struct, frozen=True, kw_only=True, tag="group_int
     """The engine died while it worked on this group, which may be the cause."""
 
 
-class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, tag="score_group"):
+class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="score_group"):
     """Score the completions of `prompt`. Sent when a group is generated; answered by `GroupScored`."""
 
     lease: str
@@ -68,7 +68,7 @@ class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, tag="score_group"):
     completions: tuple[CompletionText, ...]
 
 
-class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
+class GroupScored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_scored"):
     """The rewards of one group, in the order of its completions; null where a scorer failed. Sent when all scorers
     are done."""
 
@@ -81,7 +81,7 @@ class GroupScored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored")
     """One sentence for each failure."""
 
 
-class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag="score_tokens"):
+class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="score_tokens"):
     """Compute a teacher's log-probabilities of the tokens of these completions. Sent when a group is generated;
     answered by `TokensScored`.
 
@@ -98,7 +98,7 @@ class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag="score_tokens")
     tensors: tuple[TensorMeta, ...]
 
 
-class TokensScored(msgspec.Struct, frozen=True, kw_only=True, tag="tokens_scored"):
+class TokensScored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="tokens_scored"):
     """A teacher's log-probabilities of the completions of one group. Sent when they are computed. Buffers follow in
     the order of `tensors`.
 

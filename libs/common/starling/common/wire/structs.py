@@ -26,7 +26,7 @@ TRAINABLE_STATUSES = frozenset({Status.OK, Status.TRUNCATED})
 """Statuses of trajectories that may be trained."""
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sender, incarnation and position of the message that follows, and the event that caused it."""
 
     protocol: int
@@ -43,7 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the event that caused the message: ``<peer>/<incarnation>/<seq>`` or ``tick``."""
 
 
-class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
+class TensorMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One buffer frame: its element type (numpy name), shape, and size in bytes."""
 
     dtype: str
@@ -53,14 +53,14 @@ class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the tensor where its position does not identify it, for example ``pixel_values``."""
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One message of a conversation, as chat templates take it."""
 
     role: str
     content: str
 
 
-class Media(msgspec.Struct, frozen=True, kw_only=True):
+class Media(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One image or video of a prompt, opened by the rollout."""
 
     kind: Literal["image", "video"]
@@ -71,7 +71,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
     """Frames per second of a video; 0 if unknown, which counts as 2."""
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One input with its reference answer."""
 
     id: str
@@ -90,7 +90,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Images and videos for the ``<image>`` and ``<video>`` markers of the conversation, in their order."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sampling parameters."""
 
     max_tokens: int
@@ -107,7 +107,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """With the completion's index it determines every token, whatever else is in the batch."""
 
 
-class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One trajectory of a generated group; its tokens are in the group's buffers."""
 
     status: Status
@@ -131,7 +131,7 @@ class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     """How many of its tokens come from an environment; the others were sampled."""
 
 
-class PartialCompletionMeta(msgspec.Struct, frozen=True, kw_only=True):
+class PartialCompletionMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The sampled part of an interrupted completion; its tokens are in the buffers of the message."""
 
     num_tokens: int
@@ -139,7 +139,7 @@ class PartialCompletionMeta(msgspec.Struct, frozen=True, kw_only=True):
     """How it ended; absent if it is not complete."""
 
 
-class CompletionText(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionText(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One completion as a scorer sees it."""
 
     text: str
@@ -150,7 +150,7 @@ class CompletionText(msgspec.Struct, frozen=True, kw_only=True):
     """Reward of the environment, if it gives one."""
 
 
-class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One trajectory of a training step: its length, versions and reward."""
 
     num_tokens: int
@@ -159,7 +159,7 @@ class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     status: Status = Status.OK
 
 
-class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
+class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One group of a training step. Its buffers follow in the order of `tensors`.
 
     The tensors are: prompt token ids (int32, [prompt]), completion token ids (int32, [sum of num_tokens]),
@@ -179,7 +179,7 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Divisor of the logits under which it was sampled; 0 for the one of the step."""
 
 
-class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Progress of leased work that moves bytes."""
 
     bytes_done: int
@@ -193,7 +193,7 @@ class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True):
         return f"{share} %" if self.seconds_left is None else f"{share} %, {self.seconds_left:.1f} s left"
 
 
-class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
+class HeldLease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One lease in a replica's heartbeat."""
 
     lease: str
@@ -203,7 +203,7 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a pull."""
 
 
-class Wait(msgspec.Struct, frozen=True, kw_only=True):
+class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Something that a service waits for now. Every wait has a deadline."""
 
     what: str
@@ -216,7 +216,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the service gives up."""
 
 
-class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+class Alarm(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A metric of a step that is out of bounds, and its meaning."""
 
     name: str

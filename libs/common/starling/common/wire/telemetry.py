@@ -7,7 +7,7 @@ import msgspec
 from starling.common.wire.messages import LeaseProgress
 
 
-class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One replica, for the live view."""
 
     name: str
@@ -21,7 +21,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of that pull."""
 
 
-class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The state of the run at one moment."""
 
     phase: str

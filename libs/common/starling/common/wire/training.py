@@ -9,7 +9,7 @@ import msgspec
 from starling.common.wire.structs import Alarm, Prompt, TrainGroup
 
 
-class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
+class TrainStep(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="train_step"):
     """Train version `step` from version `step - 1`, on scored groups or on supervised examples. Sent when the batch of
     the step is complete; answered by `StepTrained`. Buffers follow as the groups' `tensors` list them."""
 
@@ -42,7 +42,7 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, tag="train_step"):
     """Maximum number of tokens that a completion of these groups could have; 0 if not reported."""
 
 
-class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained"):
+class StepTrained(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step_trained"):
     """A step is done, and the policy holds version `step`. Sent when the optimizer has changed the weights."""
 
     lease: str
@@ -55,7 +55,7 @@ class StepTrained(msgspec.Struct, frozen=True, kw_only=True, tag="step_trained")
     step of examples."""
 
 
-class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkpoint"):
+class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="save_checkpoint"):
     """Write the present weights in Hugging Face format or, with `state`, everything needed to resume. Sent when the
     settings or the end of the run ask for it; answered by `CheckpointSaved`."""
 
@@ -67,7 +67,7 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save_checkp
     newest complete evaluation."""
 
 
-class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="checkpoint_saved"):
     """A checkpoint is on disk. Sent when it is complete."""
 
     lease: str

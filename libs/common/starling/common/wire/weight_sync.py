@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_weights"):
+class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="publish_weights"):
     """Copy the present weights into a snapshot and offer it. Sent when a version is due; answered by
     `WeightsPublished`.
 
@@ -17,7 +17,7 @@ class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, tag="publish_wei
     version: int
 
 
-class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, tag="weights_published"):
+class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="weights_published"):
     """A version can be pulled. Sent when the snapshot and its digests are ready. Buffer 0: a `weightsync` `Offer` in
     MessagePack."""
 
@@ -29,7 +29,7 @@ class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, tag="weights_p
     """Seconds from the snapshot to the offer (digests), during which training continues."""
 
 
-class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, tag="adopt_weights"):
+class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="adopt_weights"):
     """Pull a version and switch to it. Sent when a newer version is on offer; answered by `WeightsAdopted`.
 
     Buffers: a `weightsync` `Offer`, with tickets for this replica and lease, and a `Plan`, both in MessagePack.
@@ -43,7 +43,7 @@ class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, tag="adopt_weights
     """To a policy: with the optimizer's state, so that it can train the next step."""
 
 
-class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="weights_adopted"):
+class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="weights_adopted"):
     """A replica uses `version` now. Sent after the switch; `root` is the digest of the weights that its engine
     holds."""
 

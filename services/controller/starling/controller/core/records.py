@@ -40,7 +40,7 @@ from starling.common.ids import Purpose, Role
 from starling.common.wire.messages import Alarm, PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
 
 
-class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
+class RunBegun(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_begun"):
     """The first record."""
 
     run: str
@@ -48,13 +48,13 @@ class RunBegun(msgspec.Struct, frozen=True, kw_only=True, tag="run_begun"):
     """The numbers that may not differ when the run resumes: `RunPlan.journaled`."""
 
 
-class ControllerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="controller_started"):
+class ControllerStarted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="controller_started"):
     """An incarnation of the controller started, counted from 1."""
 
     incarnation: int
 
 
-class DataRead(msgspec.Struct, frozen=True, kw_only=True, tag="data_read"):
+class DataRead(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="data_read"):
     """The data of the run, as the first incarnation has read it, or one that was to accept a change."""
 
     digest: str
@@ -68,7 +68,7 @@ class DataRead(msgspec.Struct, frozen=True, kw_only=True, tag="data_read"):
     """It differs from the data before. Groups that no step has taken are generated again, from their new prompts."""
 
 
-class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, tag="member_joined"):
+class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="member_joined"):
     """A replica is a member."""
 
     name: str
@@ -77,20 +77,20 @@ class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, tag="member_joined
     """Its incarnation; -1 in old journals, which lack it."""
 
 
-class MemberLeft(msgspec.Struct, frozen=True, kw_only=True, tag="member_left"):
+class MemberLeft(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="member_left"):
     """A replica has left."""
 
     name: str
 
 
-class GroupsOpened(msgspec.Struct, frozen=True, kw_only=True, tag="groups_opened"):
+class GroupsOpened(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="groups_opened"):
     """The prompts at positions `first .. first + num - 1` of the data are groups; their ordinals are the positions."""
 
     first: int
     num: int
 
 
-class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_generated"):
+class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_generated"):
     """A group has its completions; payload: its tensors. For an evaluation the payload is empty.
 
     The journal returns neither payload nor texts of a group that a committed step has taken, that was thrown away, or
@@ -107,7 +107,7 @@ class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_ge
     """The lease under which they were generated."""
 
 
-class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_interrupted"):
+class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_interrupted"):
     """A group waits again, with partial completions; payload: their tensors.
 
     The journal returns the payload until a later record of the group replaces it: its completions, further partial
@@ -124,7 +124,7 @@ class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, tag="g
     """Divisor of the logits under which they were sampled."""
 
 
-class TeacherLogprobsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_taught"):
+class TeacherLogprobsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_taught"):
     """A group has its teacher's log-probabilities; payload: their tensors, kept as long as those of its
     completions."""
 
@@ -132,7 +132,7 @@ class TeacherLogprobsStored(msgspec.Struct, frozen=True, kw_only=True, tag="grou
     tensors: tuple[TensorMeta, ...]
 
 
-class RewardsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored"):
+class RewardsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_scored"):
     """A group has its rewards."""
 
     key: str
@@ -140,7 +140,7 @@ class RewardsStored(msgspec.Struct, frozen=True, kw_only=True, tag="group_scored
     components: dict[str, tuple[float | None, ...]] = {}
 
 
-class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_returned"):
+class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_returned"):
     """A group waits again; its completions were thrown away for the `tries`-th time."""
 
     key: str
@@ -150,7 +150,7 @@ class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, tag="group_return
     journals lack it."""
 
 
-class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_discarded"):
+class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_discarded"):
     """A group was discarded."""
 
     key: str
@@ -162,7 +162,7 @@ class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, tag="group_disca
     """The reward of its completions, if it was filtered out."""
 
 
-class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
+class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step_sealed"):
     """Step `step` trains the groups of these ordinals, and no other."""
 
     step: int
@@ -172,7 +172,7 @@ class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, tag="step_sealed"):
     """Of the prompts; empty in old journals, which lack it."""
 
 
-class StepReopened(msgspec.Struct, frozen=True, kw_only=True, tag="step_reopened"):
+class StepReopened(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step_reopened"):
     """The groups of the frozen step `step` are scored groups again, because one of them cannot be trained.
 
     Records that throw completions away (`GroupRequeued`, `GroupDiscarded`) follow. The step is frozen anew when its
@@ -183,7 +183,7 @@ class StepReopened(msgspec.Struct, frozen=True, kw_only=True, tag="step_reopened
     reason: str
 
 
-class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step_committed"):
+class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step_committed"):
     """Version `step` exists."""
 
     step: int
@@ -191,14 +191,14 @@ class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag="step_committ
     """Its line in metrics.jsonl."""
 
 
-class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, tag="version_published"):
+class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="version_published"):
     """A version was put on offer; a replica that adopts it proves this `root`."""
 
     version: int
     root: str
 
 
-class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="version_adopted"):
+class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="version_adopted"):
     """The replica `name`, in its incarnation `epoch`, has proven to hold `version`."""
 
     name: str
@@ -206,7 +206,7 @@ class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, tag="version_ado
     version: int
 
 
-class EvaluationOpened(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_opened"):
+class EvaluationOpened(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="evaluation_opened"):
     """Evaluation `number`, of `version`, begins; its groups have the ordinals from `first` on."""
 
     number: int
@@ -219,14 +219,14 @@ class EvaluationOpened(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     """The request of an operator; empty for other causes."""
 
 
-class EvaluationClosed(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_closed"):
+class EvaluationClosed(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="evaluation_closed"):
     """Evaluation `number` is over."""
 
     number: int
     summary: dict[str, Any]
 
 
-class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_requested"):
+class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="evaluation_requested"):
     """An operator's request for an evaluation is queued, until `EvaluationOpened` of the same request."""
 
     request: str
@@ -234,7 +234,7 @@ class EvaluationRequested(msgspec.Struct, frozen=True, kw_only=True, tag="evalua
     """Of each prompt; 0 for the number in the recipe."""
 
 
-class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
+class StopAsked(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="stop_asked"):
     """An operator was promised that the run stops early.
 
     This holds until the run has stopped, whatever crashes meanwhile: a run that resumes before stops first. A signal to
@@ -244,13 +244,13 @@ class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag="stop_asked"):
     reason: str
 
 
-class RunStopped(msgspec.Struct, frozen=True, kw_only=True, tag="run_stopped"):
+class RunStopped(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_stopped"):
     """The run has ended early, gracefully or not: from here on it can resume."""
 
     reason: str
 
 
-class SettingChanged(msgspec.Struct, frozen=True, kw_only=True, tag="setting_changed"):
+class SettingChanged(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="setting_changed"):
     """From `step` on, `key` has `value`."""
 
     key: str
@@ -259,7 +259,7 @@ class SettingChanged(msgspec.Struct, frozen=True, kw_only=True, tag="setting_cha
     request: str
 
 
-class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_written"):
+class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="checkpoint_written"):
     """Version `step` is on disk; with `state`, a policy can resume from it."""
 
     step: int
@@ -267,7 +267,7 @@ class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoi
     state: bool = False
 
 
-class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag="run_ended"):
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_ended"):
     """The last record."""
 
     ok: bool
@@ -297,7 +297,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Why it was given up, in a run that answers each prompt once."""
 
 
-class BufferSummary(msgspec.Struct, frozen=True, kw_only=True):
+class BufferSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The train buffer; names as there."""
 
     num_admitted: int
@@ -316,7 +316,7 @@ class BufferSummary(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of admission."""
 
 
-class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The evaluation that is running."""
 
     number: int
@@ -330,7 +330,7 @@ class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupSummary, ...]
 
 
-class EvaluationsSummary(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The history and queue of evaluations; names as in `Evaluations`."""
 
     current: EvaluationSummary | None
@@ -341,7 +341,7 @@ class EvaluationsSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int
 
 
-class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is known of replicas, and the expected lengths of completions; names as in `Membership`."""
 
     awaited: tuple[str, ...]
@@ -355,14 +355,14 @@ class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True):
     """By prompt, in the order in which they were first measured."""
 
 
-class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True):
+class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The newest publication, and the roots of all that may still be adopted, the oldest first."""
 
     version: int
     roots: tuple[tuple[int, tuple[str, ...]], ...]
 
 
-class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Saved states, alarms, changed settings, and the metrics of the newest step and evaluation."""
 
     saved: int
@@ -375,7 +375,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_metrics: dict[str, float]
 
 
-class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
+class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the first `size_bytes` of metrics.jsonl say; names as in `MetricsHistory`."""
 
     size_bytes: int
@@ -388,7 +388,7 @@ class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_evaluations: int
 
 
-class StateCompacted(msgspec.Struct, frozen=True, kw_only=True, tag="state_compacted"):
+class StateCompacted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="state_compacted"):
     """The state after all earlier records but the first, which are deleted."""
 
     incarnation: int
