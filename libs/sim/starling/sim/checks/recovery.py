@@ -63,7 +63,7 @@ def _plain(value: Any, version: int) -> Any:
             return fields | _due(value)
         case Group():
             gone = value.state is GroupState.FROZEN and value.step <= version
-            names = [name for name in Group.__slots__ if not (gone and name in CONTENTS)]
+            names = [name for name in Group.__struct_fields__ if not (gone and name in CONTENTS)]
             fields = {name: _plain(getattr(value, name), version) for name in names}
             if value.purpose == "evaluate":  # the journal deletes the texts of an evaluation when they are scored
                 fields["trajectories"] = [replace(trajectory, text="") for trajectory in value.trajectories]

@@ -26,6 +26,7 @@ ones it makes due. One that a handler forgot would run at the next tick, which m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -126,7 +127,7 @@ class Controller:
         state.now = event.now
         if state.lifecycle.stage is RunStage.OVER:
             return []  # messages that arrive before the process ends are ignored
-        if state.replicas.membership.await_until == float("-inf"):
+        if state.replicas.membership.await_until == -math.inf:
             _begin(state)
         _handle(state, event)
         if state.dirty:

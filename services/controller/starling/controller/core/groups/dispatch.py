@@ -127,16 +127,16 @@ def _drop_if_stale(state: ControllerState, group: Group, min_version: int) -> Pa
 
 def _score(state: ControllerState, member: Member, group: Group) -> None:
     assert group.state is GroupState.GENERATED
-    completions = tuple(
+    completions = [
         wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens - t.num_masked, reward=t.reward)
         for t in group.trajectories
-    )
+    ]
     group.score_lease = grant(
         state,
         member,
         "score",
         group.key,
-        lambda lease: wire.ScoreGroup(lease=lease, prompt=group.prompt, completions=completions),
+        lambda lease: wire.ScoreGroup(lease=lease, prompt=group.prompt, completions=tuple(completions)),
     )
 
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 import enum
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Final, Literal
 
+import msgspec
 from msgspec.structs import replace
 
 from starling.common.ids import LeaseKind, Purpose
@@ -77,8 +77,7 @@ TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
 """Every legal transition, with its cause."""
 
 
-@dataclass(slots=True)
-class Group:
+class Group(msgspec.Struct, gc=False):
     """The completions of one prompt, on their way through the walk."""
 
     ordinal: int
@@ -96,7 +95,7 @@ class Group:
     tensors: tuple[TensorMeta, ...] = ()
     buffers: Buffers = ()
     rewards: tuple[float | None, ...] = ()
-    components: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    components: dict[str, tuple[float | None, ...]] = {}
     score_lease: str = ""
     """The lease under which a reward replica scores it; empty when none does."""
     teacher_lease: str = ""

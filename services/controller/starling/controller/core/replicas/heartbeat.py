@@ -49,6 +49,8 @@ def _reconcile_leases(state: ControllerState, member: Member, message: wire.Hear
     grace_s = 2 * state.plan.heartbeat_s
     held = [held.lease for held in message.leases]
     unknown, resend, lost = state.replicas.leases.reconcile(member.name, held, state.now, grace_s)
+    if not (unknown or resend or lost):
+        return
     is_torn = member.role == "rollout" and message.version < 0
     forget = unknown if is_torn else [lease for lease in unknown if not reclaim(state, member, lease)]
     release(state, member.name, *forget)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
 
 from starling.common.ids import LeaseKind
 from starling.controller.core.events import Send
@@ -14,8 +16,7 @@ MAX_DROPPED = 10_000
 """Leases that ended without an answer and may still be reclaimed."""
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(msgspec.Struct, gc=False):
     """One piece of work in force."""
 
     id: str
@@ -30,6 +31,20 @@ class Lease:
     """Tokens expected of a group to generate."""
 
 
+class PeerLeases(msgspec.Struct, gc=False):
+    """The leases of one replica that has any."""
+
+    leases: dict[str, Lease] = {}
+    """By id, the oldest first."""
+    num: dict[str, int] = {}
+    """By kind."""
+    tokens: int = 0
+    """Tokens expected of all groups that it generates."""
+
+
+NO_LEASES: Final = PeerLeases()
+
+
 @dataclass
 class Leases:
     """All leases in force. Free slots are derived from them and never counted separately."""
@@ -37,11 +52,8 @@ class Leases:
     num_granted: int = 0
     """Leases granted by this incarnation of the controller."""
     _leases: dict[str, Lease] = field(default_factory=dict)
-    _by_peer: dict[str, dict[str, Lease]] = field(default_factory=dict)
-    _by_kind: Counter[str] = field(default_factory=Counter)
-    _by_peer_and_kind: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens expected of all groups that each rollout generates."""
+    _by_peer: dict[str, PeerLeases] = field(default_factory=dict)
+    _by_kind: dict[str, int] = field(default_factory=dict)
     _deadlines: list[tuple[float, str]] = field(default_factory=list)
     _dropped: dict[str, str] = field(default_factory=dict)
     """Peers of the last leases that ended with the membership of their peer, or were taken from it."""
@@ -57,14 +69,15 @@ class Leases:
         tokens: int = 0,
     ) -> None:
         """Put a lease in force."""
-        entry = Lease(lease, kind, peer, send, now, now + timeout_s, now, tokens)
-        if tokens:
-            self._tokens[peer] += tokens
-        self._leases[lease] = entry
-        self._by_peer.setdefault(peer, {})[lease] = entry
-        self._by_kind[kind] += 1
-        self._by_peer_and_kind[peer, kind] += 1
-        heapq.heappush(self._deadlines, (entry.deadline, lease))
+        deadline = now + timeout_s
+        held = self._by_peer.get(peer)
+        if held is None:
+            held = self._by_peer[peer] = PeerLeases()
+        held.leases[lease] = self._leases[lease] = Lease(lease, kind, peer, send, now, deadline, now, tokens)
+        held.num[kind] = held.num.get(kind, 0) + 1
+        held.tokens += tokens
+        self._by_kind[kind] = self._by_kind.get(kind, 0) + 1
+        heapq.heappush(self._deadlines, (deadline, lease))
 
     def get(self, lease: str) -> Lease | None:
         """Return a lease in force."""
@@ -80,7 +93,7 @@ class Leases:
 
     def drop(self, peer: str, *kinds: str) -> list[str]:
         """End the leases of these kinds that `peer` has, or all its leases. Returns their ids."""
-        dropped = sorted(self.of(peer, *kinds) if kinds else self._by_peer.get(peer, ()))
+        dropped = sorted(self.of(peer, *kinds) if kinds else self._of(peer).leases)
         for lease in dropped:
             self._remove(self._leases[lease])
             self._dropped[lease] = peer
@@ -94,25 +107,24 @@ class Leases:
 
     def of(self, peer: str, *kinds: str) -> list[str]:
         """Return the ids of the leases of these kinds that `peer` has."""
-        if not any(self._by_peer_and_kind[peer, kind] for kind in kinds):
-            return []
-        return [lease for lease in self._by_peer.get(peer, ()) if lease.partition(":")[0] in kinds]
+        return [lease.id for lease in self._of(peer).leases.values() if lease.kind in kinds]
 
     def all_of(self, peer: str) -> list[Lease]:
         """Return all leases that `peer` has, the oldest first."""
-        return list(self._by_peer.get(peer, {}).values())
+        return list(self._of(peer).leases.values())
 
     def num(self, peer: str, kind: str) -> int:
         """Return how many leases of this kind `peer` has."""
-        return self._by_peer_and_kind[peer, kind]
+        held = self._by_peer.get(peer)
+        return 0 if held is None else held.num.get(kind, 0)
 
     def num_tokens(self, peer: str) -> int:
         """Return the tokens expected of all groups that `peer` generates."""
-        return self._tokens[peer]
+        return self._of(peer).tokens
 
     def has(self, kind: str) -> bool:
         """Say whether any replica has a lease of this kind."""
-        return self._by_kind[kind] > 0
+        return self._by_kind.get(kind, 0) > 0
 
     def reconcile(
         self, peer: str, held: Iterable[str], now: float, grace_s: float
@@ -122,7 +134,7 @@ class Leases:
         Returns the leases that it reports and should not have; the commands, sent more than `grace_s` ago, that it
         never received; and the leases of an earlier incarnation of the controller that it has lost, which are ended.
         """
-        ours = self._by_peer.get(peer, {})
+        ours = self._of(peer).leases
         theirs = set(held)
         if len(theirs) == len(ours) and ours.keys() == theirs:
             return [], [], []
@@ -147,21 +159,18 @@ class Leases:
                 late.append(self._leases[lease])
         return late
 
+    def _of(self, peer: str) -> PeerLeases:
+        return self._by_peer.get(peer, NO_LEASES)
+
     def _remove(self, lease: Lease) -> None:
         del self._leases[lease.id]
-        of_peer = self._by_peer[lease.peer]
-        del of_peer[lease.id]
-        if lease.tokens:
-            self._tokens[lease.peer] -= lease.tokens
-        if not of_peer:
+        held = self._by_peer[lease.peer]
+        del held.leases[lease.id]
+        held.num[lease.kind] -= 1
+        held.tokens -= lease.tokens
+        if not held.leases:
             del self._by_peer[lease.peer]
-            self._tokens.pop(lease.peer, None)
         self._by_kind[lease.kind] -= 1
-        left = self._by_peer_and_kind[lease.peer, lease.kind] - 1
-        if left:
-            self._by_peer_and_kind[lease.peer, lease.kind] = left
-        else:
-            del self._by_peer_and_kind[lease.peer, lease.kind]
         # Entries of `_deadlines` outlive their leases; they are removed once most of them are stale.
         if len(self._deadlines) > 64 + 4 * len(self._leases):
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._leases]

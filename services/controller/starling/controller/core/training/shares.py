@@ -22,6 +22,8 @@ def group_shares(groups: Sequence[Group], num_policies: int) -> list[list[Group]
     Policies wait for one another at every update, so the longest share decides how long a step takes. With at least as
     many groups as policies, no share is empty.
     """
+    if num_policies == 1:
+        return [list(groups)]
     # The first two tensors are the token ids of prompt and completions. A cost of 0 could leave a share empty.
     costs = [1 + sum(math.prod(meta.shape) for meta in group.tensors[:2]) for group in groups]
     return [[groups[index] for index in part] for part in balance(costs, num_policies)]
@@ -29,13 +31,16 @@ def group_shares(groups: Sequence[Group], num_policies: int) -> list[list[Group]
 
 def to_train_group(group: Group) -> wire.TrainGroup:
     """Return a scored group as the message to a policy."""
-    trajectories = tuple(
+    trajectories = [
         wire.ScoredTrajectory(num_tokens=t.num_tokens, oldest_version=t.oldest_version, reward=reward, status=t.status)
         for t, reward in zip(group.trajectories, group.rewards, strict=True)
         if reward is not None
-    )
+    ]
     return wire.TrainGroup(
-        prompt_id=group.prompt.id, trajectories=trajectories, tensors=group.tensors, temperature=group.temperature
+        prompt_id=group.prompt.id,
+        trajectories=tuple(trajectories),
+        tensors=group.tensors,
+        temperature=group.temperature,
     )
 
 

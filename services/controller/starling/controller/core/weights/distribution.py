@@ -5,7 +5,6 @@ Stops 9 and 10 of the walk.
 
 from __future__ import annotations
 
-import functools
 from typing import Final
 
 from starling.common.errors import WeightsError
@@ -21,6 +20,7 @@ from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
+from starling.controller.core.weights.publications import PublishedOffer
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
 from starling.weightsync.plan.layout import encode
 from starling.weightsync.plan.tickets import offer_for
@@ -106,22 +106,22 @@ def adopt(state: ControllerState) -> None:
                 _find_holder(state, version)
                 unavailable.add(version)
             continue
-        nearer = _holder_on_host(state, member, version)
+        offer = state.weights.source(member, version)
+        nearer = _holder_on_host(state, member, version, offer)
         if nearer is not None:
             if not state.replicas.leases.num(nearer.name, "publish"):
                 _request_offer(state, nearer, version)
-            continue
-        if not _pull(state, member, version):
+        elif offer is not None:
+            _pull(state, member, offer)
+        else:
             _find_holder(state, version)
             if not state.weights.is_offered(version):
                 unavailable.add(version)  # for all rollouts that wait for it
 
 
-def _pull(state: ControllerState, member: Member, version: int, *, with_state: bool = False) -> bool:
-    """Have `member` pull `version` from the nearest offer. Returns False when no replica offers it."""
-    offer = state.weights.source(member, version, with_state=with_state)
-    if offer is None:
-        return False
+def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with_state: bool = False) -> None:
+    """Have `member` pull the version of `offer`."""
+    version = offer.version
     source = state.replicas.membership.members[offer.holder]
     assert source.layout is not None, "a replica that offers weights joined with its layout"
     assert member.layout is not None, "a replica that holds weights joined with its layout"
@@ -130,23 +130,26 @@ def _pull(state: ControllerState, member: Member, version: int, *, with_state: b
     except WeightsError as error:
         # A rollout that offers with an impossible layout must not cost those that would pull from it their membership.
         evict(state, member if source.role == "policy" else source, str(error))
-        return True
-    command = functools.partial(wire.AdoptWeights, version=version, source=source.name, with_state=with_state)
+        return
+
+    def command(lease: str) -> wire.AdoptWeights:
+        return wire.AdoptWeights(lease=lease, version=version, source=source.name, with_state=with_state)
 
     def buffers(lease: str) -> Buffers:
         return encode(offer_for(offer.offer, member.name, lease)), plan
 
-    grant(state, member, "adopt", version, lambda lease: command(lease=lease), buffers)
+    grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)
-    return True
 
 
-def _holder_on_host(state: ControllerState, member: Member, version: int) -> Member | None:
+def _holder_on_host(
+    state: ControllerState, member: Member, version: int, offer: PublishedOffer | None
+) -> Member | None:
     """Return a rollout on the host of `member` that should offer `version` to it, or None when none should.
 
-    It takes a copy in the memory of that host, and spares the network a transfer from another host.
+    It takes a copy in the memory of that host, and spares the network a transfer from another host. `offer` is the
+    nearest so far.
     """
-    offer = state.weights.source(member, version)
     if offer is not None and offer.host == member.host:
         return None
     return _able_to_offer(state, version, state.weights.holders.get((version, member.host), {}))
@@ -265,9 +268,12 @@ def catch_up(state: ControllerState) -> None:
     for member in outdated:
         if replicas.leases.num(member.name, "adopt") or replicas.leases.num(member.name, "train"):
             continue
-        may_try = bool(current) and state.weights.may_try(member.name, state.now)
-        if may_try and not _pull(state, member, state.version, with_state=True):
-            _offer_to_policies(state, current)
+        if current and state.weights.may_try(member.name, state.now):
+            offer = state.weights.source(member, state.version, with_state=True)
+            if offer is not None:
+                _pull(state, member, offer, with_state=True)
+            else:
+                _offer_to_policies(state, current)
     if not current:
         leader = max(outdated, key=lambda member: (member.version, member.name))
         if not replicas.leases.num(leader.name, "train") and not replicas.leases.num(leader.name, "adopt"):
