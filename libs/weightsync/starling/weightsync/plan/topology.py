@@ -144,20 +144,22 @@ def distances(sources: Sequence[Place], destinations: Sequence[Place], topology:
     def equal(labels: Sequence[object]) -> Bools:
         """Return the pairs with equal labels; None equals nothing."""
         numbers: dict[object, int] = {}
-        codes = np.array([-1 if label is None else numbers.setdefault(label, len(numbers)) for label in labels])
-        one, other = codes[: len(sources)], codes[len(sources) :]
-        pairs: Bools = (one[:, None] == other[None, :]) & (one[:, None] >= 0)
-        return pairs
+        codes = [-1 if label is None else numbers.setdefault(label, len(numbers)) for label in labels]
+        one, other = np.array(codes[: len(sources)]), np.array(codes[len(sources) :])
+        pairs: Bools = one[:, None] == other
+        return pairs & (one[:, None] >= 0) if -1 in codes else pairs
 
-    hosts = [place.host or None for place in both]
-    switches = [(machines[place.host].switch or None) if place.host in machines else None for place in both]
     result = np.full((len(sources), len(destinations)), FAR, np.int64)
-    result[equal(switches)] = SWITCH
-    result[_share_a_rail(sources, destinations)] = RAIL
-    same_host = equal(hosts)
-    result[same_host] = HOST
-    result[same_host & equal([place.numa if place.numa >= 0 else None for place in both])] = NUMA
-    result[same_host & equal([place.device for place in both])] = DEVICE
+    if machines:
+        switches = [(machines[place.host].switch or None) if place.host in machines else None for place in both]
+        result[equal(switches)] = SWITCH
+    if any(place.rails for place in both):
+        result[_share_a_rail(sources, destinations)] = RAIL
+    if {place.host for place in sources if place.host} & {place.host for place in destinations}:
+        same_host = equal([place.host or None for place in both])
+        result[same_host] = HOST
+        result[same_host & equal([place.numa if place.numa >= 0 else None for place in both])] = NUMA
+        result[same_host & equal([place.device for place in both])] = DEVICE
     return result
 
 
@@ -177,9 +179,6 @@ def _share_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bo
     rails = {
         rail: number for number, rail in enumerate(sorted({r for p in (*sources, *destinations) for r in p.rails}))
     }
-
-    if not rails:
-        return np.zeros((len(sources), len(destinations)), bool)
 
     def membership(places: Sequence[Place]) -> Ints:
         table = np.zeros((len(places), len(rails)), np.int64)
