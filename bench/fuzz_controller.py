@@ -147,11 +147,11 @@ class Fuzzer:
 
     def _open(self) -> None:
         self._journal = Journal(self._path)
-        begun = start_incarnation(self._journal, "fuzz", PLAN)
+        incarnation = start_incarnation(self._journal, "fuzz", PLAN)
         held_out = [wire.Prompt(id=f"held-out/{n}", text="x") for n in range(3)]
-        self.controller = Controller(
-            PLAN, Prompts(), Prompts(), held_out, journal=begun.entries, incarnation=begun.number
-        )
+        self._journal.commit()
+        entries = list(self._journal.read())
+        self.controller = Controller(PLAN, Prompts(), Prompts(), held_out, journal=entries, incarnation=incarnation)
 
     def restart(self) -> None:
         """Kill the controller, and start it again from its journal."""

@@ -189,8 +189,8 @@ def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Arra
 
 def _require_finite(what: str, array: Array) -> None:
     flat = array if array.ndim == 1 else array.reshape(-1)
-    # If the sum of squares is finite, so is each element: this takes a fraction of the time of looking at each. But BLAS
-    # computes the sum of many in several threads, and it overflows for finite elements beyond 1e17.
+    # If the sum of squares is finite, so is each element: this takes a fraction of the time of a look at each of them.
+    # But BLAS computes the sum of many in several threads, and it overflows for finite elements beyond 1e17.
     is_proven = flat.size <= MAX_DOT and math.isfinite(flat.dot(flat))
     if not is_proven and not np.isfinite(flat).all():
         raise UnusableResultError(f"{what} is not finite")
