@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import structlog
+
 from starling.common.net import curve
 from starling.common.net.hub import Hub, HubKeys, PeerDisconnected, ReceivedMessage
 from starling.common.wire import messages as wire
@@ -57,6 +59,7 @@ def handle(hub: Hub, arrival: ReceivedMessage, members: set[str], settled: set[s
 
 def main(keys: str, run: str, address: str, incarnation: str, *leases: str) -> None:
     """Serve."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     folder = Path(keys)
     hub_keys = HubKeys(curve.load_key(folder / "controller.json"), curve.load_allowed(folder), folder)
     hub = Hub(address, run, int(incarnation), hub_keys)

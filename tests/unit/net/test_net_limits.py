@@ -65,7 +65,7 @@ def strict(keys: Path) -> Iterator[HubHarness]:
 # --- roles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["policy-0", "rollout-1", "reward-0", "teacher-0", "operator-0", "observer-0"])
+@pytest.mark.parametrize("name", ["policy-0", "rollout-1", "reward-0", "teacher-0", "operator-0"])
 def test_role_may_send_its_own_messages_only(tmp_path: Path, name: str) -> None:
     make_keys(tmp_path / "keys", (name, "rollout-9"))
     harness = HubHarness(tmp_path / "keys")

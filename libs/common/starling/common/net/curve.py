@@ -16,12 +16,16 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from starling.common.errors import ConfigError
+from starling.common.net.limits import may_send
 
 log = structlog.get_logger(__name__)
 
 CONTROLLER = "controller"
 ALLOWED = "allowed.json"
 ZAP_DOMAIN = "starling"
+"""Domain of the socket for replicas and operators."""
+TELEMETRY_DOMAIN = "starling-telemetry"
+"""Domain of the socket for subscribers."""
 MAX_REFUSALS = 1000
 """Maximum number of unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
@@ -48,11 +52,17 @@ class AllowList:
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client with the public key `key` (Z85) may connect; each refusal is logged once."""
         text = key.decode("ascii")
-        if text in self.names:
+        name = self.names.get(text)
+        # A peer that may send nothing is refused before it can: ZeroMQ keeps what it receives until a message is
+        # complete.
+        if name is not None and (domain == TELEMETRY_DOMAIN or may_send(name)):
             return True
         if text not in self._refused and len(self._refused) < MAX_REFUSALS:
             self._refused.add(text)
-            log.warning("refused an unknown key", public_key=text, domain=domain)
+            if name is None:
+                log.warning("refused an unknown key", public_key=text, domain=domain)
+            else:
+                log.warning("refused a peer that may only subscribe", peer=name)
         return False
 
     def reload(self) -> bool:
@@ -103,16 +113,17 @@ def start_authenticator(context: zmq.Context[Any], allowed: AllowList) -> Thread
     """Start the thread that admits only listed keys to the CURVE servers of `context`."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=allowed)
+    for domain in (ZAP_DOMAIN, TELEMETRY_DOMAIN):
+        authenticator.configure_curve_callback(domain=domain, credentials_provider=allowed)
     return authenticator
 
 
-def serve_with(socket: zmq.Socket[Any], key: KeyFile) -> None:
-    """Make `socket` a CURVE server."""
+def serve_with(socket: zmq.Socket[Any], key: KeyFile, domain: str = ZAP_DOMAIN) -> None:
+    """Make `socket` a CURVE server whose clients are admitted by `domain`."""
     socket.curve_server = True
     socket.curve_secretkey = key.secret.encode()
     socket.curve_publickey = key.public.encode()
-    socket.zap_domain = ZAP_DOMAIN.encode()
+    socket.zap_domain = domain.encode()
 
 
 def connect_with(socket: zmq.Socket[Any], key: KeyFile) -> None:

@@ -4,7 +4,8 @@ Names are not routing ids: ROUTER assigns those at random, and a peer is known o
 the key of the connection. No peer can therefore send, or receive, under the name of another.
 
 Peers are bounded (`limits`): the role determines which messages, of which size; an allowance determines the rate.
-Messages beyond them are dropped and counted, and a peer that keeps flooding loses its connection. A peer that does not
+Messages beyond them are dropped and counted, and a peer that keeps flooding, or sends more without completing a message
+(`traffic`), loses its connection. A peer that does not
 read costs one log line a minute and the memory of `SEND_HIGH_WATER` messages. Changes of the allow-list take effect
 during the run.
 """
@@ -20,13 +21,13 @@ from typing import Any, Final
 import msgspec
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import receive, send
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, RateLimits, RoleRules, rules_of
+from starling.common.net.traffic import SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.wire import codec
 from starling.common.wire.messages import (
     PROTOCOL_VERSION,
@@ -54,6 +55,8 @@ LOOK_EVERY_S = 0.05
 """How long `poll` waits at a time, and how often it checks for closed connections."""
 RELOAD_EVERY_S = 0.25
 """How often the allow-list is checked for changes."""
+MAX_SUBSCRIPTION_BYTES: Final = 4 << 10
+"""Maximum size of what a subscriber of the telemetry sends."""
 SEND_HIGH_WATER: Final = 1000
 """Messages that are queued for a peer that does not read."""
 WARN_EVERY_S: Final = 60.0
@@ -133,8 +136,11 @@ class Hub:
         self._socket = self._open(zmq.ROUTER)
         self._socket.router_mandatory = True
         self._socket.backlog = BACKLOG
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._traffic = TrafficGuard(self._socket)
         self._publisher = self._open(zmq.PUB)
+        self._publisher.maxmsgsize = MAX_SUBSCRIPTION_BYTES
+        self._publisher.rcvhwm = 0  # libzmq (4.3) aborts when a connection ends whose subscriptions wait for room
+        self._subscribers = TrafficGuard(self._publisher, SUBSCRIBER_BYTES)
         self._bind(self._socket, bind)
         self._bind(self._publisher, telemetry or bind.rpartition(":")[0] + ":0")
         self.address = self._last_endpoint(self._socket)
@@ -154,6 +160,9 @@ class Hub:
             if now >= self._check_at:
                 self._check_at = now + LOOK_EVERY_S
                 self._note_closed()
+                self._subscribers.note_events(now)
+                for guard in (self._traffic, self._subscribers):
+                    guard.check(now)
                 if now >= self._reload_at:
                     self._reload_at = now + RELOAD_EVERY_S
                     self._note_revoked()
@@ -237,8 +246,8 @@ class Hub:
 
     def close(self, linger_s: float = 1.0) -> None:
         """Flush the last messages for at most `linger_s`, then close everything."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        for guard in (self._traffic, self._subscribers):
+            guard.close()
         self._socket.close(int(linger_s * 1000))
         self._publisher.close(0)
         if self._authenticator is not None:
@@ -252,7 +261,7 @@ class Hub:
         socket.sndhwm = SEND_HIGH_WATER
         socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, SILENT_MS
         if self._keys is not None:
-            curve.serve_with(socket, self._keys.own)
+            curve.serve_with(socket, self._keys.own, curve.TELEMETRY_DOMAIN if kind == zmq.PUB else curve.ZAP_DOMAIN)
         return socket
 
     def _bind(self, socket: zmq.Socket[Any], address: str) -> None:
@@ -286,6 +295,7 @@ class Hub:
         size = sum(map(len, parts))
         peer = self._peers.by_route.get(route)
         allowance = self._allowance(self._owner(last) or STRANGER) if peer is None else peer.allowance
+        self._traffic.deliver(int(last.get(zmq.SRCFD)) if peer is None else peer.descriptor, size, len(parts))
         allowance.num_messages -= 1
         allowance.num_bytes -= size
         if (allowance.num_messages < 0 or allowance.num_bytes < 0) and not allowance.refill(time.monotonic()):
@@ -356,13 +366,15 @@ class Hub:
             rules=rules,
             allowance=PeerAllowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
         )
+        before = self._peers.by_name.get(peer.name)
+        if before is not None and before.descriptor != peer.descriptor:
+            self._traffic.replace(before.descriptor)
+        self._traffic.identify(peer.descriptor, rules.max_bytes)
         self._peers.add(peer)
 
     def _note_closed(self) -> None:
         """Record the connections that have closed."""
-        descriptors = set()
-        while (received := receive(self._monitor)) is not None:
-            descriptors.add(int(parse_monitor_message(received[0])["value"]))
+        descriptors = self._traffic.note_events(time.monotonic())
         if descriptors:
             self._closed += [(peer.name, peer.route) for peer in self._peers.with_descriptors(descriptors)]
 

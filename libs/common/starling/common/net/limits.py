@@ -119,6 +119,12 @@ def role_of(name: str) -> str | None:
     return match[1] if match is not None else None
 
 
+def may_send(name: str) -> bool:
+    """Return whether `name` may send any message; a malformed name is refused by its first one."""
+    role = role_of(name)
+    return role is None or MAX_BYTES[role] > 0
+
+
 def rules_of(name: str) -> RoleRules:
     """Return the rules for `name`. Raises WireError if it is malformed."""
     role = role_of(name)
