@@ -7,8 +7,8 @@ round. The reference is memcpy: one thread copying 256 MiB, or the model, from o
 
 Goodput (256 MiB in one tensor, from one process into another's staging, digests off):
 - `local`: read in place from the publisher's memory; `ucx`: over shared memory; `ucx_tcp`: the same over loopback TCP;
-  `tcp`: the plain sockets used where UCX is missing; `gloo`: this library over a pair group of torch;
-  `socket`: nothing but `sendall` and `recv_into`.
+  `tcp`: plain sockets, used where UCX is missing; `tcp_encrypted`: the same under AES-256-GCM, the default between
+  hosts; `gloo`: this library over a pair group of torch; `socket`: nothing but `sendall` and `recv_into`.
 
 End to end (1 GiB of bf16: ten layers of Qwen2 of width 2048; four FSDP ranks to two TP ranks of a fused engine, strided
 pieces, full digests): from the offer until both engines hold the version in their live tensors.
@@ -161,13 +161,21 @@ def together(workers: list[Worker], function: Callable[..., Any], arguments: lis
 
 
 def open_source(key: str, layout: bytes, rank: int, transport: str, host: str, digests: str) -> None:
-    """Make a publisher and its tensors."""
+    """Make a publisher and its tensors. `transport`: also ``tcp+aes``, which is encrypted ``tcp``."""
     described = decode(Layout, layout)
     flat = len(described.tensors) == 1
     held = {"w": torch.randint(0, 255, described.tensors[0].shape, dtype=torch.uint8)} if flat else HERE.get("weights")
     if held is None:
         held = HERE["weights"] = storages(described, rank, seed=rank)
-    publisher = Publisher(described, rank=rank, transport=transport, host=host, digests=digests)  # type: ignore[arg-type]
+    transport, _, cipher = transport.partition("+")
+    publisher = Publisher(
+        described,
+        rank=rank,
+        transport=transport,
+        host=host,
+        digests=digests,
+        encrypt=bool(cipher),  # type: ignore[arg-type]
+    )
     HERE[key] = (publisher, held, [0])
 
 
@@ -393,6 +401,7 @@ def measure_goodput(rounds: int) -> dict[str, list[float]]:
             "ucx": ("ucx", source, engine),
             "ucx_tcp": ("ucx", tcp_source, tcp_engine),
             "tcp": ("tcp", source, engine),
+            "tcp_encrypted": ("tcp+aes", source, engine),
             "gloo": ("gloo", source, engine),
             **({"nixl": ("nixl", source, engine)} if has_nixl() else {}),
         }
@@ -511,6 +520,7 @@ def main() -> None:
         ("goodput_ucx_over_memcpy", "ucx", "memcpy", 0.6),
         ("goodput_ucx_tcp_over_socket", "ucx_tcp", "socket", 1.2),
         ("goodput_tcp_over_socket", "tcp", "socket", None),
+        ("goodput_tcp_encrypted_over_tcp", "tcp_encrypted", "tcp", None),
         ("goodput_gloo_over_socket", "gloo", "socket", None),
         *optional,
     ):

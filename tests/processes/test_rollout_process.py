@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
+import psutil
 import torch
 from fake_hub import FakeHub
 from replica_processes import exit_code, replica
@@ -17,6 +19,7 @@ from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.transports.endpoints import choose_transport, is_loopback
 
 SEED = 11
 
@@ -56,10 +59,22 @@ def generate(hub: FakeHub, min_version: int) -> wire.GenerateGroup:
     )
 
 
+def own_address() -> str:
+    """Return an IPv4 address of this machine that other hosts can reach; that of the loopback if there is none."""
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family == socket.AF_INET and not is_loopback(one.address):
+                return str(one.address)
+    return "127.0.0.1"
+
+
 def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) -> None:
-    shared = ("--model.path", str(model), "--model.device", "cpu", "--run.seed", str(SEED))
-    own = ("--policy.init", "random", "--policy.transport", "tcp")
-    serving = ("--rollout.transport", "tcp", "--rollout.version-timeout-s", "0.5")
+    """Weights that other hosts could be sent are encrypted, though no setting says so."""
+    host = own_address()
+    shared = ("--model.path", str(model), "--model.device", "cpu", "--run.seed", str(SEED), "--network.host", host)
+    wanted, encrypted = choose_transport("auto", host, encrypt=None)
+    own = ("--policy.init", "random")
+    serving = ("--rollout.version-timeout-s", "0.5")
     with (
         replica(hub, "policy-0", tmp_path, *shared, *own) as policy,
         replica(hub, "rollout-0", tmp_path, *shared, *serving) as first,
@@ -80,7 +95,9 @@ def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) 
         for source, name in (("policy-0", "rollout-0"), ("rollout-0", "rollout-1")):
             plan = encode(make_plan(layouts[source], layouts[name]))
             adopted, _ = hub.ask(name, *_flat(order(hub, source, offers[source], plan)))
-            assert adopted.version == 0
+            assert (adopted.version, adopted.transport) == (0, wanted)
+            assert [rank.encrypted for rank in decode_offer(offers[source]).ranks] == [encrypted]
+            assert not encrypted or adopted.lanes == ("tcp+aes-gcm",)
             offers[name] = publish(hub, name, 0)
             assert publish(hub, name, 0) == offers[name], "a repeated command returns the same offer"
             assert adopted.root == decode_offer(offers[source]).root

@@ -38,6 +38,15 @@ def test_colocated_vllm_has_sleep_mode(tmp_path: Path) -> None:
         assert "enable_sleep_mode" not in load_recipe([RECIPE], alone).rollout.vllm.engine_args
 
 
+@pytest.mark.parametrize("setting", ["policy.transport", "rollout.transport"])
+def test_transport_that_cannot_encrypt_is_refused_where_weights_must_be_encrypted(setting: str) -> None:
+    flags = ("--network.encrypt-weights", "true", f"--{setting}", "nixl")
+    load_recipe([RECIPE], flags)  # within this machine
+    with pytest.raises(ConfigError, match=f"{setting}: Transport 'nixl' cannot encrypt weights, and other hosts reach"):
+        load_recipe([RECIPE], (*flags, "--network.host", "10.0.0.1"))
+    load_recipe([RECIPE], ("--network.encrypt-weights", "false", f"--{setting}", "nixl", "--network.host", "10.0.0.1"))
+
+
 def test_colocated_vllm_without_sleep_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = False"):
         load_recipe([RECIPE], [*COLOCATED, "--rollout.vllm.engine-args", "{enable_sleep_mode = false}"])

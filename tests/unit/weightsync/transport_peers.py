@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
 from starling.weightsync.plan.offer import RankOffer, Transport
-from starling.weightsync.plan.tickets import present
+from starling.weightsync.plan.tickets import Presented, present
 from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient, TransportServer
 from starling.weightsync.transports.local import LocalClient
 from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes, ReleaseSnapshot, Request, SourceAnswer
@@ -64,16 +65,26 @@ def content(wanted: ShardPiece, shape: Sequence[int]) -> Array:
     return whole.reshape(shape)[tuple(slice(a, a + n) for a, n in zip(wanted.box.offset, wanted.box.size, strict=True))]
 
 
+AnyTransport = Transport | Literal["tcp+aes"]
+"""A transport to be tested; ``tcp+aes`` is encrypted ``tcp``."""
+
+
+def unencrypted(transport: AnyTransport) -> tuple[Transport, bool]:
+    """Return the transport of a source, and whether it encrypts."""
+    return ("tcp", True) if transport == "tcp+aes" else (transport, False)
+
+
 class ServedSource:
     """A served arena with one snapshot of whole tensors."""
 
-    def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
+    def __init__(self, transport: AnyTransport, pieces: Sequence[ShardPiece]) -> None:
         self.pieces = tuple(pieces)
         self.arena = Arena(self.pieces)
         self.source = SnapshotSource(self.arena, self.pieces)
         self.server: TransportServer | None
-        self.server, self.transport, self.address = serve(self.source, transport, "127.0.0.1")
-        assert self.transport == transport
+        kind, self.encrypted = unencrypted(transport)
+        self.server, self.transport, self.address = serve(self.source, kind, "127.0.0.1", encrypted=self.encrypted)
+        assert self.transport == kind
         self.offer = self.publish()
 
     def publish(self) -> RankOffer:
@@ -86,6 +97,7 @@ class ServedSource:
             rank=0,
             transport=self.transport,
             address=self.address,
+            encrypted=self.encrypted,
             token=token,
             snapshot=snapshot,
             holds="",
@@ -99,7 +111,7 @@ class ServedSource:
 
 
 @contextmanager
-def serving(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[ServedSource]:
+def serving(transport: AnyTransport, pieces: Sequence[ShardPiece]) -> Iterator[ServedSource]:
     """Serve a source in this process."""
     made = ServedSource(transport, pieces)
     try:
@@ -108,7 +120,7 @@ def serving(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[Serv
         made.close()
 
 
-def _serve(transport: Transport, pieces: bytes, pipe: Connection) -> None:
+def _serve(transport: AnyTransport, pieces: bytes, pipe: Connection) -> None:
     with serving(transport, msgspec.msgpack.decode(pieces, type=tuple[ShardPiece, ...])) as made:
         pipe.send_bytes(msgspec.msgpack.encode(made.offer))
         while pipe.recv():
@@ -118,7 +130,7 @@ def _serve(transport: Transport, pieces: bytes, pipe: Connection) -> None:
 class RemoteSource:
     """A source in a child process."""
 
-    def __init__(self, transport: Transport, pieces: Sequence[ShardPiece]) -> None:
+    def __init__(self, transport: AnyTransport, pieces: Sequence[ShardPiece]) -> None:
         context = mp.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
         arguments = (transport, msgspec.msgpack.encode(tuple(pieces)), theirs)
@@ -143,7 +155,7 @@ class RemoteSource:
 
 
 @contextmanager
-def remote_source(transport: Transport, pieces: Sequence[ShardPiece]) -> Iterator[RemoteSource]:
+def remote_source(transport: AnyTransport, pieces: Sequence[ShardPiece]) -> Iterator[RemoteSource]:
     """Run a source in a child process, which is killed afterwards."""
     made = RemoteSource(transport, pieces)
     try:
@@ -166,13 +178,13 @@ def shown(token: str, snapshot: int, rank: int = 0) -> str:
 class Reader:
     """A transport client, and requests to one source over it."""
 
-    def __init__(self, transport: Transport, host: str = "127.0.0.1") -> None:
+    def __init__(self, transport: AnyTransport, host: str = "127.0.0.1") -> None:
         self.pool = ThreadPoolExecutor(2)
         self.client: TransportClient
         match transport:
             case "local":
                 self.client = LocalClient(self.pool)
-            case "tcp":
+            case "tcp" | "tcp+aes":
                 self.client = tcp_client()
             case "ucx":
                 self.client = UcxClient(host=host)
@@ -188,11 +200,17 @@ class Reader:
     def connect(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
         """Connect and present the token."""
         self.client.connect(name, offer)
-        return self.ask(self.opening(offer), name=name)
+        return self.open(offer, name)
 
-    def opening(self, offer: RankOffer) -> OpenSnapshot:
-        """Return the request that opens the offered snapshot."""
-        return opening(offer, self.number())
+    def open(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
+        """Present the token."""
+        request, presented = self.opening(offer)
+        return self.ask(request, name=name, presented=presented)
+
+    def opening(self, offer: RankOffer, rank: int = 0) -> tuple[OpenSnapshot, Presented]:
+        """Return a request that opens the offered snapshot, and the ticket in it."""
+        presented = present(offer.token, snapshot=offer.snapshot, rank=rank, nonce=secrets.token_hex(8))
+        return OpenSnapshot(number=self.number(), snapshot=offer.snapshot, token=presented.text), presented
 
     def number(self, num: int = 1) -> int:
         first, self._number = self._number, self._number + num
@@ -206,9 +224,15 @@ class Reader:
         number = self.number(len(counts))
         return ReadBoxes(number=number, tag=number, segments=counts, boxes=tuple(boxes), digests=digests, salt=0)
 
-    def ask(self, request: Request, target: ReadTarget = NO_TARGET, name: str = "source") -> SourceAnswer:
+    def ask(
+        self,
+        request: Request,
+        target: ReadTarget = NO_TARGET,
+        name: str = "source",
+        presented: Presented | None = None,
+    ) -> SourceAnswer:
         """Send a request and wait for the answer."""
-        self.client.ask(name, request, target)
+        self.client.ask(name, request, target, presented)
         event = self.event()
         assert isinstance(event, AnswerReceived), event
         assert event.answer.number == request.number
@@ -240,7 +264,7 @@ def read_target(arrays: Sequence[Array]) -> ReadTarget:
 
 
 @contextmanager
-def reader(transport: Transport, host: str = "127.0.0.1") -> Iterator[Reader]:
+def reader(transport: AnyTransport, host: str = "127.0.0.1") -> Iterator[Reader]:
     """Open a reader of sources at `host`, which is closed afterwards."""
     made = Reader(transport, host)
     try:

@@ -101,6 +101,10 @@ class NetworkSettings(SettingsSection):
     """Port of the controller; 0 takes a free one."""
     curve: bool = True
     """Encrypt and authenticate every connection to the controller."""
+    encrypt_weights: bool | None = None
+    """Encrypt weights that travel between replicas of several hosts (AES-256-GCM), which only `tcp` can. Unset, `tcp`
+    does, and the other transports are possible; `true` refuses them; `false` is for a network that nobody else
+    reaches."""
     heartbeat_s: Seconds = 1.0
     """Interval at which each replica reports its state."""
     lease_s: Seconds = 10.0

@@ -9,7 +9,7 @@ from pydantic import Field
 from starling.common.ranges import MAX_COUNT, MAX_GROUPS, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_TOKENS, MAX_WHOLE
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
-from starling.weightsync.plan.offer import Transport
+from starling.weightsync.plan.offer import TransportChoice
 
 
 class VllmSettings(SettingsSection):
@@ -127,7 +127,7 @@ class RolloutSettings(SettingsSection):
     Without it the engine pauses for the whole pull, and needs memory for one bucket only."""
     load_weights: bool = False
     """Load the weights in `model.path` at the start, as version 0, instead of waiting for the policy's."""
-    transport: Transport = "ucx"
+    transport: TransportChoice = "auto"
     """Transport of weights from this replica to others that pull from it; as `policy.transport`."""
     vllm: VllmSettings = VllmSettings()
     environment: EnvironmentSettings = EnvironmentSettings()

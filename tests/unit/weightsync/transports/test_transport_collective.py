@@ -169,7 +169,7 @@ def test_one_group_serves_many_snapshots() -> None:
         before = num_threads()
         for _ in range(3):
             offer = made.publish()
-            request = peer.opening(offer)
+            request = peer.opening(offer)[0]
             assert not peer.ask(request).reason
             assert peer.read([SMALL])[1][0].tobytes() == content(SMALL, (1000,)).tobytes()
             assert not peer.release().reason

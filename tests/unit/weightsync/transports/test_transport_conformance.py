@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from transport_peers import (
+    AnyTransport,
     Reader,
     ServedSource,
     content,
@@ -21,12 +22,10 @@ from transport_peers import (
     reader,
     remote_source,
     serving,
-    shown,
 )
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
-from starling.weightsync.plan.offer import Transport
 from starling.weightsync.plan.tickets import ticket
 from starling.weightsync.transports.base import ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import OpenSnapshot
@@ -40,13 +39,13 @@ SHAPES = {"w": (37, 53), "x": (64, 256, 3), "s": (), "none": (0, 4)}
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "complex64")
 
 
-@pytest.fixture(scope="module", params=["local", "tcp", "gloo", "ucx", "nixl"])
-def transport(request: pytest.FixtureRequest) -> Transport:
+@pytest.fixture(scope="module", params=["local", "tcp", "tcp+aes", "gloo", "ucx", "nixl"])
+def transport(request: pytest.FixtureRequest) -> AnyTransport:
     if request.param == "ucx" and not has_ucx():
         pytest.skip("UCXX is not installed")
     if request.param == "nixl" and not has_nixl():
         pytest.skip("NIXL is not installed")
-    kind: Transport = request.param
+    kind: AnyTransport = request.param
     return kind
 
 
@@ -62,13 +61,13 @@ PIECES = (
 
 
 @pytest.fixture(scope="module")
-def source(transport: Transport) -> Iterator[ServedSource]:
+def source(transport: AnyTransport) -> Iterator[ServedSource]:
     with serving(transport, PIECES) as made:
         yield made
 
 
 @pytest.fixture
-def peer(source: ServedSource, transport: Transport) -> Iterator[Reader]:
+def peer(source: ServedSource, transport: AnyTransport) -> Iterator[Reader]:
     with reader(transport) as made:
         assert not made.connect(source.offer).reason
         yield made
@@ -140,7 +139,7 @@ def test_several_requests_in_flight_are_answered(peer: Reader) -> None:
         assert array.tobytes() == expected(each).tobytes()
 
 
-def test_many_readers_are_served_concurrently(source: ServedSource, transport: Transport) -> None:
+def test_many_readers_are_served_concurrently(source: ServedSource, transport: AnyTransport) -> None:
     failures: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -160,7 +159,7 @@ def test_many_readers_are_served_concurrently(source: ServedSource, transport: T
     assert not failures
 
 
-def test_digest_of_a_box_is_computed_once(source: ServedSource, transport: Transport) -> None:
+def test_digest_of_a_box_is_computed_once(source: ServedSource, transport: AnyTransport) -> None:
     if transport == "local":
         pytest.skip("a local reader digests what passes by")
     wanted = [piece("x.float32", "float32", (0, 64), (0, 100), (0, 2))]
@@ -174,56 +173,56 @@ def test_digest_of_a_box_is_computed_once(source: ServedSource, transport: Trans
 
 
 @pytest.mark.parametrize("token", ["0" * 32, "", "é"])
-def test_wrong_token_is_refused(source: ServedSource, transport: Transport, token: str) -> None:
+def test_wrong_token_is_refused(source: ServedSource, transport: AnyTransport, token: str) -> None:
     with reader(transport) as made:
         assert "token" in made.connect(msgspec.structs.replace(source.offer, token=token)).reason
         answer, arrays = made.read([whole("flat63", "uint8", (63,))])
         assert "token first" in answer.reason
         assert (arrays[0][1:] == 0xFF).all()
-        assert not made.ask(made.opening(source.offer)).reason
+        assert not made.open(source.offer).reason
 
 
-def test_ticket_opens_a_snapshot_once(source: ServedSource, transport: Transport) -> None:
+def test_ticket_opens_a_snapshot_once(source: ServedSource, transport: AnyTransport) -> None:
     """A listener replays what was presented; a thief presents the stolen ticket in its own way."""
     if transport == "local":
         pytest.skip("a local reader maps the memory itself: no source decides")
     offer = msgspec.structs.replace(source.offer, token=ticket(source.offer.token, "rollout-1", "adopt:1:1.1"))
     with reader(transport) as mine, reader(transport) as other:
-        opening = mine.opening(offer)
+        request, presented = mine.opening(offer)
         mine.client.connect("source", offer)
-        assert not mine.ask(opening).reason
+        assert not mine.ask(request, presented=presented).reason
         other.client.connect("source", offer)
-        for number, request in enumerate((opening, other.opening(offer), mine.opening(offer)), 1):
-            refused = other.ask(msgspec.structs.replace(request, number=number))
-            assert "was used before" in refused.reason
-        other._number = 10
+        assert "was used before" in other.ask(request).reason
+        other.number()
+        assert "was used before" in other.open(offer).reason
         answer, _ = other.read([whole("flat63", "uint8", (63,))])
         assert "token first" in answer.reason
         assert not mine.read([whole("flat63", "uint8", (63,))])[0].reason
         assert not mine.release().reason
-        assert "was used before" in mine.ask(mine.opening(offer)).reason
+        assert "was used before" in mine.open(offer).reason
 
 
-def test_ranks_of_a_reader_share_its_ticket(source: ServedSource, transport: Transport) -> None:
-    token = ticket(source.offer.token, "rollout-1", "adopt:1:1.2")
+def test_ranks_of_a_reader_share_its_ticket(source: ServedSource, transport: AnyTransport) -> None:
+    offer = msgspec.structs.replace(source.offer, token=ticket(source.offer.token, "rollout-1", "adopt:1:1.2"))
     for rank in range(2):
         with reader(transport) as made:
-            made.client.connect("source", source.offer)
-            text = shown(token, source.offer.snapshot, rank)
-            assert not made.ask(OpenSnapshot(number=made.number(), snapshot=source.offer.snapshot, token=text)).reason
+            made.client.connect("source", offer)
+            request, presented = made.opening(offer, rank)
+            assert not made.ask(request, presented=presented).reason
+            check(made, [whole("flat63", "uint8", (63,))])
 
 
-def test_ticket_of_another_version_is_refused(transport: Transport) -> None:
+def test_ticket_of_another_version_is_refused(transport: AnyTransport) -> None:
     with serving(transport, PIECES[:4]) as made, reader(transport) as late:
         newer = made.publish()
         stale = msgspec.structs.replace(newer, token=ticket(made.offer.token, "rollout-1", "adopt:1:1.1"))
         assert "is wrong" in late.connect(stale).reason
-        replayed = msgspec.structs.replace(late.opening(made.offer), snapshot=newer.snapshot)
+        replayed = msgspec.structs.replace(late.opening(made.offer)[0], snapshot=newer.snapshot)
         assert "is wrong" in late.ask(replayed).reason
-        assert not late.ask(late.opening(newer)).reason
+        assert not late.open(newer).reason
 
 
-def test_read_before_the_token_is_refused(source: ServedSource, transport: Transport) -> None:
+def test_read_before_the_token_is_refused(source: ServedSource, transport: AnyTransport) -> None:
     with reader(transport) as made:
         made.client.connect("source", source.offer)
         answer, _ = made.read([whole("flat63", "uint8", (63,))])
@@ -250,7 +249,7 @@ def test_unknown_box_is_refused_and_the_connection_survives(peer: Reader, wanted
     check(peer, [whole("flat65", "uint8", (65,))])
 
 
-def test_open_of_an_overwritten_snapshot_is_refused(transport: Transport) -> None:
+def test_open_of_an_overwritten_snapshot_is_refused(transport: AnyTransport) -> None:
     with serving(transport, PIECES[:4]) as made, reader(transport) as late:
         old = made.offer
         made.publish()
@@ -258,7 +257,7 @@ def test_open_of_an_overwritten_snapshot_is_refused(transport: Transport) -> Non
         assert "is gone" in late.connect(old).reason
 
 
-def test_read_of_a_revoked_snapshot_is_refused(transport: Transport) -> None:
+def test_read_of_a_revoked_snapshot_is_refused(transport: AnyTransport) -> None:
     with serving(transport, PIECES[:4]) as made, reader(transport) as slow:
         assert not slow.connect(made.offer).reason
         for _ in range(4):
@@ -269,7 +268,7 @@ def test_read_of_a_revoked_snapshot_is_refused(transport: Transport) -> None:
         assert "revoked" in slow.release().reason or "token first" in slow.ask(slow.request([PIECES[2]])).reason
 
 
-def test_release_ends_the_lease(transport: Transport) -> None:
+def test_release_ends_the_lease(transport: AnyTransport) -> None:
     with serving(transport, PIECES[:4]) as made, reader(transport) as one:
         one.connect(made.offer)
         made.publish()
@@ -284,7 +283,7 @@ def test_release_ends_the_lease(transport: Transport) -> None:
         made.arena.claim(5.0, "wait")
 
 
-def test_missing_source_is_lost(transport: Transport) -> None:
+def test_missing_source_is_lost(transport: AnyTransport) -> None:
     with serving(transport, PIECES[:1]) as made:
         offer = made.offer
     with reader(transport) as made:
@@ -297,7 +296,7 @@ def test_missing_source_is_lost(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:", "127.0.0.1:99999", "/etc/passwd", "h:1/zz"])
-def test_malformed_address_is_refused(source: ServedSource, transport: Transport, address: str) -> None:
+def test_malformed_address_is_refused(source: ServedSource, transport: AnyTransport, address: str) -> None:
     with reader(transport) as made, pytest.raises(WeightsError, match=r"is not (the address|an address)"):
         made.client.connect("source", msgspec.structs.replace(source.offer, address=address))
 
@@ -306,23 +305,23 @@ def test_malformed_address_is_refused(source: ServedSource, transport: Transport
 @pytest.mark.parametrize("stage", ["connected", "opened", "asked", "read"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_source_killed_or_stopped_at_any_stage_is_handled(
-    transport: Transport, stage: str, number: signal.Signals
+    transport: AnyTransport, stage: str, number: signal.Signals
 ) -> None:
     size = 16 * MIB
     wanted = whole("big", "uint8", (size,))
     with remote_source(transport, [wanted]) as other, reader(transport) as made:
         array = np.zeros(size, np.uint8)
         made.client.connect("source", other.offer)
-        opening = made.opening(other.offer)
+        opening, presented = made.opening(other.offer)
         if stage != "connected":
-            assert not made.ask(opening).reason
+            assert not made.ask(opening, presented=presented).reason
         if stage == "read":
             assert not made.read([wanted])[0].reason
         if stage == "asked":
             made.client.ask("source", made.request([wanted]), read_target([array]))
         other.signal(number)
         if stage == "connected":
-            made.client.ask("source", opening, ReadTarget())
+            made.client.ask("source", opening, ReadTarget(), presented)
         elif stage != "asked":
             made.client.ask("source", made.request([wanted]), read_target([array]))
         event = made.event(0.2 if number == signal.SIGSTOP else 20.0)
@@ -341,7 +340,7 @@ def test_source_killed_or_stopped_at_any_stage_is_handled(
             assert (array == before).all(), "memory was written after its connection was dropped"
 
 
-def test_dropped_connection_is_silent_and_can_be_reopened(source: ServedSource, transport: Transport) -> None:
+def test_dropped_connection_is_silent_and_can_be_reopened(source: ServedSource, transport: AnyTransport) -> None:
     size = SIZES[-1] if SIZES[-1] < 64 * MIB else 64 * MIB
     wanted = piece(f"flat{SIZES[-1]}", "uint8", (0, size))
     with reader(transport) as made:
@@ -357,9 +356,16 @@ def test_dropped_connection_is_silent_and_can_be_reopened(source: ServedSource, 
         check(made, [whole("flat4097", "uint8", (4097,))])
 
 
-def test_lanes_are_reported(peer: Reader, transport: Transport) -> None:
+def test_lanes_are_reported(peer: Reader, transport: AnyTransport) -> None:
     lanes = peer.client.lanes("source")
-    wanted = {"local": "shared memory", "tcp": "tcp", "gloo": "gloo", "ucx": "cma/memory", "nixl": "nixl/UCX"}
+    wanted = {
+        "local": "shared memory",
+        "tcp": "tcp",
+        "tcp+aes": "tcp+aes-gcm",
+        "gloo": "gloo",
+        "ucx": "cma/memory",
+        "nixl": "nixl/UCX",
+    }
     assert wanted[transport] in lanes
     assert peer.client.lanes("unknown") in ((), lanes)
 

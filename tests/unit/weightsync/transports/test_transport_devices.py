@@ -93,7 +93,7 @@ def test_source_refuses_a_reader_from_another_network() -> None:
         port = made.offer.address.rpartition(":")[2]
         offer = msgspec.structs.replace(made.offer, address=f"{address}:{port}")
         outside.client.connect("source", offer)
-        outside.client.ask("source", outside.opening(offer), NO_TARGET)
+        outside.client.ask("source", outside.opening(offer)[0], NO_TARGET)
         event = outside.event()
         assert isinstance(event, ConnectionLost)
         with reader("ucx") as inside:

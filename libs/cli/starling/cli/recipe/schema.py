@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from starling.cli.model.scratch import ScratchSettings
+from starling.common.errors import WeightsError
 from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load
@@ -19,6 +20,7 @@ from starling.controller.settings import ControllerProcess
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.reward.settings import RewardSettings
 from starling.rollout.settings import RolloutSettings, TeacherSettings
+from starling.weightsync.transports.endpoints import choose_transport
 
 IMPORTS_S = 60.0
 """Time for the imports of an engine's process, before the engine starts."""
@@ -84,6 +86,7 @@ class Recipe(ControllerProcess):
                 "give the path of a model"
             )
         check_adapters(self.model, self.policy, self.weights)
+        self._check_transports()
         generates, scores = self.generates, self.kind.is_scored
         if generates and self.launch.num_rollouts == 0:
             raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
@@ -108,6 +111,15 @@ class Recipe(ControllerProcess):
         if generates:
             self._check_rows()
         return self
+
+    def _check_transports(self) -> None:
+        """A transport that leaves the machine encrypts, if weights must be encrypted."""
+        choices = {"policy.transport": self.policy.transport, "rollout.transport": self.rollout.transport}
+        for name, choice in choices.items():
+            try:
+                choose_transport(choice, self.network.host, encrypt=self.network.encrypt_weights)
+            except WeightsError as error:
+                raise ValueError(f"{name}: {error}") from error
 
     def _check_sleep(self) -> None:
         """An engine that shares its devices must free their memory."""

@@ -24,6 +24,8 @@ from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import Box, ShardPiece, decode
 
 Transport = Literal["ucx", "tcp", "local", "nccl", "gloo", "nixl"]
+TransportChoice = Literal["auto", "ucx", "tcp", "local", "nccl", "gloo", "nixl"]
+"""As `transports.endpoints.choose_transport` reads it."""
 DIGEST_BYTES: Final = 16
 """Size of the digest of a box."""
 ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES
@@ -44,6 +46,8 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""
     root: str
     """Root of the rank's pieces."""
+    encrypted: bool = False
+    """Whether what follows the token is encrypted; only `tcp` can."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,6 +106,7 @@ class Publisher:
     Raises:
         WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available,
             or a recipe that does not fit the layout.
+        encrypt: encrypt what readers get; the transport must be ``tcp``.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Publisher:
         delta_versions: int | None = None,
         quantise: QuantRecipe | None = None,
         exchange: MaximaExchange | None = None,
+        encrypt: bool = False,
     ) -> None:
         check_layout(layout)
         self._layout, self._rank = layout, rank
@@ -147,9 +149,10 @@ class Publisher:
                 self._pieces, delta_versions, self._arena.extent_bytes, self._arena.is_readable
             )
             self._source.deltas = self._history
+        self._encrypted = encrypt
         self._server: TransportServer | None = None
         try:
-            self._server, self._transport, self._address = serve(self._source, transport, host)
+            self._server, self._transport, self._address = serve(self._source, transport, host, encrypted=encrypt)
         except WeightsError:
             self._arena.close()
             raise
@@ -283,6 +286,7 @@ class Publisher:
             rank=self._rank,
             transport=self._transport,
             address=self._address,
+            encrypted=self._encrypted,
             token=token,
             snapshot=snapshot,
             holds=self._holds,

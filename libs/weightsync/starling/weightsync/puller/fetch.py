@@ -253,7 +253,7 @@ class BucketFetcher:
         offer = source.offer
         nonce = secrets.token_hex(NONCE_BYTES)
         shown = present(offer.token, snapshot=offer.snapshot, rank=self._options.rank, nonce=nonce)
-        source.ask(OpenSnapshot(number=number, snapshot=offer.snapshot, token=shown.text), ReadTarget())
+        source.ask(OpenSnapshot(number=number, snapshot=offer.snapshot, token=shown.text), ReadTarget(), shown)
 
     def _may_ask(self, source: SourceConnection) -> bool:
         num_in_flight = len(self._requested) + len(self._measuring)

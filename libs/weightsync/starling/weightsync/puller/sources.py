@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.base import ReadTarget, TransportClient
 from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.messages import Request
@@ -36,12 +37,12 @@ class SourceConnection:
     last_answer_at: float = 0.0
     """Monotonic time of its last answer, or of the first request after it had answered all."""
 
-    def ask(self, request: Request, target: ReadTarget) -> None:
-        """Send a request."""
+    def ask(self, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+        """Send a request; `presented` is the ticket in an `OpenSnapshot`."""
         if not self.num_outstanding:
             self.last_answer_at = time.monotonic()
         self.num_outstanding += 1
-        self.client.ask(self.key, request, target)
+        self.client.ask(self.key, request, target, presented)
 
     def answered(self) -> None:
         """Record an answer."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from starling.weightsync.memory.arrays import Array, Memory
 from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.messages import Request, SourceAnswer
 
 
@@ -75,8 +76,11 @@ class TransportClient(Protocol):
             WeightsError: its address is malformed, or cannot be reached.
         """
 
-    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
-        """Send a request. The memory of `target` belongs to the transport until the answer or `drop`."""
+    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+        """Send a request. The memory of `target` belongs to the transport until the answer or `drop`.
+
+        `presented`: the ticket in an `OpenSnapshot`; its key encrypts what follows, where the offer says so.
+        """
 
     def poll(self, wait_s: float) -> list[Event]:
         """Return the events since the last call, waiting for at most `wait_s` when there are none."""

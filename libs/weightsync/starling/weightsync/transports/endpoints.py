@@ -1,4 +1,4 @@
-"""Addresses, and the limits of connections that all transports share."""
+"""Addresses, the transport for an address, and the limits of connections that all transports share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 from typing import Final
 
 from starling.common.errors import WeightsError
+from starling.weightsync.plan.offer import Transport, TransportChoice
 
 LONGEST_WAIT_S: Final = 0.05
 """Longest uninterrupted wait, so that a cancellation is noticed."""
@@ -35,3 +36,27 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None) -> tuple[Transport, bool]:
+    """Return the transport of weights that are offered at an address, and whether it encrypts them.
+
+    Who reaches a port of UCX, NIXL, NCCL or gloo has the process, and they cannot encrypt: between hosts the default is
+    encrypted `tcp`, and the others are for networks that nobody else reaches.
+
+    Args:
+        choice: the transport; `auto`: `ucx` where the address is of this machine only, else `tcp`.
+        host: the address.
+        encrypt: whether weights that leave the machine must be encrypted; None: if the transport is `tcp`.
+
+    Raises:
+        WeightsError: this transport cannot encrypt.
+    """
+    loopback = is_loopback(host)
+    transport: Transport = ("ucx" if loopback else "tcp") if choice == "auto" else choice
+    if encrypt and not loopback and transport not in ("tcp", "local"):
+        raise WeightsError(
+            f"Transport {transport!r} cannot encrypt weights, and other hosts reach {host}: choose 'tcp', or set "
+            "network.encrypt_weights = false where nobody else reaches that network."
+        )
+    return transport, transport == "tcp" and not loopback and encrypt is not False

@@ -18,6 +18,7 @@ from starling.weightsync.memory.arena import ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, chunks_of, packed_arrays, part_of
 from starling.weightsync.memory.digests import Hasher, digest_of_array
 from starling.weightsync.plan.offer import DIGEST_BYTES, RankOffer
+from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, Event, EventQueue, ReadTarget
 from starling.weightsync.transports.messages import (
     OpenSnapshot,
@@ -55,7 +56,7 @@ class LocalClient:
         mapping = ArenaMapping(offer.address)
         self._connections[source] = _Connection(mapping, PiecesByName(mapping.pieces()))
 
-    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
         """See `TransportClient.ask`."""
         connection = self._connections[source]
         if isinstance(request, ReadBoxes):

@@ -20,18 +20,22 @@ from starling.weightsync.transports.ucx.worker import load_ucxx
 log = logging.getLogger(__name__)
 
 
-def serve(source: SnapshotSource, transport: Transport, host: str) -> tuple[TransportServer | None, Transport, str]:
+def serve(
+    source: SnapshotSource, transport: Transport, host: str, *, encrypted: bool = False
+) -> tuple[TransportServer | None, Transport, str]:
     """Make a source readable.
 
     Where UCX is requested but not installed, plain sockets serve instead, with a warning. There is no such fallback for
-    NIXL: it is chosen for its RDMA.
+    NIXL: it is chosen for its RDMA. `encrypted` is for plain sockets only.
 
     Returns:
         The server, if the transport has one; the transport that is used; and the address to offer.
 
     Raises:
-        WeightsError: `host` cannot be listened on, or this transport is not available.
+        WeightsError: `host` cannot be listened on, or this transport is not available, or cannot encrypt.
     """
+    if encrypted and transport != "tcp":
+        raise WeightsError(f"Transport {transport!r} cannot encrypt weights: choose 'tcp'.")
     if transport == "local":
         return None, transport, source.address
     if transport == "ucx":
@@ -40,7 +44,7 @@ def serve(source: SnapshotSource, transport: Transport, host: str) -> tuple[Tran
         except WeightsError as error:
             log.warning("weights travel over plain sockets, several times slower: %s", error)
             transport = "tcp"
-    server = _make_server(source, transport, host)
+    server = _make_server(source, transport, host, encrypted=encrypted)
     return server, transport, server.address
 
 
@@ -70,7 +74,7 @@ def make_client(transport: Transport, pool: ThreadPoolExecutor, *, host: str) ->
             return NixlClient(host=host)
 
 
-def _make_server(source: SnapshotSource, transport: Transport, host: str) -> TransportServer:
+def _make_server(source: SnapshotSource, transport: Transport, host: str, *, encrypted: bool) -> TransportServer:
     if transport == "ucx":
         return UcxServer(source, host=host)
     if transport == "nccl" or transport == "gloo":
@@ -79,4 +83,4 @@ def _make_server(source: SnapshotSource, transport: Transport, host: str) -> Tra
         return collective_server(source, transport, host=host)
     if transport == "nixl":
         return NixlServer(source, host=host)
-    return tcp_server(source, host=host)
+    return tcp_server(source, host=host, encrypted=encrypted)

@@ -20,6 +20,7 @@ from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, pa
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
+from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.messages import (
     MeasureDeltas,
     OpenSnapshot,
@@ -226,6 +227,12 @@ class ReaderSession:
         """Whether the reader has presented a token."""
         return self._snapshot > 0
 
+    @property
+    def presented(self) -> Presented:
+        """The ticket that opened the snapshot."""
+        assert self._lease is not None and self._lease.presented is not None  # noqa: PT018
+        return self._lease.presented
+
     def grant(self, request: Request) -> Grant:
         """Carry out a request.
 
@@ -316,9 +323,8 @@ class ReaderSession:
         if self._lease is None:
             self._lease = ArenaMapping(self._source.address)
         self._lease.open(request.snapshot, request.token)
-        assert self._lease.presented is not None
         try:
-            self._source.use(request.snapshot, self._lease.presented.use)
+            self._source.use(request.snapshot, self.presented.use)
         except WeightsError:
             self._lease.release()
             raise

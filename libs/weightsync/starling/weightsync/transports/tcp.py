@@ -1,6 +1,7 @@
 """Plain sockets: the transport that works everywhere, and the reference for the others.
 
-The payload of a `ReadBoxes` follows its answer on the same socket: its segments, one after the other.
+The payload of a `ReadBoxes` follows its answer on the same socket: its segments, one after the other. It is the only
+transport that can encrypt.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class _ChannelCarrier:
         """See `PayloadCarrier.close`: the owner of the channel ends waits on it."""
 
 
-def tcp_server(source: SnapshotSource, *, host: str) -> SocketServer:
+def tcp_server(source: SnapshotSource, *, host: str, encrypted: bool = False) -> SocketServer:
     """Serve a source over plain sockets. Raises WeightsError when `host` cannot be listened on."""
-    return SocketServer(source, _ChannelCarrier, host=host)
+    return SocketServer(source, _ChannelCarrier, host=host, encrypted=encrypted)
 
 
 def tcp_client() -> SocketClient:

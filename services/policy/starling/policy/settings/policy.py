@@ -16,7 +16,7 @@ from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
-from starling.weightsync.plan.offer import Transport
+from starling.weightsync.plan.offer import TransportChoice
 
 CHANGEABLE: Final = (
     "policy.algorithm.clip_high",
@@ -39,9 +39,11 @@ class PolicySettings(SettingsSection):
     """Maximum token slots (rows x row length, padding included) of a microbatch; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute a prompt once for several completions of its group where that makes the step cheaper."""
-    transport: Transport = "ucx"
+    transport: TransportChoice = "auto"
     """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
-    `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends."""
+    `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends. `auto`:
+    `ucx` if `network.host` is of this machine only, else `tcp`, encrypted: who reaches a port of one of the others has
+    the process (`docs/explanation/security.md`)."""
     delta_versions: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Versions back from which a rollout can be sent only the changes; 0 sends every version in full.
 

@@ -36,6 +36,7 @@ from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
+from starling.weightsync.transports.endpoints import choose_transport
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
@@ -68,6 +69,9 @@ class Shell:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
+        self._transport, self._encrypted = choose_transport(
+            settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
+        )
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from transformers import AutoTokenizer
 
@@ -101,7 +105,8 @@ class Shell:
             "ready",
             version=version,
             parameters=self._learner.model.num_parameters(),
-            transport=settings.policy.transport,
+            transport=self._transport,
+            encrypted=self._encrypted,
         )
 
     def _create_saver(self, model: Path, folder: Path) -> PolicySaver:
@@ -127,7 +132,8 @@ class Shell:
         form = settings.weights.quantise
         return Publisher(
             layout,
-            transport=settings.policy.transport,
+            transport=self._transport,
+            encrypt=self._encrypted,
             host=settings.network.host,
             read_timeout_s=settings.policy.publish_timeout_s,
             digests=settings.weights.digests,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from starling.common.offers import AnswerLease, OfferSender
 from starling.common.wire.messages import PublishWeights, Wait
+from starling.weightsync.transports.endpoints import choose_transport
 
 if TYPE_CHECKING:
     from starling.rollout.settings import RolloutProcess
@@ -27,6 +28,9 @@ class RolloutPublisher:
         answer: see `OfferSender`.
         broken: see `OfferSender`.
         changed: see `OfferSender`.
+
+    Raises:
+        WeightsError: weights must be encrypted, and the transport cannot.
     """
 
     def __init__(
@@ -37,7 +41,11 @@ class RolloutPublisher:
         broken: Callable[[Future[None]], None],
         changed: Callable[[], None],
     ) -> None:
+        network = settings.network
         self._layout, self._settings = layout, settings
+        self._transport, self._encrypted = choose_transport(
+            settings.rollout.transport, network.host, encrypt=network.encrypt_weights
+        )
         self._offers = OfferSender(answer, broken, changed)
         self._publisher: Publisher | None = None
 
@@ -73,7 +81,8 @@ class RolloutPublisher:
 
         return Publisher(
             self._layout,
-            transport=self._settings.rollout.transport,
+            transport=self._transport,
+            encrypt=self._encrypted,
             host=self._settings.network.host,
             when_busy="skip",
             digests=self._settings.weights.digests,

@@ -1,4 +1,7 @@
-"""Blocking socket channel: length-prefixed messages and raw payloads. Every wait on it can be interrupted."""
+"""Blocking socket channel: length-prefixed messages and raw payloads, encrypted once there are keys.
+
+Every wait on it can be interrupted.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Final
 from starling.common.errors import WeightsError
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S
 from starling.weightsync.transports.messages import LENGTH, Message, with_length
+from starling.weightsync.transports.sockets.records import HEAD, RECORD_BYTES, RecordReader, RecordWriter
 
 _BUFFER_BYTES: Final = 4 << 20
 
@@ -54,6 +58,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket, stop: threading.Event) -> None:
         self._connection = connection
+        self._writer: RecordWriter | None = None
+        self._reader: RecordReader | None = None
         self.stop: Final = stop
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -65,6 +71,10 @@ class Channel:
         """Local address of the connection."""
         return str(self._connection.getsockname()[0])
 
+    def encrypt(self, *, sending: bytes, receiving: bytes) -> None:
+        """Encrypt from here on what is sent, and decrypt what is received, with these keys. Neither is under way."""
+        self._writer, self._reader = RecordWriter(sending), RecordReader(receiving)
+
     def send(self, blocks: Sequence[memoryview]) -> None:
         """Send blocks in order.
 
@@ -72,6 +82,15 @@ class Channel:
             ChannelStopped: `stop` was set.
             TimeoutError: the peer accepted nothing for `IDLE_TIMEOUT_S`.
         """
+        if self._writer is None:
+            self._send(blocks)
+            return
+        for block in blocks:
+            content = block.cast("B")
+            for begin in range(0, content.nbytes, RECORD_BYTES):
+                self._send([self._writer.write(content[begin : begin + RECORD_BYTES])])
+
+    def _send(self, blocks: Sequence[memoryview]) -> None:
         left = deque(block for block in blocks if block.nbytes)
         end = time.monotonic() + IDLE_TIMEOUT_S
         while left:
@@ -90,7 +109,27 @@ class Channel:
                 left[0] = left[0][num:]
 
     def receive(self, memory: memoryview, end: float | None = None) -> None:
-        """Fill `memory`. Raises ChannelStopped, ConnectionError at the end of the stream, TimeoutError after `end`."""
+        """Fill `memory`.
+
+        Raises:
+            ChannelStopped: `stop` was set.
+            ConnectionError: the stream has ended.
+            TimeoutError: it is not filled at `end`.
+            WeightsError: what arrived is not what the peer encrypted.
+        """
+        if self._reader is None:
+            self._receive(memory, end)
+            return
+        memory = memory.cast("B")
+        memory = memory[self._reader.take(memory) :]
+        while memory.nbytes:
+            head = bytearray(HEAD.size)
+            self._receive(memoryview(head), end)
+            self._receive(self._reader.body(head), end)
+            memory = memory[self._reader.read(head, memory) :]
+            memory = memory[self._reader.take(memory) :]
+
+    def _receive(self, memory: memoryview, end: float | None) -> None:
         while memory.nbytes:
             if self.stop.is_set():
                 raise ChannelStopped

@@ -8,26 +8,32 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, EventQueue, ReadTarget
 from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, split_address
 from starling.weightsync.transports.messages import ANSWER_BYTES, OpenSnapshot, ReadBoxes, Request, decode_answer
 from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadCarrier
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, connect, framed
+from starling.weightsync.transports.sockets.records import channel_keys
 
 
 class _Connection:
     """One channel to a source, with the threads that send and receive on it."""
 
-    def __init__(self, name: str, address: tuple[str, int], make_carrier: MakeCarrier, events: EventQueue) -> None:
+    def __init__(
+        self, name: str, address: tuple[str, int], make_carrier: MakeCarrier, events: EventQueue, *, encrypted: bool
+    ) -> None:
         self._name, self._address, self._make_carrier, self._events = name, address, make_carrier, events
+        self.encrypted: Final = encrypted
         self._stop = threading.Event()
         self._connected = threading.Event()
         self._open_answered = threading.Event()
         """Set while no `OpenSnapshot` waits for its answer."""
-        self._expected: queue.SimpleQueue[tuple[Request, ReadTarget]] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[tuple[Request, ReadTarget, Presented | None]] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._ends: tuple[Channel, PayloadCarrier] | None = None
         self._lock = threading.Lock()
@@ -39,8 +45,8 @@ class _Connection:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, request: Request, target: ReadTarget) -> None:
-        self._expected.put((request, target))
+    def ask(self, request: Request, target: ReadTarget, presented: Presented | None) -> None:
+        self._expected.put((request, target, presented))
         self._outgoing.put(request)
 
     def drop(self) -> None:
@@ -91,7 +97,7 @@ class _Connection:
         channel, carrier = self._ends
         while not self._stop.is_set():
             try:
-                request, target = self._expected.get(timeout=LONGEST_WAIT_S)
+                request, target, presented = self._expected.get(timeout=LONGEST_WAIT_S)
             except queue.Empty:
                 continue
             answer = decode_answer(channel.receive_message(ANSWER_BYTES))
@@ -101,6 +107,9 @@ class _Connection:
                 carrier.receive(target.buffers)
             if isinstance(request, OpenSnapshot):
                 if not answer.reason:
+                    if self.encrypted and presented is not None:
+                        keys = channel_keys(presented)
+                        channel.encrypt(sending=keys.from_reader, receiving=keys.from_source)
                     carrier.opened()
                 self._open_answered.set()
             self._events.put(AnswerReceived(self._name, answer), self._stop)
@@ -124,11 +133,13 @@ class SocketClient:
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
         address = split_address(offer.address)
-        self._connections[source] = _Connection(source, address, self._make_carrier, self._events)
+        self._connections[source] = _Connection(
+            source, address, self._make_carrier, self._events, encrypted=offer.encrypted
+        )
 
-    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
         """See `TransportClient.ask`."""
-        self._connections[source].ask(request, target)
+        self._connections[source].ask(request, target, presented)
 
     def poll(self, wait_s: float) -> list[Event]:
         """See `TransportClient.poll`."""
@@ -140,7 +151,10 @@ class SocketClient:
 
     def lanes(self, source: str) -> tuple[str, ...]:
         """See `TransportClient.lanes`."""
-        return (self._lane,)
+        connection = self._connections.get(source)
+        if connection is None:
+            return ()
+        return (f"{self._lane}+aes-gcm" if connection.encrypted else self._lane,)
 
     def drop(self, source: str) -> None:
         """See `TransportClient.drop`."""

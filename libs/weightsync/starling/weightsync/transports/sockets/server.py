@@ -21,6 +21,7 @@ from starling.weightsync.transports.messages import (
 )
 from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadCarrier
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, framed
+from starling.weightsync.transports.sockets.records import channel_keys
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
 
 RELAY_POLL_S: Final = 0.002
@@ -30,10 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class SocketServer:
-    """Listens on a free port of `host` and serves a source until closed."""
+    """Listens on a free port of `host` and serves a source until closed; `encrypted`: all that follows a token."""
 
-    def __init__(self, source: SnapshotSource, make_carrier: MakeCarrier, *, host: str) -> None:
-        self._source, self._make_carrier = source, make_carrier
+    def __init__(
+        self, source: SnapshotSource, make_carrier: MakeCarrier, *, host: str, encrypted: bool = False
+    ) -> None:
+        self._source, self._make_carrier, self._encrypted = source, make_carrier, encrypted
         self._stop = threading.Event()
         self._threads: set[threading.Thread] = set()
         self._carriers: set[PayloadCarrier] = set()
@@ -139,6 +142,9 @@ class SocketServer:
                 continue
             channel.send([framed(grant.answer(request.number))])
             if isinstance(request, OpenSnapshot):
+                if self._encrypted:
+                    keys = channel_keys(session.presented)
+                    channel.encrypt(sending=keys.from_source, receiving=keys.from_reader)
                 carrier.opened()
 
     def _grant(self, session: ReaderSession, request: Request) -> Grant:

@@ -13,6 +13,7 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, split_address
 from starling.weightsync.transports.messages import (
@@ -75,7 +76,7 @@ class UcxClient:
         self._worker.watch(channel)
         _send(channel, WORKER, self._worker.address)
 
-    def ask(self, source: str, request: Request, target: ReadTarget) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
         """See `TransportClient.ask`."""
         self._ask(self._connections[source], request, target)
 
