@@ -54,7 +54,7 @@ class PolicySettings(SettingsSection):
     peak_tflops: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Dense TFLOP/s of one device in the dtype of training, for the reported utilisation (MFU); unset, the GPU's
     data-sheet value for bfloat16."""
-    router_aux_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    router_aux_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the load-balancing loss of a mixture of experts' routers, in every kind of step; 0 for none."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """Optimizer of reinforcement learning."""
