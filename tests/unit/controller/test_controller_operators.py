@@ -177,6 +177,19 @@ def test_every_wait_has_an_end(stage: str) -> None:
     assert ask(script)["root"] is not None
 
 
+def test_root_of_why_is_what_its_first_sentence_names() -> None:
+    """Older waits for other work, such as groups of later steps, are not what the run waits for."""
+    script = Script(num_steps=3, max_staleness=1)
+    script.start_run("rollout-0", "rollout-1", slots=8)
+    script.advance_time(5.0)
+    script.generate_and_score(0, 1)
+    script.advance_time(1.0)
+    data = ask(script)
+    assert data["waiting_for"] == "the policy to train step 1"
+    assert any("groups to generate" in wait["what"] for wait in data["waits"]), "an older wait"
+    assert (data["root"]["on"], data["root"]["what"]) == ("policy-0", "1 step to train, the oldest 1")
+
+
 def test_why_names_a_missing_role() -> None:
     script = Script()
     script.advance_time(1.0)

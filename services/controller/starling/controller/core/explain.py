@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 from starling.common.ids import LEASE_KINDS, Role, lease_subject
 from starling.common.wire.messages import LeaseProgress
@@ -26,6 +27,9 @@ WORK = {
     "wake": ("replica", "replicas", "to take its devices again"),
 }
 
+GROUPS: Final = ("generate", "score", "teach")
+"""Kinds of work on groups."""
+
 
 def run_phase(state: ControllerState) -> str:
     """Return what the run does now: sft, dpo, reward_model, or what it does with groups; or the stage of its end."""
@@ -34,46 +38,69 @@ def run_phase(state: ControllerState) -> str:
     return state.plan.phase(min(state.version + 1, state.plan.last_step))
 
 
+class Cause(NamedTuple):
+    """What the run waits for now."""
+
+    text: str
+    kinds: tuple[str, ...] = ()
+    """Kinds of the controller's waits that this is: kinds of leases, or `missing`, `restart`, `goodbye`. Empty where
+    the controller waits for no replica."""
+    on: str = ""
+    """The one replica that is waited for; empty for any."""
+
+    def includes(self, kind: str, wait: dict[str, Any]) -> bool:
+        """Return whether one of the controller's waits is part of this."""
+        return kind in self.kinds and self.on in ("", wait["on"])
+
+
 def explain(state: ControllerState) -> str:
     """Return what the run waits for now."""
+    return _cause(state).text
+
+
+def _cause(state: ControllerState) -> Cause:
     leases, membership, plan, weights = state.replicas.leases, state.replicas.membership, state.plan, state.weights
     buffer, evaluation = state.buffer, state.evaluations.current
     if state.lifecycle.stage is not RunStage.RUNNING:
         names = ", ".join(sorted(membership.members)) or "no replica"
-        return f"{state.lifecycle.stage}: {names}"
+        return Cause(f"{state.lifecycle.stage}: {names}", ("goodbye", "checkpoint", "save"))
     if membership.is_awaiting(state.now):
-        return f"the replicas from before the controller's restart: {', '.join(sorted(membership.awaited))}"
+        awaited = ", ".join(sorted(membership.awaited))
+        return Cause(f"the replicas from before the controller's restart: {awaited}", ("restart",))
     missing = missing_role(state)
     if missing is not None:
-        return missing
+        return Cause(missing, ("missing",))
     switch = _device_switch(state)
     if switch is not None:
-        return switch
+        return Cause(switch, ("sleep", "wake", *WORK) if switch.endswith("are due") else ("wake",))
     outdated = state.replicas.outdated_policies(state.version)
     if outdated:
-        return f"{outdated[0].name} to catch up: it holds version {outdated[0].version} of {state.version}"
+        name, version = outdated[0].name, outdated[0].version
+        return Cause(f"{name} to catch up: it holds version {version} of {state.version}", tuple(WORK), name)
     if leases.has("train"):
-        return f"the policy to train step {state.version + 1}"
+        return Cause(f"the policy to train step {state.version + 1}", ("train",))
     if leases.has("save") and _ends(state):
-        return f"the policy to save its state of version {state.version}"
+        return Cause(f"the policy to save its state of version {state.version}", ("save",))
     if leases.has("publish"):
-        return f"the policy to publish version {weights.requested}"
+        return Cause(f"the policy to publish version {weights.requested}", ("publish",))
     is_unpublished = state.version > weights.version
     if evaluation is not None and (is_unpublished or buffer.num_frozen_steps in (0, plan.num_steps)):
         done = evaluation.count(GroupState.SCORED)
-        return f"evaluation of version {evaluation.version}: {done} of {evaluation.num_prompts} prompts"
+        return Cause(f"evaluation of version {evaluation.version}: {done} of {evaluation.num_prompts} prompts", GROUPS)
     if leases.has("adopt") and not leases.has("generate"):
-        return _adoptions(state, [m for m in membership.of("rollout") if leases.num(m.name, "adopt")])
+        adopting = [m for m in membership.of("rollout") if leases.num(m.name, "adopt")]
+        return Cause(_adoptions(state, adopting), ("adopt",))
     if weights.outdated and not leases.has("generate"):
-        return f"a replica that offers version {weights.version} to {', '.join(sorted(weights.outdated)[:3])}"
+        return Cause(f"a replica that offers version {weights.version} to {', '.join(sorted(weights.outdated)[:3])}")
     if plan.kind.serves_requests:
-        return "requests at the endpoints of its rollouts"
+        return Cause("requests at the endpoints of its rollouts")
     if plan.kind.reads_trajectories:
-        return f"the files to give the groups of step {state.version + 1}"
-    return (
+        return Cause(f"the files to give the groups of step {state.version + 1}")
+    return Cause(
         f"the groups of step {state.version + 1}: {buffer.count(GroupState.LEASED)} being generated, "
         f"{buffer.count(GroupState.GENERATED)} being {_scoring(plan)}, {buffer.count(GroupState.SCORED)} scored of "
-        f"{plan.prompts_per_step}"
+        f"{plan.prompts_per_step}",
+        GROUPS,
     )
 
 
@@ -227,28 +254,32 @@ def waits(state: ControllerState) -> list[dict[str, Any]]:
     The controller's waits come from its leases, those of the replicas from their heartbeats. Seconds are as of the
     last message of each.
     """
-    found: list[dict[str, Any]] = []
+    return [wait for _, wait in _waits(state)]
+
+
+def _waits(state: ControllerState) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every known wait with its kind, as in `Cause.kinds`; empty for those of replicas."""
     membership, now = state.replicas.membership, state.now
     if membership.is_awaiting(now):
         left = membership.await_until - now
-        awaited = sorted(membership.awaited)
-        found += [_wait("controller", "a heartbeat after its restart", name, 0.0, left) for name in awaited]
+        for name in sorted(membership.awaited):
+            yield "restart", _wait("controller", "a heartbeat after its restart", name, 0.0, left)
     if membership.missing_since is not None:
         since = now - membership.missing_since
         missing = (missing_role(state) or "").removeprefix("needs ")
-        found.append(_wait("controller", missing, "launcher", since, state.plan.start_s - since))
+        yield "missing", _wait("controller", missing, "launcher", since, state.plan.start_s - since)
     if state.lifecycle.stage is RunStage.DRAINING:
         left = state.lifecycle.deadline - now
-        found += [_wait("controller", "its goodbye", name, 0.0, left) for name in sorted(membership.members)]
+        for name in sorted(membership.members):
+            yield "goodbye", _wait("controller", "its goodbye", name, 0.0, left)
     for name, member in sorted(membership.members.items()):
-        found += _waits_for_work(state, name)
-        found += [_wait(name, wait.what, wait.on, wait.since_s, wait.seconds_left) for wait in member.waits]
-    return found
+        yield from _waits_for_work(state, name)
+        for wait in member.waits:
+            yield "", _wait(name, wait.what, wait.on, wait.since_s, wait.seconds_left)
 
 
-def _waits_for_work(state: ControllerState, name: str) -> list[dict[str, Any]]:
-    """Return one wait for each kind of work that a replica has."""
-    found = []
+def _waits_for_work(state: ControllerState, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield one wait for each kind of work that a replica has."""
     leases = state.replicas.leases.all_of(name)
     for kind, num in Counter(lease.kind for lease in leases).items():
         if kind == "save" and not _ends(state):
@@ -256,8 +287,7 @@ def _waits_for_work(state: ControllerState, name: str) -> list[dict[str, Any]]:
         oldest = min((lease for lease in leases if lease.kind == kind), key=lambda lease: lease.begun_at)
         one, many, verb = WORK[kind]
         what = f"{num} {many if num > 1 else one} {verb}, the oldest {lease_subject(oldest.id)}"
-        found.append(_wait("controller", what, name, state.now - oldest.begun_at, oldest.deadline - state.now))
-    return found
+        yield kind, _wait("controller", what, name, state.now - oldest.begun_at, oldest.deadline - state.now)
 
 
 def _ends(state: ControllerState) -> bool:
@@ -276,12 +306,14 @@ def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -
 
 
 def why(state: ControllerState) -> tuple[str, dict[str, Any]]:
-    """Return what the run waits for, the graph of waits, and the wait at its root."""
-    found, sentence = waits(state), explain(state)
+    """Return what the run waits for, the graph of waits, and the wait at the root of what it waits for."""
+    cause, tagged = _cause(state), list(_waits(state))
+    found, sentence = [wait for _, wait in tagged], cause.text
     by_owner: dict[str, list[dict[str, Any]]] = {}
     for wait in found:
         by_owner.setdefault(wait["owner"], []).append(wait)
-    root = _root(by_owner)
+    begun = [wait for kind, wait in tagged if cause.includes(kind, wait)]
+    root = _root(begun, by_owner)
     lines = [f"the run {_waiting(sentence)}"]
     if root is not None:
         lines.append(
@@ -303,11 +335,11 @@ def _line(wait: dict[str, Any]) -> str:
     return f"{wait['owner']} <- {wait['on']}: {wait['what']} ({times})"
 
 
-def _root(by_owner: dict[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Follow the oldest waits from the controller to a replica that waits for no other."""
-    seen, owner, last = set[str](), "controller", None
-    while owner in by_owner and owner not in seen:
-        seen.add(owner)
-        last = max(by_owner[owner], key=lambda wait: wait["since_s"])
-        owner = last["on"]
+def _root(begun: list[dict[str, Any]], by_owner: dict[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """Follow the oldest waits from those of the controller in `begun` to a replica that waits for no other."""
+    seen, last, following = {"controller"}, None, begun
+    while following:
+        last = max(following, key=lambda wait: wait["since_s"])
+        following = [] if last["on"] in seen else by_owner.get(last["on"], [])
+        seen.add(last["on"])
     return last
