@@ -113,6 +113,10 @@ SUGGESTIONS = {
     "policy --replay kept": "RECIPE is missing; see starling policy --replay --help",
     "sim --fault calm": "unknown flag --fault; did you mean --faults?",
     "run --resume": "write `starling run --resume RUN_FOLDER`",
+    "run a.toml -- --dry-run": "--dry-run comes after `--`, where flags end; write it before",
+    "run a.toml -- --rl.num-steps 3": "unknown flag --rl.num-steps",
+    "run -- nowhere.toml": "the configuration file nowhere.toml does not exist",
+    "policy --replay": "--replay needs a value; write `starling policy --replay FOLDER`; see starling policy --replay",
     "settings klx": "no setting has 'klx' in its key or text",
 }
 """Mistakes, and the sentences with their remedies."""

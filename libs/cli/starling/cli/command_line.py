@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Annotated, NoReturn
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 from cyclopts import (
     App,
@@ -85,7 +86,17 @@ def _parse(app: App, tokens: list[str]) -> tuple[Callable[..., object], inspect.
     function, bound, unparsed = app.parse_args(tokens, exit_on_error=False, print_error=False)
     if "line" in unparsed:
         bound.arguments["line"] = line
+    _check_paths(tokens, bound.arguments)
     return function, bound
+
+
+def _check_paths(tokens: Sequence[str], arguments: dict[str, Any]) -> None:
+    """Raise ConfigError for an empty word that stands for a path: it would mean the present folder."""
+    if "" not in tokens and not any(token.startswith("--") and token.endswith("=") for token in tokens):
+        return
+    fields = [vars(value) for value in arguments.values() if is_dataclass(value) and not isinstance(value, type)]
+    if Path() in [*arguments.values(), *(value for each in fields for value in each.values())] and "." not in tokens:
+        raise ConfigError("a path is empty; give it, and check that the shell's variable for it is set")
 
 
 def flags_of(app: App, *path: str) -> frozenset[str]:
@@ -103,10 +114,14 @@ def split(arguments: Sequence[str], own: Collection[str]) -> tuple[list[str], li
     Raises:
         ConfigError: a flag is neither one of `own` nor like a setting, or a setting has no value.
     """
-    kept, settings, rest = [], [], list(arguments)
+    kept: list[str] = []
+    settings: list[str] = []
+    rest = list(arguments)
     while rest:
         token = rest.pop(0)
         name, equals, _ = token.partition("=")
+        if token == "--":
+            return [*kept, token, *rest], settings
         if not token.startswith("--") or len(token) < 3 or name in own:
             kept.append(token)
             continue
@@ -162,13 +177,17 @@ def _sentence(error: CycloptsError) -> str:
         parameter = error.argument.parameter
         name = error.argument.names[0]
         if name.startswith("-"):
-            text = f"{name} needs a value; write `{program} {name} {parameter.metavar or 'VALUE'}`"
+            flag = "" if program.endswith(f" {name}") else f" {name}"
+            text = f"{name} needs a value; write `{program}{flag} {parameter.metavar or 'VALUE'}`"
         else:
             text = f"{name} is missing"
     elif isinstance(error, UnknownOptionError):
         name = (error.token.keyword or error.token.value).partition("=")[0]
-        like = nearest(name, [known for argument in error.argument_collection for known in argument.names])
+        known = [known for argument in error.argument_collection for known in argument.names]
+        like = nearest(name, known)
         text = f"unknown flag {name}" + (f"; did you mean {like}?" if like else "")
+        if name in known:
+            text = f"{name} comes after `--`, where flags end; write it before"
     else:
         text = " ".join(str(error).split())
         text = text[:1].lower() + text[1:].removesuffix(".")

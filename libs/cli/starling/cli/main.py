@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -16,13 +17,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; an error is one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     previous = signal.signal(signal.SIGINT, leave)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be no text
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except StarlingError as error:
         print(f"starling: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    except BrokenPipeError:  # what reads the output, as `head`, has read enough
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        what = "the output" if error.filename is None else os.fsdecode(error.filename)
+        print(
+            f"starling: {what} cannot be used: {error.strerror}; check that it exists, its permissions and its disk",
+            file=sys.stderr,
+        )
+        _discard_output()
+        return 1
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _discard_output() -> None:
+    """Send what stdout still holds to nowhere, so that the interpreter does not fail at it once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def leave(number: int, frame: FrameType | None) -> None:

@@ -512,6 +512,8 @@ def read_toml(file: Path) -> Tree:
         like = nearest(file.name, siblings)
         hint = f"did you mean {file.parent / like}?" if like else "give the path of a TOML file"
         raise ConfigError(f"the configuration file {file} does not exist; {hint}") from None
+    except ConfigError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:  # also of a number of thousands of digits, or of deep nesting

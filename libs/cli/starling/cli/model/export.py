@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from starling.cli.run.attempt import attempts_in
 from starling.common.errors import ConfigError
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, read_toml, validate
@@ -34,7 +35,7 @@ def _source(text: str) -> tuple[str, Path | None]:
     path = Path(text)
     if not path.is_dir():
         raise ConfigError(f"{text} does not exist; give a run's folder, a state's folder or a URL")
-    attempts = [found for found in path.glob("attempt-*") if found.name.removeprefix("attempt-").isdigit()]
+    attempts = attempts_in(path)
     if attempts:
         path = max(attempts, key=lambda found: int(found.name.removeprefix("attempt-")))
     for near in (path, path.absolute().parent, path.absolute().parent.parent):

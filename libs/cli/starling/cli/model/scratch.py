@@ -71,6 +71,13 @@ def make_model_folder(settings: ScratchSettings, folder: Path) -> None:
     Errors: `ConfigError` for an unknown architecture, a configuration that it does not take, and a folder that holds
     something else.
     """
+    try:
+        _make_folder(settings, folder)
+    except OSError as error:
+        raise ConfigError(f"the model folder {folder} cannot be made: {error.strerror}; give another folder") from None
+
+
+def _make_folder(settings: ScratchSettings, folder: Path) -> None:
     if folder.exists():
         if _is_made_with(settings, folder):
             return

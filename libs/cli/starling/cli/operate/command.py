@@ -18,12 +18,15 @@ from cyclopts import Group, Parameter
 
 from starling.cli.command_line import define
 from starling.common.errors import ConfigError, StarlingError, UnreachableError
+from starling.common.ranges import MAX_SECONDS
 
 if TYPE_CHECKING:
     from starling.cli.run.attempt import Attempt
     from starling.common.wire.messages import OperatorMessage
 
 TIMEOUT_S = 10.0
+MAX_BITS = 63
+"""Of a whole number that a message can carry."""
 REASON = "an operator asked for it"
 CONNECTION = Group("Connection", sort_key=8)
 OUTPUT = Group("Output", sort_key=9)
@@ -77,7 +80,7 @@ def change_setting(
     connection: Flags = NO_CONNECTION,
 ) -> int:
     """Change a setting of a run, from its next step on."""
-    from starling.common.settings import parse_value
+    from starling.common.settings import parse_value, shown
     from starling.common.wire.messages import ChangeSetting
 
     if len(words) not in (2, 3):
@@ -86,6 +89,9 @@ def change_setting(
     value = parse_value(text)
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{key} = {text}: give one number, one word, true or false")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ConfigError(f"{key} = {shown(value)} is out of range; give a smaller number")
+    _check_text("KEY VALUE", f"{key} {text}")
     key = key.replace("-", "_")
     where = Path(folder[0]) if folder else None
     return ask(lambda request: ChangeSetting(request=request, key=key, value=value), where, connection)
@@ -116,6 +122,10 @@ def ask(message: Callable[[str], OperatorMessage], folder: Path | None, connecti
     from starling.cli.run.attempt import OPERATOR
     from starling.common.net.operator import OperatorClient
 
+    if not 0 < connection.timeout <= MAX_SECONDS:
+        raise ConfigError(f"--timeout {connection.timeout:g} is not a number of seconds; give one above 0")
+    _check_text("--controller", connection.controller)
+    _check_text("--run", connection.run)
     address, key, run = _controller(folder, connection)
     name = key.stem if key is not None else OPERATOR
     with OperatorClient(address, key, run, name=name) as client:
@@ -127,6 +137,13 @@ def ask(message: Callable[[str], OperatorMessage], folder: Path | None, connecti
     else:
         print(f"starling: {reply.text}", file=sys.stderr)
     return 0 if reply.ok else 1
+
+
+def _check_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} {text!r} is not UTF-8; give another one") from None
 
 
 def _controller(folder: Path | None, connection: Connection) -> tuple[str, Path | None, str]:
@@ -145,11 +162,17 @@ def _controller(folder: Path | None, connection: Connection) -> tuple[str, Path 
 
 
 def _address(attempt: Attempt) -> str:
+    from starling.cli.run.command import complete_sentence
+
     if attempt.is_over():
+        if attempt.is_complete():
+            raise NoAnswerError(complete_sentence(attempt))
         raise NoAnswerError(f"the run in {attempt.folder} is over; `starling run --resume {attempt.folder}` resumes it")
     try:
-        address: str = json.loads(attempt.address.read_text())["address"]
-    except (ValueError, KeyError, TypeError):  # written before a power cut, and damaged by it
+        address = json.loads(attempt.address.read_text())["address"]
+        if not isinstance(address, str):
+            raise TypeError(address)
+    except (ValueError, KeyError, TypeError, RecursionError):  # written before a power cut, and damaged by it
         raise UnreachableError(
             f"{attempt.address} is damaged; `starling run --resume {attempt.folder}` writes it again"
         ) from None
@@ -157,6 +180,10 @@ def _address(attempt: Attempt) -> str:
         raise UnreachableError(
             f"the controller of {attempt.folder} does not listen: it is starting, or was never started; try again, or "
             "give --controller"
+        ) from None
+    except OSError as error:
+        raise UnreachableError(
+            f"{attempt.address} cannot be read: {error.strerror}; restore it, or give --controller and --run"
         ) from None
     return address
 
@@ -169,7 +196,10 @@ def _identity(attempt: Attempt) -> tuple[str, bool]:
 
     config = read_toml(attempt.config)
     try:
-        return config["run"]["id"], config["network"]["curve"]
+        run, curve = config["run"]["id"], config["network"]["curve"]
+        if not isinstance(run, str) or not isinstance(curve, bool):
+            raise TypeError(run)
+        return run, curve
     except (KeyError, TypeError):
         raise ConfigError(f"{attempt.config} does not have the run's id; restore it, or give --run ID") from None
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from starling.cli.run.attempt import attempts_in
 from starling.common.errors import ConfigError
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.messages import Heartbeat, Hello, LeaseFailed, Leave
@@ -34,6 +35,8 @@ def record_run(path: Path, out: Path | None) -> None:
     """
     folder = _folder(path)
     out = out or folder / REPORT
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; give a file with --out")
     recordings = _recordings(folder)
     partial = out.with_name(f".{out.name}.partial")
     try:
@@ -179,7 +182,7 @@ def _recordings(place: RecordingPath) -> dict[int, RecordingPath]:
     found: dict[int, RecordingPath] = {}
     for file in place.iterdir():
         matched = NAME.fullmatch(file.name)
-        if matched:
+        if matched and file.is_file():
             found[int(matched[1])] = file
     if not found:
         raise ConfigError(f"{place} has no recording (events-<n>.rec); turn recording on in the recipe of the run")
@@ -192,7 +195,7 @@ def _folder(path: Path) -> Path:
         raise ConfigError(f"there is no folder {path}; give the folder of a run, such as runs/quickstart")
     if any(NAME.fullmatch(file.name) for file in path.iterdir()):
         return path
-    attempts = [p for p in path.glob("attempt-*") if p.name.removeprefix("attempt-").isdigit()]
+    attempts = attempts_in(path)
     return max(attempts, key=lambda p: int(p.name.removeprefix("attempt-")), default=path)
 
 

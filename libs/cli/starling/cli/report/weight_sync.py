@@ -15,8 +15,15 @@ from starling.weightsync.plan.timeline import PART_MEANINGS, PART_REMEDIES, Time
 
 def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
     """Print where the time of the newest publications of one attempt went. Raises ConfigError when it has none."""
+    if last < 0:
+        raise ConfigError(f"--last {last} is not a number of publications; give one from 0 on, 0 for all")
     attempt = Attempt.find(folder)
-    split = time_split(publication_timelines(read_metrics(attempt.metrics, "published", "adopted"))[-last:])
+    try:
+        split = time_split(publication_timelines(read_metrics(attempt.metrics, "published", "adopted"))[-last:])
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{attempt.metrics} has a damaged line of a publication or an adoption ({error!r}); remove the line"
+        ) from None
     if split is None:
         raise ConfigError(f"no replica has adopted a version in {attempt.folder}; give a run that has made a step")
     if as_json:

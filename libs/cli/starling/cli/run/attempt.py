@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starling.cli.recipe.schema import Recipe, resolved, to_toml
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, StarlingError
 from starling.common.files import parse_line, write_whole
+from starling.common.kinds import KINDS
 from starling.common.net.curve import ALLOWED
 from starling.common.net.keyring import make_keys
-from starling.common.settings import complete_toml
+from starling.common.settings import complete_toml, read_toml
 
 OBSERVER = "observer-0"
 OPERATOR = "operator-0"
@@ -65,8 +67,15 @@ class Attempt:
         parent = recipe.run.folder / recipe.run.name
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            folder = parent / f"attempt-{max(map(_number, _attempts(parent)), default=0) + 1}"
+            folder = parent / f"attempt-{max(map(_number, attempts_in(parent)), default=0) + 1}"
+        except OSError as error:
+            raise ConfigError(f"cannot make a folder in {parent}: {error.strerror}; set run.folder") from None
+        try:
             folder.mkdir()
+        except FileExistsError:
+            raise ConfigError(
+                f"another process has just made {folder} for a run of this name; start this one again, or set run.name"
+            ) from None
         except OSError as error:
             raise ConfigError(f"cannot make a folder in {parent}: {error.strerror}; set run.folder") from None
         return cls(folder.absolute())
@@ -90,12 +99,18 @@ class Attempt:
             return cls(folder.absolute())
         where = Path("runs") if folder is None else folder
         parents = [path for path in where.glob("*") if path.is_dir()] if folder is None else [where]
-        found = [path for parent in parents for path in _attempts(parent) if _is_attempt(path)]
+        found = [path for parent in parents for path in attempts_in(parent) if _is_attempt(path)]
         if not found:
             raise ConfigError(f"there is no run in {where}; give the folder of one, such as runs/quickstart")
         # Of several runs the one that was started last; of one run the greatest number, whatever was copied when.
         newest = max(found, key=_number if folder is not None else lambda path: path.stat().st_mtime)
         return cls(newest.absolute())
+
+    def check_folders(self) -> None:
+        """Raise ConfigError when something else is where a folder of the attempt belongs."""
+        for folder in (self.folder / "keys", self.logs):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"{folder} is not a folder; move it away, and start again")
 
     def prepare(self, recipe: Recipe, names: list[str]) -> None:
         """Write keys, recipe and configuration for the processes `names`, unless they exist."""
@@ -111,18 +126,46 @@ class Attempt:
 
         Raises ConfigError when another process runs it.
         """
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise ConfigError(f"{self._lock} is not a regular file; remove it, and start again")
+        except OSError as error:
+            raise ConfigError(
+                f"{self._lock} cannot be opened: {error.strerror}; the folder of a run has to be writable, and its "
+                "lock a file"
+            ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
+            who = f"process {owner}" if owner else "another process"
             raise ConfigError(
-                f"{self.folder} is being run by process {owner}; `starling status {self.folder}` shows its state"
+                f"{self.folder} is being run by {who}; `starling status {self.folder}` shows its state"
             ) from None
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return descriptor
+
+    def is_complete(self) -> bool:
+        """Return whether the run has reached its end; a journal that cannot be read does not say so."""
+        from starling.controller.shell.journal.journal import has_ended  # only here: most commands need no journal
+
+        try:
+            return has_ended(self.journal)
+        except StarlingError:
+            return False
+
+    def trains(self) -> bool:
+        """Return whether the run makes versions of a model."""
+        run = read_toml(self.config).get("run", {})
+        return KINDS[run["kind"]].trains if isinstance(run, dict) and run.get("kind") in KINDS else True
+
+    def num_steps(self) -> int:
+        """Return the number of the newest step, 0 before the first."""
+        return max((line.get("step", 0) for line in read_metrics(self.metrics, "step")), default=0)
 
     def is_over(self) -> bool:
         """Return whether a supervisor on this machine ran the attempt and has exited."""
@@ -146,17 +189,21 @@ class Attempt:
 def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of these kinds, or of all kinds.
 
-    A line that cannot be read is left out: a full disk, a crash or a power cut may have damaged it.
+    A line that cannot be read is left out: a full disk, a crash or a power cut may have damaged it. Raises ConfigError
+    when `path` is something else than a file.
     """
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; move it away")
     with path.open("rb") as file:
         lines = [line for text in file if (line := parse_line(text)) is not None and isinstance(line.get("kind"), str)]
     return [line for line in lines if not kinds or line["kind"] in kinds]
 
 
-def _attempts(parent: Path) -> list[Path]:
-    return [path for path in parent.glob("attempt-*") if path.name.removeprefix("attempt-").isdigit()]
+def attempts_in(parent: Path) -> list[Path]:
+    """Return the folders of attempts in the folder of a run."""
+    return [path for path in parent.glob("attempt-*") if path.name.removeprefix("attempt-").isdecimal()]
 
 
 def _number(attempt: Path) -> int:

@@ -77,7 +77,7 @@ def run(
         return _resume(resume, line.arguments, accept_changed_data=accept_changed_data)
     if accept_changed_data:
         raise ConfigError("--accept-changed-data is for a run that is resumed; write it with --resume RUN_FOLDER")
-    if recipe is None or line.arguments[0].startswith("-"):
+    if recipe is None or (line.arguments[0].startswith("-") and line.arguments[0] != "--"):
         raise ConfigError(
             "the recipe comes first: write `starling run RECIPE.toml`, then flags; `starling settings` lists all"
         )
@@ -163,13 +163,15 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
 
     from starling.cli.evaluate.results import finish_answering
     from starling.cli.report.summary import report
+    from starling.cli.run.screen import short_path
     from starling.cli.run.supervisor import InterruptedRunError, Supervisor
 
     begin = time.monotonic()
+    resumes = f"`starling run --resume {short_path(attempt.folder)}` resumes it"
     try:
         Supervisor(recipe, attempt).run()
     except InterruptedRunError as error:
-        print(f"starling: {error}", file=sys.stderr)
+        print(f"starling: {error}; {resumes}", file=sys.stderr)
         return 130
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -178,6 +180,8 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
         if recipe.kind.answers_each_prompt:
             return finish_answering(recipe, attempt, out)
         report(attempt, time.monotonic() - begin, Console())
+        if not attempt.is_complete():
+            print(f"stopped at step {attempt.num_steps()} of {recipe.plan().last_step}; {resumes}")
     except KeyboardInterrupt:
         print(f"starling: the run is over, without a report; its files are in {attempt.folder}", file=sys.stderr)
     return 0
@@ -213,8 +217,20 @@ def _resume(folder: Path, arguments: tuple[str, ...], *, accept_changed_data: bo
         raise ConfigError(
             f"{attempt.folder} has no recipe.toml, so `starling run` did not start it; start its services instead"
         )
+    if attempt.is_complete():
+        print(complete_sentence(attempt))
+        return 0
     flags = ["--controller.accept-changed-data=true"] if accept_changed_data else []
     return supervise(load_recipe([attempt.recipe], flags), attempt)
+
+
+def complete_sentence(attempt: Attempt) -> str:
+    """Return that the run is complete, and what can be done with it."""
+    folder = attempt.folder
+    next_steps = (
+        f"`starling export {folder} OUT` writes its model, `starling run RECIPE.toml --from {folder}` trains on"
+    )
+    return f"the run in {folder} is complete; {next_steps if attempt.trains() else 'its results are in that folder'}"
 
 
 def _settings_note() -> str:

@@ -75,7 +75,8 @@ class Supervisor:
     """Starts and watches the processes of one attempt."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt) -> None:
-        """Prepare; nothing is started yet."""
+        """Prepare; nothing is started yet. Raises ConfigError when the attempt's folder is damaged."""
+        attempt.check_folders()
         self.recipe, self.attempt = recipe, attempt
         self.screen: Screen = make_screen(recipe.launch.screen, recipe, attempt.folder)
         self.children = ServiceProcesses(attempt.logs, recipe.launch.num_threads, self.screen.line)

@@ -7,6 +7,8 @@ name than that of its key.
 
 from __future__ import annotations
 
+import stat
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import msgspec
 import structlog
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from starling.common.errors import ConfigError
 from starling.common.net.limits import may_send
@@ -26,6 +29,7 @@ ZAP_DOMAIN = "starling"
 """Domain of the socket for replicas and operators."""
 TELEMETRY_DOMAIN = "starling-telemetry"
 """Domain of the socket for subscribers."""
+KEY_BYTES = 32
 MAX_REFUSALS = 1000
 """Maximum number of unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
@@ -100,7 +104,18 @@ class AllowList:
 def load_key(path: Path) -> KeyFile:
     """Read one service's key file. Raises ConfigError if it is missing, readable by others, or malformed."""
     key: KeyFile = read_private(path, KeyFile)
+    for text in (key.public, key.secret, key.controller_public):
+        if not _is_key(text):
+            raise ConfigError(f"{path} has something else than keys in it; make keys with `starling keys`")
     return key
+
+
+def _is_key(text: str) -> bool:
+    """Return whether `text` is 32 bytes in Z85."""
+    try:
+        return len(z85.decode(text.encode())) == KEY_BYTES
+    except (ValueError, KeyError, IndexError, struct.error):
+        return False
 
 
 def load_allowed(folder: Path) -> dict[str, str]:
@@ -137,6 +152,8 @@ def read_private(path: Path, kind: Any) -> Any:
     """Read a JSON file that only its owner may read. Raises ConfigError if others may, or if it is not a `kind`."""
     try:
         mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path} is not a file; give a key file, or make keys with `starling keys`")
         if mode & 0o077:
             raise ConfigError(f"{path} can be read by others (mode {mode & 0o777:o}); run `chmod 600 {path}`")
         return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -47,7 +47,14 @@ def make_keys(folder: Path, names: Sequence[str], *, replace: bool = False) -> N
         _check_name(name)
         if name in names[:number]:
             raise ConfigError(f"{name} is given twice; give each name once")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_keys(folder, names, replace=replace)
+    except OSError as error:
+        raise ConfigError(f"keys cannot be written to {folder}: {error.strerror}; give another folder") from None
+
+
+def _write_keys(folder: Path, names: Sequence[str], *, replace: bool) -> None:
     with _locked(folder):
         allowed = load_allowed(folder) if (folder / ALLOWED).exists() else {}
         taken = [name for name in names if name in allowed.values() or (folder / f"{name}.json").exists()]
@@ -79,6 +86,13 @@ def revoke_keys(folder: Path, names: Sequence[str]) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"the folder {folder} does not exist; give the folder of a run's keys")
+    try:
+        _revoke(folder, names)
+    except OSError as error:
+        raise ConfigError(f"the keys in {folder} cannot be changed: {error.strerror}") from None
+
+
+def _revoke(folder: Path, names: Sequence[str]) -> None:
     with _locked(folder):
         allowed = load_allowed(folder)
         known = sorted(set(allowed.values()))

@@ -47,6 +47,7 @@ from starling.controller.core.records import (
     PartialCompletionsStored,
     Record,
     RewardsStored,
+    RunEnded,
     StateCompacted,
     StepCommitted,
     StepFrozen,
@@ -305,15 +306,31 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
 
     Raises ConfigError.
     """
+    with _reading(path) as db:
+        yield from _read(path, db)
+
+
+def has_ended(path: Path) -> bool:
+    """Return whether the run of the journal at `path` is complete: it cannot be resumed. Raises ConfigError."""
+    # A journal without a writer is read without the files that its writer would need, also from a read-only disk.
+    is_written = path.with_name(f"{path.name}-wal").exists()
+    with _reading(path, "" if is_written else "&immutable=1") as db:
+        compacted = _marks(db).get("compacted", 0)
+        return any(isinstance(record, RunEnded) for _, record in _records(path, db, compacted))
+
+
+@contextmanager
+def _reading(path: Path, options: str = "") -> Iterator[sqlite3.Connection]:
+    """Open the journal at `path` to read one state of it, also when its writer compacts it meanwhile."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give the path of the journal of a run")
     with as_config_error(path):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{options}", uri=True, isolation_level=None)
     try:
         with as_config_error(path):
             check_file(path, db)
-            db.execute("BEGIN")  # one state of the file, also when its writer compacts it meanwhile
-        yield from _read(path, db)
+            db.execute("BEGIN")
+        yield db
     finally:
         db.close()
 
