@@ -66,7 +66,8 @@ def impossible_prompts(folder: Path) -> None:
     dropped = {line["prompt"].rpartition("/")[2]: line["reason"] for line in metrics(folder, "discarded")}
     assert sorted(dropped) == ["0", "1", "40"], "each once, in the only pass"
     assert "scorer 'mine.py:reward' took longer than 0.3 s." in dropped["0"]
-    assert f"scorer 'mine.py:reward' raised LookupError: nothing is known of {WORDS[1]}." in dropped["1"]
+    raised = f"scorer 'mine.py:reward' raised LookupError: nothing is known of {WORDS[1]} ({folder}/mine.py:"
+    assert raised in dropped["1"]
     assert "the prompt of 41 tokens leaves no room in the context of 24" in dropped["40"]
     assert len(trained(folder)) == 44
     assert not {f"train/0/{row}" for row in dropped} & set(trained(folder))
@@ -129,6 +130,7 @@ def scorer_that_always_raises(folder: Path) -> None:
         assert command.wait() == 1, command.transcript()
     assert "groups were all discarded" in sentence(command)
     assert "scorer 'mine.py:reward' raised LookupError: nothing is known of" in sentence(command)
+    assert f" ({folder}/mine.py:" in sentence(command), "the line of the user's file"
     assert trained(folder) == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -42,14 +43,16 @@ def reward(completion, reference, prompt_text, metadata):
 """
 
 
-def assert_stops_with_checkpoint(command: Command, folder: Path) -> None:
-    """Interrupt the run, and assert that the last weights are saved."""
+def assert_stops_with_checkpoint(command: Command, folder: Path, *, complete: bool = False) -> None:
+    """Interrupt the run, and assert that the last weights are saved, and how the run is resumed, if it can be."""
     command.interrupt()
     assert command.wait() == 0, command.transcript()
     assert command.errors == ""
     num_made = num_steps(folder)
     assert num_made > 0
     assert checkpoints(folder) == [f"step-{num_made}"], "the checkpoint is not of the last step"
+    resumes = f"stopped at step {num_made} of [0-9]+; `starling run --resume runs/tiny/attempt-1` resumes it"
+    assert bool(re.search(resumes, command.output)) != complete
 
 
 def assert_stops_without_checkpoint(command: Command, folder: Path) -> None:
@@ -119,7 +122,7 @@ def during_the_drain(folder: Path) -> None:
         reward.suspend()
         policy.resume()
         command.wait_until(lambda: metrics(folder, "checkpoint"), "the checkpoint")
-        assert_stops_with_checkpoint(command, folder)
+        assert_stops_with_checkpoint(command, folder, complete=True)
     assert [line["replica"] for line in metrics(folder, "left") if "did not leave" in line["reason"]] == ["reward-0"]
 
 
@@ -132,7 +135,9 @@ def second_ctrl_c(folder: Path) -> None:
         command.wait_for_output("stopping gracefully")
         command.interrupt()
         assert command.wait() == 130, command.transcript()
-    assert sentence(command) == "killed by a second Ctrl-C; nothing was saved"
+    assert sentence(command) == (
+        "killed by a second Ctrl-C; nothing was saved, and `starling run --resume runs/tiny/attempt-1` resumes it"
+    )
 
 
 def at_a_random_moment(folder: Path) -> None:

@@ -79,8 +79,8 @@ def test_file_does_not_shadow_a_module(tmp_path: Path) -> None:
         (":f", "It ':f': write `module:attribute`"),
         ("/nowhere/mine.py:f", "It '/nowhere/mine.py:f': there is no file '/nowhere/mine.py'."),
         ("no_such:f", "It 'no_such:f' cannot be imported: ModuleNotFoundError: No module named 'no_such'."),
-        ("{folder}/exits.py:f", "cannot be imported: SystemExit: no licence."),
-        ("{folder}/lines.py:f", "cannot be imported: RuntimeError: one."),
+        ("{folder}/exits.py:f", "cannot be imported: SystemExit: no licence ({folder}/exits.py:1)."),
+        ("{folder}/lines.py:f", "cannot be imported: RuntimeError: one two ({folder}/lines.py:1)."),
         ("{folder}/wrong.py:f", "cannot be imported: SyntaxError: "),
         ("{folder}/mine.py:Piont", "no 'Piont' in there; did you mean 'Point'."),
         ("{folder}/mine.py:Point.origni", "no 'Point.origni' in there; "),
@@ -95,7 +95,7 @@ def test_import_errors_are_one_sentence(folder: Path, name: str, sentence: str) 
     (folder / "empty.py").write_text("")
     with pytest.raises(ConfigError) as raised:
         import_object(name.format(folder=folder), "It")
-    assert sentence in str(raised.value)
+    assert sentence.format(folder=folder) in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

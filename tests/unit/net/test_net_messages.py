@@ -190,7 +190,7 @@ def test_link_and_hub_work_without_curve() -> None:
 def test_port_in_use_is_one_sentence(harness: HubHarness) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on tcp://127\.0\.0\.1:\d+: .*; choose another port, or 0"):
         Hub(harness.hub.address, "run-2", 1, None)
-    with pytest.raises(ConfigError, match=r"cannot listen on tcp://256\.0\.0\.1:0"):
+    with pytest.raises(ConfigError, match=r"cannot listen on tcp://256\.0\.0\.1:0: .*; set network.host"):
         Hub("tcp://256.0.0.1:0", "run-2", 1, None)
 
 

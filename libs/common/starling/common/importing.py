@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
+from starling.common.raised import describe_raised
 
 MAX_LISTED: Final = 10
 """Maximum number of names that the error for an unknown attribute lists."""
@@ -65,7 +66,7 @@ def import_object(name: str, what: str) -> Any:
     try:
         module = _module_of(path.resolve()) if path.suffix == ".py" else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = describe_raised(error)
         raise ConfigError(f"{what} {name!r} cannot be imported: {reason}.") from error
     found: Any = module
     for part in attribute.split("."):

@@ -171,7 +171,7 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
     try:
         Supervisor(recipe, attempt).run()
     except InterruptedRunError as error:
-        print(f"starling: {error}; {resumes}", file=sys.stderr)
+        print(f"starling: {error}, and {resumes}", file=sys.stderr)
         return 130
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

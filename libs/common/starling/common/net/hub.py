@@ -12,6 +12,7 @@ during the run.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -275,7 +276,10 @@ class Hub:
                     time.sleep(0.02)
                     continue
                 self.close()
-                raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another port, or 0") from None
+                remedy = "choose another port, or 0"
+                if error.errno not in (zmq.EADDRINUSE, errno.EACCES):
+                    remedy = "set network.host to an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+                raise ConfigError(f"cannot listen on {address}: {error.strerror}; {remedy}") from None
 
     def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

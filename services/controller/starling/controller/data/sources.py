@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object
+from starling.common.raised import describe_raised
 from starling.common.wire.messages import Prompt
 from starling.controller.data.settings import DataSettings
 
@@ -270,9 +271,7 @@ def _read_factory(source: str, limit: int | None) -> list[DataRow | Prompt]:
         made = factory()
         values = None if made is None or isinstance(made, str | bytes | Mapping) else list(islice(made, limit))
     except Exception as error:  # the user's function may raise anything
-        raise ConfigError(
-            f"the dataset {source} raised {type(error).__name__}: {_first_line(error)}; correct the function"
-        ) from error
+        raise ConfigError(f"the dataset {source} raised {describe_raised(error)}; correct the function") from error
     if values is None:
         raise ConfigError(f"the dataset {source} returned {made!r:.60}: return a sequence of rows")
     return [_custom_row(value, number, source) for number, value in enumerate(values)]

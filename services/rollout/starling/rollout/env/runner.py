@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import structlog
 
+from starling.common.raised import describe_raised
 from starling.common.wire.messages import Status, Wait
 from starling.rollout.engine.base import RequestError
 from starling.rollout.engine.preparation import PreparedPrompt
@@ -32,7 +33,6 @@ from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
 from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode, generate_through
 from starling.rollout.env.episodes.trajectory import EndedEpisode, PlayedGroup, failed_episode, group_trajectories
 from starling.rollout.env.registry import LoadedEnvironment
-from starling.rollout.env.sandbox.fork_server import describe
 from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 from starling.rollout.settings import EnvironmentSettings
 
@@ -204,7 +204,7 @@ class EpisodeRunner:
                 problem = f"the environment took longer than {limit_s:g} s"
             else:
                 log.warning("environment_failed", lease=task.lease, index=index, exc_info=error)
-                problem = f"the environment raised {describe(error)}"
+                problem = f"the environment raised {describe_raised(error)}"
             return episode.end(EpisodeOutcome(status=Status.ENV_ERROR, problem=problem))
 
 

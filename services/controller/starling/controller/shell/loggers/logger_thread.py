@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from starling.common.raised import describe_raised
 from starling.controller.shell.loggers.logger import Logger, Maker, Row
 
 log = structlog.get_logger(__name__)
@@ -125,7 +126,7 @@ class LoggerThread:
         try:
             logger = make(first_step)
         except Exception as error:  # noqa: BLE001 - a logger may raise anything, and must not end the run
-            self._give_up(f"it cannot start: {_sentence(error)}")
+            self._give_up(f"it cannot start: {describe_raised(error)}")
             return
         self._busy_since = None
         try:
@@ -136,13 +137,13 @@ class LoggerThread:
                 self._log(logger, entry)
                 self._in_progress, self._busy_since = 0, None
         except (OSError, ValueError) as error:
-            self._give_up(f"the steps that it has missed cannot be read: {_sentence(error)}")
+            self._give_up(f"the steps that it has missed cannot be read: {describe_raised(error)}")
         if self.is_given_up:
             return
         try:
             logger.close()
         except Exception as error:  # noqa: BLE001 - as above
-            self._give_up(f"it cannot close: {_sentence(error)}")
+            self._give_up(f"it cannot close: {describe_raised(error)}")
 
     def _next(self) -> LogEntry | None:
         with self._changed:
@@ -160,9 +161,9 @@ class LoggerThread:
         except Exception as error:  # noqa: BLE001 - as above
             self._num_failures += 1
             with self._changed:
-                self._drop(1, _sentence(error))
+                self._drop(1, describe_raised(error))
             if self._num_failures == MAX_FAILURES:
-                self._give_up(f"it failed {MAX_FAILURES} times in a row, the last time with {_sentence(error)}")
+                self._give_up(f"it failed {MAX_FAILURES} times in a row, the last time with {describe_raised(error)}")
             return
         self._num_failures = 0
         if entry.is_step and not self.is_given_up:
@@ -186,8 +187,3 @@ class LoggerThread:
             self._queue.clear()
             self._changed.notify()
         log.warning("logger_given_up", logger=self.name, reason=reason)
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

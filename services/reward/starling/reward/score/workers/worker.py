@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
+from starling.common.raised import describe_raised
 from starling.common.sandbox.execution import start_executor
 from starling.common.sandbox.inside import give_up_privileges, settle
 from starling.common.wire.messages import CompletionText
@@ -38,7 +39,7 @@ from starling.reward.score.workers.protocol import (
 )
 
 _RECEIVE_BYTES: Final = 1 << 18
-_PROBLEM_LENGTH: Final = 300
+_PROBLEM_LENGTH: Final = 2000
 
 
 class _Scorer(NamedTuple):
@@ -90,7 +91,7 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
             function = resolve_scorer(spec.name, spec.options)
             scorers[spec.index] = _Scorer(function, wanted_fields(function))
     except ConfigError as error:
-        return WorkerStartFailed(_bounded(str(error), limit=2000))
+        return WorkerStartFailed(_bounded(str(error)))
     return WorkerReady()
 
 
@@ -111,23 +112,15 @@ def _call(
             return None, f"returned a {type(result).__name__}, not a number"
         value = float(result)
     except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
-        return None, _bounded(f"raised {_describe(error)}")
+        return None, f"raised {describe_raised(error)}"
     if not math.isfinite(value):
         return None, f"returned {value}"
     return value, ""
 
 
-def _describe(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - a user's exception may fail in __str__
-        text = "(its text cannot be had)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _bounded(text: str, limit: int = _PROBLEM_LENGTH) -> str:
+def _bounded(text: str) -> str:
     """Limit the text's length, and replace what UTF-8 cannot encode."""
-    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    text = text if len(text) <= _PROBLEM_LENGTH else text[: _PROBLEM_LENGTH - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -21,11 +21,11 @@ from weakref import WeakKeyDictionary
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
+from starling.common.raised import describe_raised
 from starling.common.wire.messages import Status
 from starling.rollout.env.base import AgentTask, Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.environments.agent import EpisodeEndpoint
 from starling.rollout.env.registry import LoadedEnvironment, check_options, require_no_sandbox
-from starling.rollout.env.sandbox.fork_server import describe
 from starling.rollout.settings import EnvironmentSettings
 
 _raised: ContextVar[list[str]] = ContextVar("raised")
@@ -108,7 +108,7 @@ async def play_verifiers(
             state["completion"] = [*state["completion"], {"role": "assistant", "content": ""}]
         elif error is not None and recording.problem is None:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            return EpisodeOutcome(status=Status.ENV_ERROR, problem=f"the environment raised {describe(cause)}")
+            return EpisodeOutcome(status=Status.ENV_ERROR, problem=f"the environment raised {describe_raised(cause)}")
         return await _score(environment, state, recording.num_branches)
 
 
@@ -154,7 +154,7 @@ def _make(environment: str, args: dict[str, Any]) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # user code, or a third party's, may raise anything
-        raise ConfigError(f"{title} cannot be made: {describe(error)}.") from error
+        raise ConfigError(f"{title} cannot be made: {describe_raised(error)}.") from error
 
 
 def _sampling_args(environment: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _recording_exceptions(function: Callable[..., Any]) -> Callable[..., Any]:
             return await value if inspect.isawaitable(value) else value
         except Exception as error:  # raised again; a user's function may raise anything
             name = getattr(function, "__name__", repr(function))
-            _raised.get([]).append(f"the reward function {name!r} raised {describe(error)}")
+            _raised.get([]).append(f"the reward function {name!r} raised {describe_raised(error)}")
             raise
 
     return wrapper

@@ -23,6 +23,7 @@ from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object
+from starling.common.raised import describe_type
 from starling.common.sandbox.inside import Sessions, settle
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
@@ -148,7 +149,7 @@ def serve(connection: socket.socket, targets: list[Any]) -> None:
                 answer = CallReturned(_invoke(message, made, targets))
             sent = frame(encode(answer))
         except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
-            sent = frame(encode(CallRaised(describe(error))))
+            sent = frame(encode(CallRaised(describe_type(error))))
         connection.sendall(sent)
 
 
@@ -190,15 +191,6 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
             return None
         parts += data
     return bytes(parts)
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception as text: ``ZeroDivisionError: division by zero``."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - a user's exception may fail in __str__
-        text = "(its text cannot be had)"
-    return _bounded(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def _bounded(text: str) -> str:
