@@ -11,6 +11,7 @@ import pytest
 from system_runs import attempt, make_workdir, run, run_concurrently, sentence, starling_command
 
 from starling.cli.main import main
+from starling.cli.model.scratch import ScratchSettings, make_model_folder
 
 RUN = ["run", "tiny.toml"]
 MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
@@ -100,6 +101,76 @@ MODEL_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("folder bare has a config.json and no weights",),
     ),
 }
+
+
+SCORERS = "--reward.scorers=[{{name = {}}}]"
+UNUSABLE_INPUTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no such data": (["--data.source", "promts.jsonl"], ("promts.jsonl does not exist", "nearest: prompts.jsonl")),
+    "no rows": (["--data.source", "nothing.jsonl"], ("'nothing.jsonl' is empty", "at least one row")),
+    "a row without a value": (
+        ["--data.source", "gap.jsonl", "--data.held-out", "0", "--evaluation.at-end", "false"],
+        ("row 1 of 'gap.jsonl' has no value in 'question'",),
+    ),
+    "a dataset that raises": (
+        ["--data.source", "mine.py:rows"],
+        ("the dataset mine.py:rows raised ZeroDivisionError", "mine.py:4); correct"),
+    ),
+    "too many held out": (["--data.held-out", "64"], ("held_out = 64 leaves no training rows of the 64",)),
+    "no such column": (["--data.format", "{word}>"], ("no column 'word'", "there are: answer, question")),
+    "no such file of a scorer": ([SCORERS.format('"none.py:reward"')], ("there is no file", "none.py")),
+    "no such function of a scorer": ([SCORERS.format('"mine.py:rewrad"')], ("did you mean 'reward'",)),
+    "a scorer that cannot be imported": (
+        [SCORERS.format('"broken.py:reward"')],
+        ("broken.py:reward' cannot be imported: KeyError: 'missing' (", "broken.py:1)"),
+    ),
+    "an option that a scorer does not take": (
+        ['--reward.scorers=[{name = "mine.py:reward", options = {widht = 1}}]'],
+        ("mine.py:reward", "widht"),
+    ),
+    "no such environment": (["--rollout.environment.kind", "none.py:play"], ("there is no file", "none.py")),
+    "no such logger": (["--logging.loggers", '["none.py:log"]'], ("there is no file", "none.py")),
+    "a model without a tokenizer": (
+        ["--model.path", "bare", "--policy.init", "random"],
+        ("the tokenizer in bare knows nothing of the first prompt", "give another model.path"),
+    ),
+}
+"""Flags of `starling run --dry-run`, and parts of the sentence."""
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that `UNUSABLE_INPUTS` names."""
+    (folder / "nothing.jsonl").write_text("")
+    (folder / "gap.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": null, "answer": "cba"}\n')
+    (folder / "mine.py").write_text(
+        "def reward(completion, reference, prompt_text, metadata):\n    return 1.0\n\ndef rows(): 1 / 0\n"
+    )
+    (folder / "broken.py").write_text("{}['missing']\n")
+    make_model_folder(ScratchSettings(config={"hidden_size": 32, "num_hidden_layers": 1}), folder / "bare")
+    for path in (folder / "bare").glob("tokenizer*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("mistake", UNUSABLE_INPUTS)
+def test_dry_run_rejects_what_a_run_could_not_read(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, expected = UNUSABLE_INPUTS[mistake]
+    without_model: dict[str, dict[str, str]] = {"model": {}} if "--model.path" in flags else {}
+    monkeypatch.chdir(make_workdir(tmp_path, **without_model))
+    write_inputs(tmp_path)
+    message = error_of([*RUN, "--dry-run", *flags], capsys)
+    assert all(part in message for part in expected), message
+
+
+def test_dry_run_names_what_it_has_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make_workdir(tmp_path))
+    assert main([*RUN, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "# data: the first 64 rows of 'prompts.jsonl' are usable, the first of 4 tokens" in lines
+    assert "# scorers: prefix_match" in lines
+    assert not Path("runs").exists()
 
 
 def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

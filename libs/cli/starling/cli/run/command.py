@@ -59,7 +59,7 @@ def run(
         tuple[Path, ...], Parameter(help="Another TOML file on top of the recipe; may be repeated.", group=START)
     ] = (),
     dry_run: Annotated[
-        bool, Parameter(help="Print the resolved recipe and the sizes of a step; start nothing.", group=START)
+        bool, Parameter(help="Check recipe, data, tokenizer and scorers, print the sizes; start nothing.", group=START)
     ] = False,
     state: Annotated[
         str, Parameter(name="--from", metavar="STATE", help="Begin from a saved state: folder or URL.", group=OTHER)
@@ -195,9 +195,13 @@ def _start(recipe: Recipe) -> int:
 
 def _print_recipe(recipe: Recipe) -> int:
     from starling.cli.recipe.arithmetic import describe_arithmetic
+    from starling.cli.recipe.inputs import check_inputs
     from starling.cli.recipe.schema import to_toml
+    from starling.common.importing import without_modules
 
-    lines = describe_arithmetic(recipe)
+    with without_modules("torchao"):  # transformers imports it for its quantisers; it takes time, and warns
+        sizes = describe_arithmetic(recipe)
+    lines = [*sizes, *check_inputs(recipe)]
     print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
     return 0
 

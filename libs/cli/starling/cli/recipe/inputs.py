@@ -1,0 +1,134 @@
+"""Check of what a run reads besides its recipe, by `starling run --dry-run`: data, tokenizer, and the user's code.
+
+Everything happens in this process, without a sandbox: the modules of scorers, environments and loggers are imported,
+and none of their functions is called but that of a dataset.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from starling.algo.text import encode_prompt
+from starling.cli.model.scratch import make_model_folder
+from starling.cli.recipe.schema import Recipe
+from starling.common.errors import ConfigError
+from starling.common.importing import import_object, is_import_path
+from starling.common.raised import describe_type
+from starling.common.wire.messages import Prompt
+from starling.controller.data.prompts import Needs, load_prompts, make_prompt
+from starling.controller.data.settings import DataSettings
+from starling.controller.data.sources import load_rows
+from starling.controller.data.trajectories import TRAJECTORIES, check_enough, num_usable
+from starling.controller.shell.loggers.custom import import_logger
+from starling.reward.score.scorers.registry import resolve_scorer
+from starling.rollout.env.registry import KINDS, make_environment
+
+FIRST_ROWS: Final = 64
+"""Rows of a dataset that are read, besides as many as it holds out."""
+
+
+def check_inputs(recipe: Recipe) -> list[str]:
+    """Read the first rows of each dataset, load the tokenizer, and import what the recipe names.
+
+    Returns one line for each. Raises ConfigError for the first that a run could not use.
+    """
+    tokenizer = _tokenizer(recipe)
+    lines = []
+    for key, settings, needs in _datasets(recipe):
+        if settings.source.startswith(TRAJECTORIES):
+            folder = Path(settings.source.removeprefix(TRAJECTORIES))
+            num = num_usable(folder)
+            check_enough(folder, num, recipe.rl.prompts_per_step)
+            lines.append(f"{key}: {num} groups in {folder}")
+            continue
+        num, first = _first_rows(settings, needs)
+        lines.append(
+            f"{key}: the first {num} rows of {settings.source!r} are usable, {_length(first, tokenizer, recipe)}"
+        )
+    return lines + _imports(recipe)
+
+
+def _datasets(recipe: Recipe) -> Iterator[tuple[str, DataSettings, Needs]]:
+    """Yield the datasets that a run of this kind reads: their key, their settings, and what their rows need."""
+    kind, examples = recipe.kind, recipe.examples
+    if kind.serves_requests:
+        return
+    if kind.answers_each_prompt:
+        tasks = recipe.evaluation.tasks if kind.only_scores else ()
+        yield from ((f"evaluation.tasks {task.name}", task.data, "prompt") for task in tasks)
+        if not tasks:
+            yield "data", recipe.data, "prompt"
+        return
+    needs: Needs = "pair" if kind.learns_from_pairs else "response"
+    own = examples.data is not None
+    yield "data", recipe.data, needs if examples.num_steps and not own and not kind.reads_trajectories else "prompt"
+    if examples.data is not None and examples.num_steps:
+        yield f"{kind.examples_section or 'sft'}.data", examples.data, needs
+
+
+def _first_rows(settings: DataSettings, needs: Needs) -> tuple[int, Prompt]:
+    """Return the number of rows that were read, and the prompt of the first one. Raises ConfigError."""
+    limit = settings.held_out + FIRST_ROWS
+    limit = min(limit, settings.limit) if settings.limit else limit
+    rows = load_rows(settings.model_copy(update={"limit": limit})).rows
+    prompts = [make_prompt(row, number, settings, needs) for number, row in enumerate(rows)]
+    if len(rows) < limit or limit == settings.limit:  # these are all rows that the run would have
+        load_prompts(settings.model_copy(update={"limit": limit}), needs)
+    return len(rows), prompts[0]
+
+
+def _tokenizer(recipe: Recipe) -> Any:
+    """Return the tokenizer of the recipe's model. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(recipe.model.path)
+        if recipe.model.scratch is not None:
+            folder = Path(made) / "model"
+            make_model_folder(recipe.model.scratch, folder)
+        try:
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=recipe.model.trust_remote_code
+            )
+        except Exception as error:  # noqa: BLE001 - transformers raises many kinds, and the folder's own code any
+            raise ConfigError(
+                f"the tokenizer in {folder} cannot be loaded ({describe_type(error)}); add its files, or give another "
+                "model.path"
+            ) from None
+
+
+def _length(prompt: Prompt, tokenizer: Any, recipe: Recipe) -> str:
+    """Return the size of a prompt in words. Raises ConfigError when the tokenizer cannot encode it."""
+    if prompt.media:
+        return "the first with images or videos"
+    num = len(encode_prompt(tokenizer, prompt))
+    if num == 0:  # transformers makes an empty tokenizer for a folder without one
+        where = recipe.model.path or "[model.scratch]"
+        raise ConfigError(
+            f"the tokenizer in {where} knows nothing of the first prompt; add its files, or give another model.path"
+        )
+    return f"the first of {num} tokens"
+
+
+def _imports(recipe: Recipe) -> list[str]:
+    """Import scorers, environment, engine and loggers. Returns one line for each kind. Raises ConfigError."""
+    lines = []
+    if recipe.reward is not None and recipe.kind.is_scored:
+        for scorer in recipe.reward.scorers:
+            resolve_scorer(scorer.name, scorer.options)
+        lines.append(f"scorers: {', '.join(scorer.title for scorer in recipe.reward.scorers)}")
+    environment = recipe.rollout.environment
+    if environment.kind and recipe.generates:
+        if environment.kind not in KINDS:  # the others start processes
+            make_environment(environment)
+        lines.append(f"environment: {environment.kind}")
+    if is_import_path(recipe.rollout.engine) and recipe.generates:
+        import_object(recipe.rollout.engine, "Engine")
+        lines.append(f"engine: {recipe.rollout.engine}")
+    for name in filter(is_import_path, recipe.logging.loggers):
+        import_logger(name)
+        lines.append(f"logger: {name}")
+    return lines
