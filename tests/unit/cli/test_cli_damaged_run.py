@@ -183,10 +183,7 @@ REFUSED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "keys in /proc": (["keys", "make", "/proc/k", "policy-0"], ("keys cannot be written to /proc/k", "another folder")),
     "keys in a file": (["keys", "make", "recipe.toml", "policy-0"], ("keys cannot be written to recipe.toml",)),
     "keys nowhere": (["keys", "make", "", "policy-0"], ("a path is empty",)),
-    "a model in /proc": (["scratch", "recipe.toml", "/proc/x"], ("model folder /proc/x cannot be made", "another")),
-    "a model below a file": (["scratch", "recipe.toml", "recipe.toml/x"], ("cannot be made: File exists",)),
-    "a model nowhere": (["scratch", "recipe.toml", ""], ("a path is empty",)),
-    "a recipe that is a folder": (["scratch", "run", "x"], ("starling: the configuration file run is not a regular",)),
+    "a recipe that is a folder": (["run", "run"], ("starling: the configuration file run is not a regular",)),
     "a report nowhere": (["record", "run", "--out", ""], ("a path is empty",)),
     "a report without a value": (["record", "run", "--out="], ("a path is empty",)),
     "a report at a folder": (["record", "run", "--out", "/"], ("/ is a folder; give a file with --out",)),
@@ -212,9 +209,7 @@ REFUSED: dict[str, tuple[list[str], tuple[str, ...]]] = {
 def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an attempt whose controller does not answer, below the present folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.toml").write_text(
-        '[data]\nsource = "p.jsonl"\n[model.scratch]\n[[reward.scorers]]\nname = "math"\n'
-    )
+    (tmp_path / "recipe.toml").write_text(RECIPE)
     folder = tmp_path / "run" / "attempt-1"
     (folder / "logs").mkdir(parents=True)
     make_keys(folder / "keys", ["operator-0"])

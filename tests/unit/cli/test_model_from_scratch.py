@@ -174,3 +174,10 @@ def test_import_loads_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (Path("/proc/x"), tmp_path / "file" / "x"):
+        with pytest.raises(ConfigError, match=f"the model folder {folder} cannot be made: .*; give another folder"):
+            make_model_folder(ScratchSettings(), folder)
