@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from test_journal import generated, num_contents, scored, step_frozen, teacher_scored, write
@@ -308,6 +309,34 @@ def test_journal_of_an_older_version_is_compacted(name: str, tmp_path: Path) -> 
         assert {step: journal.fetch(step) for step in fetched} == fetched
     controller = Controller(plan, Stream("train"), Stream("sft"), HELD_OUT, journal=list(read_journal(path)))
     assert controller.state.version == whole.version
+
+
+def test_summary_of_the_metrics_is_bounded(tmp_path: Path) -> None:
+    """However many steps the run has made, and wherever the last point of the curve is."""
+    history, largest = MetricsHistory(0.0), 0
+    for step in range(1, 300_001):
+        history.note("step", {"step": step, "reward_mean": step % 7 / 7})
+        if step % 997 == 0:
+            largest = max(largest, len(msgspec.msgpack.encode(history.summary(step))))
+    assert largest < 4096
+    again = MetricsHistory(0.0)
+    (tmp_path / "metrics.jsonl").touch()
+    again.read(tmp_path / "metrics.jsonl", history.summary(0))
+    for one in (history, again):
+        for _ in range(5000):
+            one.note("step", {"step": 1, "reward_mean": 0.5})
+    assert again.curve == history.curve
+
+
+def test_summary_of_an_older_journal_is_restored(tmp_path: Path) -> None:
+    """It has the rewards one by one that are not in the curve yet."""
+    older = msgspec.structs.replace(MetricsHistory(0.0).summary(0), pending=(0.25, 0.5), steps_per_point=4)
+    history = MetricsHistory(0.0)
+    (tmp_path / "metrics.jsonl").touch()
+    history.read(tmp_path / "metrics.jsonl", older)
+    for _ in range(2):
+        history.note("step", {"step": 1, "reward_mean": 1.0})
+    assert history.curve == [0.6875]
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

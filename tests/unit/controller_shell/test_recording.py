@@ -17,7 +17,12 @@ from starling.controller.core.events import Event, Fetched, Received, ReplicaDis
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import CompletionsStored, ControllerStarted, JournalEntry, RewardsStored
 from starling.controller.shell.recording.format import PromptFrame, RecordingEnd, read_recording
-from starling.controller.shell.recording.recorder import FLUSH_BYTES, Recorder
+from starling.controller.shell.recording.recorder import (
+    FLUSH_BYTES,
+    Recorder,
+    recording_path,
+    remove_old_recordings,
+)
 
 TIMES = st.floats(0, 1e9)
 NAMES = st.text(max_size=8)
@@ -215,3 +220,12 @@ def test_recording_rejects_another_kind_of_file(tmp_path: Path, content: bytes, 
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=problem):
         read_recording(path)
+
+
+def test_recordings_of_the_last_incarnations_are_kept(tmp_path: Path) -> None:
+    for number in range(1, 13):
+        recording_path(tmp_path, number).touch()
+    (tmp_path / "events-x.rec").touch()
+    remove_old_recordings(tmp_path, 13)
+    kept = {"events-x.rec", *(f"events-{number}.rec" for number in range(6, 13))}
+    assert {path.name for path in tmp_path.iterdir()} == kept, "with the new one there are eight"

@@ -383,9 +383,13 @@ class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rewards: tuple[float, ...]
     curve: tuple[float, ...]
     pending: tuple[float, ...]
+    """Of older journals: the rewards that are not in the curve yet, one by one."""
     steps_per_point: int
     evaluations: tuple[dict[str, Any], ...]
     num_evaluations: int
+    pending_sum: float = 0.0
+    """Of the rewards that are not in the curve yet."""
+    num_pending: int = 0
 
 
 class StateCompacted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="state_compacted"):

@@ -58,7 +58,12 @@ from starling.controller.shell.outputs.append_file import AppendFile
 from starling.controller.shell.outputs.samples import Samples
 from starling.controller.shell.outputs.timelines import Timelines
 from starling.controller.shell.outputs.trajectory_writer import TrajectoryFiles, TrajectoryWriter
-from starling.controller.shell.recording.recorder import Recorder, RecordingPrompts
+from starling.controller.shell.recording.recorder import (
+    Recorder,
+    RecordingPrompts,
+    recording_path,
+    remove_old_recordings,
+)
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.controller.shell.ticks import TickSchedule
 
@@ -180,8 +185,9 @@ class Shell:
             prompts = RunPrompts(data.prompts, data.examples, data.held_out)
             compact_long(self._journal, ControllerState(self._plan, prompts, self._incarnation), data.read, metrics)
         entries = list(self._journal.read())
+        remove_old_recordings(self._folder, self._incarnation)
         self._recorder = Recorder(
-            self._folder / f"events-{self._incarnation}.rec",
+            recording_path(self._folder, self._incarnation),
             run=self._settings.run.id,
             incarnation=self._incarnation,
             plan=self._plan,

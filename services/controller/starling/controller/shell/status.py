@@ -39,7 +39,9 @@ class MetricsHistory:
     evaluations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_EVALUATIONS))
     num_evaluations: int = 0
     """Evaluations so far."""
-    _pending: list[float] = field(default_factory=list)
+    _pending_sum: float = 0.0
+    """Of the rewards that are not in the curve yet; their number grows with the length of the run."""
+    _num_pending: int = 0
     _steps_per_point: int = 1
 
     def read(self, path: Path, before: MetricsSummary | None = None) -> set[tuple[str, int]]:
@@ -90,24 +92,29 @@ class MetricsHistory:
             step=self.step,
             rewards=tuple(self.rewards),
             curve=tuple(self.curve),
-            pending=tuple(self._pending),
+            pending=(),
             steps_per_point=self._steps_per_point,
             evaluations=tuple(self.evaluations),
             num_evaluations=self.num_evaluations,
+            pending_sum=self._pending_sum,
+            num_pending=self._num_pending,
         )
 
     def _restore(self, summary: MetricsSummary) -> None:
-        self.step, self.curve, self._pending = summary.step, list(summary.curve), list(summary.pending)
+        self.step, self.curve = summary.step, list(summary.curve)
+        self._pending_sum = sum(summary.pending, summary.pending_sum)
+        self._num_pending = len(summary.pending) + summary.num_pending
         self._steps_per_point, self.num_evaluations = summary.steps_per_point, summary.num_evaluations
         self.rewards.extend(summary.rewards)
         self.evaluations.extend(summary.evaluations)
 
     def _add_reward(self, reward: float) -> None:
         self.rewards.append(reward)
-        self._pending.append(reward)
-        if len(self._pending) == self._steps_per_point:
-            self.curve.append(sum(self._pending) / self._steps_per_point)
-            self._pending.clear()
+        self._pending_sum += reward
+        self._num_pending += 1
+        if self._num_pending == self._steps_per_point:
+            self.curve.append(self._pending_sum / self._num_pending)
+            self._pending_sum, self._num_pending = 0.0, 0
         if len(self.curve) == MAX_CURVE_POINTS:
             self.curve = [(a + b) / 2 for a, b in zip(self.curve[::2], self.curve[1::2], strict=True)]
             self._steps_per_point *= 2

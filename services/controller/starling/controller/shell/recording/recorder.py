@@ -31,8 +31,26 @@ from starling.controller.shell.recording.format import (
 
 log = structlog.get_logger(__name__)
 
+NUM_KEPT: Final = 8
+"""Recordings in a folder, the new one included: a run that is restarted again and again does not fill the disk."""
 FLUSH_BYTES: Final = 1 << 20
 """Maximum bytes that are entry in memory between two ticks."""
+
+
+def recording_path(folder: Path, incarnation: int) -> Path:
+    """Return where the recording of an incarnation is."""
+    return folder / f"events-{incarnation}.rec"
+
+
+def remove_old_recordings(folder: Path, incarnation: int) -> None:
+    """Remove all recordings but those of the last incarnations before `incarnation`, whose own is about to begin."""
+    for path in folder.glob("events-*.rec"):
+        number = path.stem.removeprefix("events-")
+        if number.isdigit() and int(number) <= incarnation - NUM_KEPT:
+            try:
+                path.unlink()
+            except OSError as error:
+                log.warning("recording_kept", file=str(path), reason=str(error.strerror))
 
 
 class Recorder:
