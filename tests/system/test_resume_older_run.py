@@ -19,6 +19,7 @@ from system_runs import attempt, checkpoints, metrics, num_steps, run_concurrent
 pytestmark = pytest.mark.system
 
 ARCHIVES = Path(__file__).with_name("older_runs")
+WRITTEN_IN = "/srv/starling"
 LAST_STEP = 43
 PROMPTS_PER_STEP = 4
 NUM_SUPERVISED = 3
@@ -29,6 +30,8 @@ def unpack(name: str, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     with tarfile.open(ARCHIVES / f"{name}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
+    config = attempt(folder) / "config.toml"  # it has the model's absolute path
+    config.write_text(config.read_text().replace(f"{WRITTEN_IN}/{name}", str(folder)))
     return [json.loads(line) for line in (attempt(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
