@@ -42,9 +42,11 @@ def preload() -> None:
     """Import what commands and services import; what runs as `__main__` is imported anew in each process."""
     preload_of_run = importlib.import_module("starling.cli.run.preload")
     # It does more than import, which each run does again in its own fork server: it lets this process die with its
-    # parent, and exit without clean-up.
+    # parent, exit without clean-up, and ignore the terminal.
     LIBC.prctl(PR_SET_PDEATHSIG, 0)
     atexit.unregister(os._exit)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for module in (*_MODULES, *SERVICES.values()):
         importlib.import_module(module)
     for module in (*SERVICES.values(), preload_of_run.__name__):

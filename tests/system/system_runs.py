@@ -118,6 +118,10 @@ class Command:
         """Send SIGINT, as Ctrl-C does."""
         self.process.send_signal(signal.SIGINT)
 
+    def signal_terminal(self, number: int) -> None:
+        """Send a signal to all processes of its terminal, as the terminal does; the command has to be a fresh one."""
+        os.killpg(self.process.pid, number)
+
     def processes(self) -> list[psutil.Process]:
         """Return the living processes among this command and all its descendants."""
         found = []

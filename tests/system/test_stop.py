@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,27 @@ def during_the_drain(folder: Path) -> None:
     assert [line["replica"] for line in metrics(folder, "left") if "did not leave" in line["reason"]] == ["reward-0"]
 
 
+def terminal_ctrl_c_during_imports(folder: Path) -> None:
+    """The terminal's Ctrl-C reaches the process that imports for the others, too."""
+    with run(make_workdir(folder), fresh=True) as command:
+        command.wait_until(attempt(folder).joinpath("controller.json").exists, "the controller")
+        command.signal_terminal(signal.SIGINT)
+        assert command.wait() == 130, command.transcript()
+        assert "there is nothing to save" in sentence(command)
+        assert checkpoints(folder) == []
+
+
+def terminal_closes(folder: Path) -> None:
+    """The kernel, and then the shell, send SIGHUP: one ordered stop."""
+    with run(make_workdir(folder, rl={"num_steps": ENDLESS}), fresh=True) as command:
+        command.wait_until(lambda: num_steps(folder) > 0, "a step")
+        for _ in range(2):
+            command.signal_terminal(signal.SIGHUP)
+        assert command.wait() == 0, command.transcript()
+        assert command.errors == ""
+        assert checkpoints(folder) == [f"step-{num_steps(folder)}"]
+
+
 def second_ctrl_c(folder: Path) -> None:
     """The first Ctrl-C waits for a long step; the second does not."""
     slow_step = {"num_steps": 5, "examples_per_step": 200_000}
@@ -140,13 +162,13 @@ def second_ctrl_c(folder: Path) -> None:
     )
 
 
-def at_a_random_moment(folder: Path) -> None:
-    """Either a checkpoint of the last step or nothing to save, whenever the signal arrives."""
+def at_a_random_moment(folder: Path, seed: int) -> None:
+    """Either a checkpoint of the last step or nothing to save, whenever the terminal sends Ctrl-C."""
+    moment_s = random.Random(seed).uniform(0.2, 8.0)
     with run(make_workdir(folder, rl={"num_steps": ENDLESS}), fresh=True) as command:
-        moment_s = random.uniform(0.2, 8.0)
-        print(f"Ctrl-C after {moment_s:.3f} s")  # shown when the test fails, to repeat this moment
+        print(f"Ctrl-C after {moment_s:.3f} s, seed {seed}")  # shown when the test fails
         time.sleep(moment_s)
-        command.interrupt()
+        command.signal_terminal(signal.SIGINT)
         code = command.wait()
     if code == 0:
         assert checkpoints(folder) == [f"step-{num_steps(folder)}"]
@@ -157,7 +179,7 @@ def at_a_random_moment(folder: Path) -> None:
 
 
 def test_ctrl_c_saves_or_says_that_there_is_nothing_to_save(tmp_path: Path) -> None:
-    moments = [during_reinforcement, during_imports, second_ctrl_c]
+    moments = [during_reinforcement, during_imports, second_ctrl_c, terminal_ctrl_c_during_imports, terminal_closes]
     run_concurrently(*(partial(moment, tmp_path / moment.__name__) for moment in moments))
 
 
@@ -168,6 +190,11 @@ def test_ctrl_c_stops_in_order_at_any_moment(tmp_path: Path) -> None:
         during_the_drain,
         during_supervised_steps,
         before_the_controller_listens,
-        at_a_random_moment,
     ]
     run_concurrently(*(partial(moment, tmp_path / moment.__name__) for moment in moments))
+
+
+@pytest.mark.campaign
+def test_ctrl_c_of_a_terminal_stops_in_order_at_seeded_moments(tmp_path: Path) -> None:
+    seeds = range(8)
+    run_concurrently(*(partial(at_a_random_moment, tmp_path / str(seed), seed) for seed in seeds))

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import runpy
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import IO
+from typing import IO, Final
 
-from starling.common.observe.process import die_with_parent
+from starling.common.errors import StarlingError
+from starling.common.observe.process import TERMINAL_SIGNALS, die_with_parent
+
+_ATTEMPTS: Final = 5
+_RETRY_S: Final = 0.2
 
 
 class ForkedProcess:
@@ -55,30 +61,54 @@ class Forks:
         """Start the server with `environment`, which all its children inherit."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["starling.cli.run.preload"])
-        previous = dict(os.environ)
-        os.environ.update(environment)  # the server inherits this process's environment; it has no parameter for one
-        os.environ["STARLING_SUPERVISOR"] = str(os.getpid())
-        try:
-            multiprocessing.forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(previous)
+        self._environment = dict(environment)
+        self._ensure_running()
 
     def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
         """Run `module` as `python -m` would, once the imports are done; does not wait for that.
 
         `environment` comes on top of the server's: what is imported has not looked at any GPU yet.
+
+        Raises:
+            StarlingError: the server ends, and so does another one.
         """
         output, its_end = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_run, args=(module, list(arguments), dict(environment), its_end))
-        process.start()
-        its_end.close()
-        return ForkedProcess(process, output)
+        for _ in range(_ATTEMPTS):
+            self._ensure_running()
+            process = self._context.Process(target=_run, args=(module, list(arguments), dict(environment), its_end))
+            try:
+                process.start()
+            except (EOFError, ConnectionError):  # it was killed while it imported, or between two starts
+                time.sleep(_RETRY_S)  # its end can be seen some time after its sockets have closed
+                continue
+            its_end.close()
+            return ForkedProcess(process, output)
+        raise StarlingError(
+            f"{module} cannot be started: the process to fork it from ended again and again while it imported; "
+            "look for a lack of memory in the kernel's log (dmesg)"
+        )
+
+    def _ensure_running(self) -> None:
+        """Start a server, unless it runs."""
+        previous = dict(os.environ)
+        os.environ.update(self._environment)  # the server inherits this environment; it has no parameter for one
+        os.environ["STARLING_SUPERVISOR"] = str(os.getpid())
+        multiprocessing.resource_tracker.ensure_running()  # first, since its start changes the mask
+        # A terminal sends its signals to the server, too, which inherits this mask until it ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.environ.clear()
+            os.environ.update(previous)
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], output: Connection) -> None:
     """Run `module`, in a fork of the server."""
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()

@@ -10,9 +10,10 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 
 from starling.common.importing import without_modules
-from starling.common.observe.process import die_with_parent
+from starling.common.observe.process import TERMINAL_SIGNALS, die_with_parent
 
 _MODULES = (
     "torch",
@@ -34,6 +35,12 @@ _MODULES = (
 
 _UNUSED = ("sklearn", "scipy", "torchao")
 """transformers imports them where they are installed, for assisted generation, detection losses and its quantisers."""
+
+# Ctrl-C reaches every process of the terminal: the supervisor stops the run, for which the server has to live. It
+# starts with these signals blocked; those that wait are discarded here.
+for _number in TERMINAL_SIGNALS:
+    signal.signal(_number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
 
 # The server checks for its parent only after the imports, and would outlive a supervisor that exits during them.
 die_with_parent()

@@ -17,9 +17,11 @@ without a rollout or a teacher while there is another one, and fails without any
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import stat
 import time
 from types import FrameType
 
@@ -95,7 +97,10 @@ class Supervisor:
         Raises ConfigError when another process runs this attempt.
         """
         lock = self.attempt.acquire()
-        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
             with self.screen:
                 self._start()
@@ -349,4 +354,18 @@ class Supervisor:
         return f"{ending}; its last lines:\n{shown}\n  its log: {log}"
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+            if self.stopping:  # the kernel and the shell both send it: no second Ctrl-C
+                return
         self.stop()
+
+
+def _leave_terminal() -> None:
+    """Discard further output to a terminal that is gone, where writing fails."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)

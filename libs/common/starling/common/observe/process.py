@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import setproctitle
 import structlog
@@ -24,6 +24,8 @@ from starling.common.observe import log
 PR_SET_PDEATHSIG = 1
 # Loaded before any fork: a child of a multithreaded process must not wait for the loader's lock.
 LIBC = ctypes.CDLL(None, use_errno=True)
+TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to all its processes: at Ctrl-C, and when it closes."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_RESTART = 75

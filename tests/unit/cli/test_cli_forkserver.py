@@ -1,0 +1,49 @@
+"""The process from which services are forked, under the signals of a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LIMIT_S = 120.0
+SCRIPT = """
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+
+import starling.cli.run.forkserver
+
+number, to_server, delay_s = int(sys.argv[1]), sys.argv[2] == "server", float(sys.argv[3])
+
+
+def strike(*_):
+    # A number of multiprocessing's own, since there is no public way to its server.
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(pid, number) if to_server else os.killpg(0, number)
+
+
+signal.signal(signal.SIGALRM, strike)
+for terminal_signal in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(terminal_signal, lambda number, _: print("noted", number, flush=True))
+forks = starling.cli.run.forkserver.Forks({"STARLING_TEST_OF_FORKS": "inherited"})
+signal.setitimer(signal.ITIMER_REAL, delay_s)
+child = forks.start("this", [], {})
+print(child.stdout.read())
+print("exit code", child.wait(60.0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "delay_s"),
+    [(2, "terminal", 0.001), (2, "terminal", 0.3), (1, "terminal", 0.3), (9, "server", 0.3)],
+)
+def test_signal_during_imports_costs_no_start(number: int, target: str, delay_s: float) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(number), target, str(delay_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True)
+    assert done.returncode == 0, done.stderr
+    assert "Beautiful is better than ugly." in done.stdout
+    assert "exit code 0" in done.stdout
+    assert ("noted" in done.stdout) == (target == "terminal")
