@@ -105,6 +105,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that end a completion besides the tokenizer's end-of-sequence token."""
     seed: int = 0
     """With the completion's index it determines every token, whatever else is in the batch."""
+    min_p: float = 0.0
+    """Tokens are kept whose probability is at least this share of the most likely token's; 0 keeps all. Applied before
+    `top_k`, which is applied before `top_p`."""
+    logprobs: Literal["full", "truncated"] = "full"
+    """Log-probabilities over the whole vocabulary, or renormalised over the tokens that `min_p`, `top_k` and `top_p`
+    kept, which are then recorded."""
 
 
 class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -129,6 +135,9 @@ class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sentence, if `status` is a failure."""
     num_masked: int = 0
     """How many of its tokens come from an environment; the others were sampled."""
+    truncation_nats: float | None = None
+    """Mean over its sampled tokens of ``-log(sum of the kept tokens' probabilities)``; absent without top_p, top_k or
+    min_p, and where the engine does not measure it."""
 
 
 class PartialCompletionMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -168,8 +177,11 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``image_grid_thw`` (int64, [images, 3]), ``pixel_values_videos`` with ``video_grid_thw``, and ``position_ids``
     (int32, [3, prompt]: time, height, width). Tokens of an environment between the model's replies are among the
     completion's, and ``loss_mask`` (uint8, the shape of the token ids) is 0 for them and 1 for sampled ones; their
-    log-probability is 0 and their version is that of the token before. If a teacher scored the group, the tensors of
-    `TokensScored` follow.
+    log-probability is 0 and their version is that of the token before. If `Sampling.logprobs` is ``truncated``,
+    ``kept_counts`` (int32, the shape of the token ids) says how many tokens were kept at each position, 0 for the whole
+    vocabulary and for tokens of an environment, and ``kept_ids`` (int32, [sum of the counts]) has their ids, position
+    after position, ascending in each; the log-probability of a token is then the one among these. If a teacher scored
+    the group, the tensors of `TokensScored` follow.
     """
 
     prompt_id: str

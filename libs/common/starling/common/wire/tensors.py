@@ -37,6 +37,17 @@ PROMPT_TENSORS: Final[dict[str, TensorForm]] = {
 }
 """Tensors of a prompt with images or videos, by name."""
 MASK_FORM: Final = TensorForm("uint8", 1, 1)
+KEPT_COUNTS: Final = "kept_counts"
+KEPT_IDS: Final = "kept_ids"
+KEPT_TENSORS: Final[dict[str, TensorForm]] = {
+    KEPT_COUNTS: TensorForm("int32", 4, 1),
+    KEPT_IDS: TensorForm("int32", 4, 1),
+}
+"""Tensors of the tokens that truncated sampling kept, by name. A group has both, or none."""
+MAX_KEPT_PER_TOKEN: Final = 1024
+"""Largest `sampling.top_k` with which the kept tokens are recorded."""
+MAX_KEPT_BYTES: Final = 1 << 28
+"""Largest `kept_ids` of one group: the controller holds those of all groups of some steps."""
 TEACHER_TENSORS: Final[dict[str, TensorForm]] = {
     "teacher_logprobs": TensorForm("float32", 4, 1),
     "teacher_top_ids": TensorForm("int32", 4, 2),
