@@ -61,7 +61,8 @@ def under(
 ) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
     """Return the log-probabilities and entropies of each completion of each group, at its sampled tokens.
 
-    `temperature` is of the groups that do not say theirs.
+    They are over the tokens that a group kept at a position, if it says so. `temperature` is of the groups that do not
+    say theirs.
     """
     found = []
     for group in groups:
@@ -70,13 +71,26 @@ def under(
             start, end = end, end + length
             answer = group.completion_ids[start:end]
             ids = torch.from_numpy(np.concatenate([group.prompt_ids, answer]).astype(np.int64))[None]
-            logs = (model(ids).logits[0].double() / divisor).log_softmax(-1)
+            logits = model(ids).logits[0].double() / divisor
             at = len(group.prompt_ids) - 1
-            sampled = np.flatnonzero(group.sampled[start:end]).tolist()
-            logprobs = [logs[at + offset, answer[offset]] for offset in sampled]
-            own.append((logprobs, [-(logs[at + i].exp() * logs[at + i]).sum() for i in sampled]))
+            logprobs, entropies = [], []
+            for offset in np.flatnonzero(group.sampled[start:end]).tolist():
+                kept = kept_at(group, start + offset, logits.shape[1])
+                logs = logits[at + offset, kept].log_softmax(-1)
+                logprobs.append(logs[kept.index(answer[offset])])
+                entropies.append(-(logs.exp() * logs).sum())
+            own.append((logprobs, entropies))
         found.append(own)
     return found
+
+
+def kept_at(group: ScoredGroup, position: int, vocabulary: int) -> list[int]:
+    """Return the tokens that were kept at a position of a group; all where nothing was truncated."""
+    count = 0 if group.kept is None else int(group.kept.counts[position])
+    if group.kept is None or not count:
+        return list(range(vocabulary))
+    first = int(group.kept.counts[:position].sum())
+    return [int(token) for token in group.kept.ids[first : first + count]]
 
 
 def logprobs_of(model: Any, groups: Sequence[ScoredGroup], temperature: float = 1.0) -> list[list[list[float]]]:

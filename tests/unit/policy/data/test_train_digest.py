@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from starling.algo.truncation import KeptTokens
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.digest import batch_digest
 from starling.policy.train.data.groups import ScoredGroup
@@ -34,11 +35,14 @@ def plain_digest(group: ScoredGroup, advantages: list[float]) -> int:
     content = group.prompt_id.encode() + b"\0" + b"".join(array.tobytes() for array in arrays)
     content += struct.pack(f"<{num}i", *group.lengths) + struct.pack(f"<{num}d", *group.rewards)
     content += struct.pack(f"<{num}f", *advantages) + (b"" if group.loss_mask is None else group.loss_mask.tobytes())
+    if group.kept is not None:
+        content += group.kept.counts.tobytes() + group.kept.ids.tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def test_trainer_digests_what_it_has_trained(tiny: Callable[..., Any], make_groups: Make) -> None:
     groups = make_groups(SHAPES)
+    groups[1] = replace(groups[1], kept=KeptTokens.from_rows([np.array([token]) for token in groups[1].completion_ids]))
     settings = PolicySettings.model_validate({"algorithm": {"num_minibatches": 2}})
     trainer = RlTrainer(tiny(), settings, total_steps=2)
     trainer.step(groups, step=1)
@@ -73,6 +77,7 @@ def test_digest_covers_rewards_advantages_lengths_and_mask(make_groups: Make) ->
         replace(first, lengths=(9, 4, 1, 3)),
         replace(first, prompt_id="train/0/9"),
         replace(first, loss_mask=mask),
+        replace(first, kept=KeptTokens.from_rows(list(first.completion_ids[:, None]))),
     ):
         assert batch_digest([other, *rest], advantages) != whole
     assert batch_digest(groups, [[-0.5, 0.5, 1.0, -1.0], *advantages[1:]]) != whole

@@ -33,7 +33,7 @@ from starling.policy.train.loss.credit import (
     group_metrics,
     make_train_batch,
 )
-from starling.policy.train.loss.logprobs import token_logprobs
+from starling.policy.train.loss.logprobs import KeptSets, token_logprobs
 from starling.policy.train.loss.objective import Objective, objective_of, token_losses
 from starling.policy.train.loss.router import METRIC
 from starling.policy.train.loss.teacher import (
@@ -236,7 +236,8 @@ class RlTrainer(Trainer):
         with torch.no_grad():
             for inputs in self._microbatches(minibatch.packed, tokens.token_ids, tokens.trained):
                 divisor = _divisor(tokens, inputs, context.temperature)
-                logprobs, _ = token_logprobs(self._model, inputs, divisor, chunk_tokens=chunk_tokens)
+                kept = _kept_sets(tokens, inputs)
+                logprobs, _ = token_logprobs(self._model, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
                 found.append((inputs.tokens, logprobs))
         self._clock.enter("other")
         return _gather(found, tokens.num_tokens)
@@ -261,11 +262,11 @@ class RlTrainer(Trainer):
         """Return a microbatch's part of the loss, a scalar, and its tokens' log-probabilities, [N], detached."""
         settings, batch = context.settings, minibatch.tokens
         chunk_tokens = settings.memory.logprob_chunk_tokens
-        divisor = _divisor(batch, inputs, context.temperature)
+        divisor, kept = _divisor(batch, inputs, context.temperature), _kept_sets(batch, inputs)
         reference_logprobs = None
         if context.reference is not None:
             with context.reference.computing() as reference:
-                reference_logprobs, _ = token_logprobs(reference, inputs, divisor, chunk_tokens=chunk_tokens)
+                reference_logprobs, _ = token_logprobs(reference, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
         targets = teacher_targets(batch, inputs, settings.distill)
         with self._router_loss.recording():
             logprobs, entropy = token_logprobs(
@@ -274,6 +275,7 @@ class RlTrainer(Trainer):
                 divisor,
                 targets=targets,
                 with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
+                kept=kept,
                 chunk_tokens=chunk_tokens,
             )
         student, logprobs = logprobs, logprobs if targets is None else logprobs[:, 0]
@@ -312,6 +314,10 @@ def _divisor(batch: TrainBatch, inputs: MicrobatchInputs, temperature: float) ->
     if batch.temperatures is None:
         return temperature
     return torch.from_numpy(batch.temperatures[inputs.tokens]).to(inputs.targets.device)
+
+
+def _kept_sets(batch: TrainBatch, inputs: MicrobatchInputs) -> KeptSets | None:
+    return None if batch.kept is None else KeptSets(batch.kept.take(inputs.tokens), inputs.targets.device)
 
 
 def _loss_tokens(

@@ -24,6 +24,8 @@ def group_digest(group: ScoredGroup, advantages: Sequence[float]) -> int:
     digest.update(np.asarray(advantages, dtype="<f4").tobytes())
     if group.loss_mask is not None:
         digest.update(group.loss_mask.tobytes())
+    if group.kept is not None:
+        digest.update(group.kept.counts.tobytes() + group.kept.ids.tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import Status, TensorMeta, TrainGroup
 from starling.common.wire.tensors import (
     GROUP_TENSORS,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    KEPT_TENSORS,
     LOSS_MASK,
     MASK_FORM,
     PIXEL_GRIDS,
@@ -71,6 +75,9 @@ class ScoredGroup:
     loss_mask: npt.NDArray[np.uint8] | None = None
     """1 for each token that the model sampled, 0 for an environment's tokens between its replies, which are context
     only, [T]; None where all were sampled."""
+    kept: KeptTokens | None = None
+    """The tokens that truncated sampling kept at each of the T positions, over which `logprobs` are normalised; None
+    where they are those of the whole vocabulary."""
 
     @property
     def sampled(self) -> Flags:
@@ -102,6 +109,7 @@ class ScoredGroup:
                 f"{sizes[1]} log-probabilities and {sizes[2]} versions: each must have one entry per token"
             )
         _check_mask(self.loss_mask, total, self.prompt_id)
+        _check_kept(self)
         if len(self.rewards) != len(self.lengths):
             raise ConfigError(
                 f"group {self.prompt_id!r} has {len(self.lengths)} completions but {len(self.rewards)} rewards: "
@@ -154,7 +162,9 @@ def groups_from_wire(
 def _check_vocabulary(group: ScoredGroup, size: int) -> None:
     """Refuse token ids that the model has no embedding for: on a GPU they would end the process."""
     teacher = group.teacher.top_ids if group.teacher is not None and group.teacher.top_ids is not None else None
-    arrays = [array for array in (group.prompt_ids, group.completion_ids, teacher) if array is not None and array.size]
+    kept = group.kept.ids if group.kept is not None else None
+    found = (group.prompt_ids, group.completion_ids, teacher, kept)
+    arrays = [array for array in found if array is not None and array.size]
     for array in arrays if size else ():
         if array.min() < 0 or array.max() >= size:
             raise WireError(
@@ -170,6 +180,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
     arrays: list[npt.NDArray[Any]] = []
     extra: dict[str, npt.NDArray[Any]] = {}
     teacher: dict[str, npt.NDArray[Any]] = {}
+    kept: dict[str, npt.NDArray[Any]] = {}
     loss_mask: npt.NDArray[np.uint8] | None = None
     for index, meta in enumerate(group.tensors):
         frame = next(frames)
@@ -179,12 +190,18 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             extra[meta.name] = _array(group.prompt_id, meta, PROMPT_TENSORS[meta.name], frame)
         elif meta.name in TEACHER_TENSORS:
             teacher[meta.name] = _array(group.prompt_id, meta, TEACHER_TENSORS[meta.name], frame)
+        elif meta.name in KEPT_TENSORS:
+            kept[meta.name] = _array(group.prompt_id, meta, KEPT_TENSORS[meta.name], frame)
         elif meta.name == LOSS_MASK:
             loss_mask = _array(group.prompt_id, meta, MASK_FORM, frame)
         else:
-            allowed = ", ".join([*PROMPT_TENSORS, *TEACHER_TENSORS, LOSS_MASK])
+            allowed = ", ".join([*PROMPT_TENSORS, *TEACHER_TENSORS, *KEPT_TENSORS, LOSS_MASK])
             raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {allowed}")
     prompt_ids, completion_ids, logprobs, versions = arrays
+    if len(kept) == 1:
+        raise WireError(
+            f"group {group.prompt_id!r} has {next(iter(kept))} and lacks the other of {KEPT_COUNTS}, {KEPT_IDS}"
+        )
     try:
         return ScoredGroup(
             prompt_ids=prompt_ids,
@@ -199,6 +216,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             teacher=_teacher_logprobs(teacher),
             extra=extra,
             loss_mask=loss_mask,
+            kept=KeptTokens(kept[KEPT_COUNTS], kept[KEPT_IDS]) if kept else None,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error
@@ -239,6 +257,14 @@ def _check_mask(loss_mask: npt.NDArray[np.uint8] | None, num_tokens: int, prompt
         )
     if loss_mask.max(initial=0) > 1:
         raise ConfigError(f"group {prompt_id!r} has {loss_mask.max()} in its loss mask: 1 is sampled, 0 is not")
+
+
+def _check_kept(group: ScoredGroup) -> None:
+    if group.kept is None:
+        return
+    problem = kept_problem(group.kept, group.completion_ids, None if group.loss_mask is None else group.sampled)
+    if problem:
+        raise ConfigError(f"group {group.prompt_id!r} cannot be trained: {problem}")
 
 
 def _array(prompt_id: str, meta: TensorMeta, form: TensorForm, frame: Any) -> npt.NDArray[Any]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from starling.algo.loss.aggregate import token_weights
 from starling.algo.packing import balance
 from starling.algo.staleness import staleness
+from starling.algo.truncation import KeptTokens, join_kept
 from starling.common.errors import ConfigError
 from starling.policy.train.data.groups import Flags, FloatArray, IntArray, ScoredGroup, TeacherLogprobs
 from starling.policy.train.data.packing import Index, PromptBlock
@@ -47,6 +48,8 @@ class TrainBatch:
     """In runs with a teacher."""
     trained: Flags | None = None
     """Which of the C tokens are the T trained ones, [C]; None where all are."""
+    kept: KeptTokens | None = None
+    """The tokens over which the log-probabilities of each of the T are normalised; None for the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +140,7 @@ def make_train_batch(
     by_group = [group.temperature or temperature for group in groups]
     by_completion = [value for value, group in zip(by_group, groups, strict=True) for _ in group.lengths]
     counts = [length for length, included in zip(num_sampled, trained, strict=True) if included]
+    kept = join_kept((group.kept, len(group.completion_ids)) for group in groups)
     return TrainBatch(
         blocks=_prompt_blocks(groups, trained),
         token_ids=np.concatenate([group.completion_ids for group in groups])[in_batch],
@@ -149,6 +153,7 @@ def make_train_batch(
         temperatures=None if set(by_group) == {temperature} else _per_token(by_completion, lengths)[chosen],
         teacher=_join_teacher(groups, chosen),
         trained=None if sampled.all() else sampled[in_batch],
+        kept=None if kept is None else kept.take(chosen),
     )
 
 

@@ -10,19 +10,22 @@ By columns, because each row of the output layer's gradient is then one matrix p
 float32 inside it. By tokens it would be a sum over chunks, and a float32 sum needs a buffer of twice the layer's size;
 the remaining sum, that of the hidden states' gradient, is much smaller: 4 bytes per trained token and hidden unit.
 
-Softmax is computed in float32 on a few rows of a chunk at a time. Legend of shapes: N trained tokens, H hidden units,
-V vocabulary.
+Softmax is computed in float32 on a few rows of a chunk at a time. Where sampling was truncated, it goes over the tokens
+that were kept at each position: the others are masked in both passes. Legend of shapes: N trained tokens, H hidden
+units, V vocabulary, K kept tokens of all positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from starling.algo.truncation import KeptTokens
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_head, trained_hidden, trained_logits
 
@@ -31,6 +34,41 @@ _PARTS: Final = 24
 bfloat16 chunk."""
 _COLUMN_MULTIPLE: Final = 64
 """Columns per block are a multiple of this, for the matrix units of GPUs."""
+_EXCLUDED: Final = -1e30
+"""Scaled logit of a token that was not kept: its probability is exactly 0. Finite, because 0 * inf is not a number."""
+
+
+class KeptSets:
+    """The kept tokens of N trained ones, on a device."""
+
+    def __init__(self, kept: KeptTokens, device: torch.device | str = "cpu") -> None:
+        """Copy `kept`, in the order of the trained tokens, to `device`."""
+        counts = torch.from_numpy(kept.counts.astype("int64"))
+        self._ends = [0, *accumulate(kept.counts.tolist())]
+        self._rows = torch.arange(len(counts)).repeat_interleave(counts).to(device)
+        self._ids = torch.from_numpy(kept.ids.astype("int64")).to(device)
+        self._is_whole = (counts == 0).to(device) if (counts == 0).any() else None
+        """Tokens for which the whole vocabulary was kept; None if there are none."""
+
+    def exclude_(self, values: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Set the scaled logits of tokens that were not kept to `_EXCLUDED`, in place. Returns `values`.
+
+        Args:
+            values: float32 [rows, columns].
+            rows: the trained tokens of its rows.
+            columns: the range of the vocabulary of its columns.
+        """
+        some = slice(self._ends[rows.start], self._ends[rows.stop])
+        width = columns.stop - columns.start
+        place, row = self._ids[some] - columns.start, self._rows[some] - rows.start
+        # What is outside of the columns goes to one more element: a choice by a mask would wait for the device.
+        place = torch.where((place >= 0) & (place < width), row * width + place, values.numel())
+        excluded = torch.ones(values.numel() + 1, dtype=torch.bool, device=values.device)
+        excluded[place] = False
+        excluded = excluded[:-1].view_as(values)
+        if self._is_whole is not None:
+            excluded.masked_fill_(self._is_whole[rows, None], False)
+        return values.masked_fill_(excluded, _EXCLUDED)
 
 
 def token_logprobs(
@@ -40,11 +78,12 @@ def token_logprobs(
     *,
     targets: Tensor | None = None,
     with_entropy_gradient: bool = False,
+    kept: KeptSets | None = None,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each trained token and the entropy of its distribution, both float32 [N].
 
-    Both are of ``softmax(logits / temperature)``, the distribution from which the tokens were sampled.
+    Both are of ``softmax(logits / temperature)``, over the vocabulary or over the tokens of `kept`.
 
     Args:
         model: a causal language model.
@@ -52,19 +91,21 @@ def token_logprobs(
         temperature: one for all, or [N].
         targets: int64 [N, K], K tokens per position in place of the trained one; the log-probabilities are then [N, K].
         with_entropy_gradient: differentiate the entropy too; otherwise it is a metric.
+        kept: tokens over which each distribution goes, the targets among them; None for the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time; it affects only the rounding of gradients.
     """
     head = find_lm_head(model)
     targets = inputs.targets if targets is None else targets
     if head is None:
         logits = trained_logits(model, inputs)
-        return logits_logprobs(logits, targets, temperature, with_entropy_gradient=with_entropy_gradient)
+        return logits_logprobs(logits, targets, temperature, with_entropy_gradient=with_entropy_gradient, kept=kept)
     return head_logprobs(
         trained_hidden(model, inputs),
         head,
         targets,
         temperature,
         with_entropy_gradient=with_entropy_gradient,
+        kept=kept,
         chunk_tokens=chunk_tokens,
     )
 
@@ -76,19 +117,25 @@ def head_logprobs(
     temperature: float | Tensor = 1.0,
     *,
     with_entropy_gradient: bool = False,
+    kept: KeptSets | None = None,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `token_logprobs`, from the hidden states [N, H] before the output layer."""
-    task = _task(targets, temperature, with_entropy_gradient, head.transform, chunk_tokens)
+    task = _task(targets, temperature, with_entropy_gradient, head.transform, chunk_tokens, kept)
     logprobs, entropy = _HeadLogprobs.apply(hidden, head.weight, head.bias, task)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 def logits_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, *, with_entropy_gradient: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    with_entropy_gradient: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `token_logprobs`, from logits [N, V]."""
-    task = _task(targets, temperature, with_entropy_gradient, LogitTransform(), len(targets))
+    task = _task(targets, temperature, with_entropy_gradient, LogitTransform(), len(targets), kept)
     logprobs, entropy = _LogitsLogprobs.apply(logits, task)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -104,6 +151,7 @@ class _Task:
     with_entropy_gradient: bool
     transform: LogitTransform
     chunk_tokens: int
+    kept: KeptSets | None
 
 
 def _task(
@@ -112,11 +160,12 @@ def _task(
     with_entropy_gradient: bool,
     transform: LogitTransform,
     chunk_tokens: int,
+    kept: KeptSets | None,
 ) -> _Task:
     divisor = temperature if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor) and temperature != 1.0:
         divisor = torch.full((len(targets),), temperature, dtype=torch.float32, device=targets.device)
-    return _Task(targets, divisor, with_entropy_gradient, transform, chunk_tokens)
+    return _Task(targets, divisor, with_entropy_gradient, transform, chunk_tokens, kept)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -199,9 +248,11 @@ class _Normalised:
         """Fill in the tokens from `first` on, given their transformed logits."""
         for part in _parts(0, len(logits), _rows_at_a_time(len(logits))):
             rows = slice(first + part.start, first + part.stop)
-            scaled = logits[part].float()
+            scaled = logits[part].to(torch.float32, copy=task.kept is not None)
             if task.divisor is not None:
                 scaled = scaled / task.divisor[rows, None]
+            if task.kept is not None:
+                task.kept.exclude_(scaled, rows, slice(0, logits.shape[1]))
             self.largest[rows] = scaled.amax(dim=-1)
             logs = torch.log_softmax(scaled, dim=-1)
             del scaled  # before the next temporary: the part counts in the peak
@@ -235,6 +286,8 @@ class _Differential:
             values = logits[rows]
             logs = self._divide_(values.to(torch.float32, copy=True), rows)
             logs.sub_(self.normalised.largest[rows, None]).sub_(self.normalised.log_sum[rows, None])
+            if self.task.kept is not None:
+                self.task.kept.exclude_(logs, rows, columns)
             gradient = self._divide_(self._by_scaled_(logs, rows, columns), rows)
             del logs
             values.copy_(self.task.transform.differentiate_(gradient, values))

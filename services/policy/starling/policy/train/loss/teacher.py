@@ -26,6 +26,11 @@ def check_teacher(batch: TrainBatch, settings: DistillSettings) -> None:
             "policy.distill.loss = 'jsd' needs the teacher's likeliest tokens, and the teacher reports only the "
             "sampled ones: set teacher.top_k above 0, or use 'reverse_kl'"
         )
+    if batch.teacher is not None and settings.loss == "jsd" and batch.kept is not None:
+        raise ConfigError(
+            "policy.distill.loss = 'jsd' compares whole distributions, and sampling.logprobs = 'truncated' normalises "
+            "over the kept tokens only: set sampling.logprobs = 'full', or use 'reverse_kl'"
+        )
 
 
 def with_teacher_advantages(batch: TrainBatch, settings: DistillSettings) -> TrainBatch:
