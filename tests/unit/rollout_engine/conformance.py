@@ -9,6 +9,7 @@ the rig has a transformers model with the weights of each version as reference.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from starling.algo.truncation import KeptTokens, kept_problem
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import WeightsError
 from starling.common.settings import ModelSettings, WeightsSettings
@@ -76,6 +78,8 @@ class Facts:
     """Whether it has a KV cache; otherwise every adoption equals `recompute`."""
     scores_prompts: bool = True
     """Whether it returns prompt log-probabilities."""
+    records_kept: bool = True
+    """Whether it records the kept tokens of truncated sampling."""
     resumes_draws: bool = True
     """Whether a resumed completion equals the uninterrupted one."""
     long: int = 60
@@ -238,12 +242,31 @@ class Rig:
         tokens = completion.token_ids.tolist()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*asked.prompt_ids, *tokens]]), use_cache=False).logits[0]
-        found = torch.log_softmax(logits / (asked.sampling.temperature or 1.0), dim=-1)
-        return found[torch.arange(len(tokens)) + len(asked.prompt_ids) - 1, torch.tensor(tokens)].numpy()
+        scaled = (logits / (asked.sampling.temperature or 1.0))[len(asked.prompt_ids) - 1 : -1]
+        if completion.kept is not None:
+            self._check_kept(asked.sampling, completion)
+            scaled = only_kept(scaled, completion.kept)
+        return scaled.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+
+    def _check_kept(self, sampling: Sampling, completion: Completion | PartialCompletion) -> None:
+        """Check the form of the kept tokens."""
+        assert completion.kept is not None
+        assert kept_problem(completion.kept, completion.token_ids, None) == ""
+        assert (completion.kept.counts.dtype, completion.kept.ids.dtype) == (np.int32, np.int32)
+        assert completion.kept.counts.min(initial=1) >= 1
+        assert completion.kept.counts.max(initial=1) <= sampling.top_k
 
     def close_to(self, found: Any, expected: Any) -> None:
         """Compare log-probabilities."""
         np.testing.assert_allclose(found, expected, rtol=self.facts.tolerance, atol=self.facts.tolerance)
+
+
+def only_kept(scaled: torch.Tensor, kept: KeptTokens) -> torch.Tensor:
+    """Return logits, [tokens, vocabulary], with -inf for tokens that were not kept."""
+    mask = torch.full_like(scaled, -torch.inf)
+    for position, ids in enumerate(kept.rows()):
+        mask[position, torch.from_numpy(ids).long()] = 0.0
+    return scaled + mask
 
 
 def make_reference(folder: Path, seed: int = 0) -> Any:
@@ -283,6 +306,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "truncated": {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
     "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.2, "temperature": 1.3},
+}
+RECORDED: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.8, "top_k": 1024},
+    "all": {"temperature": 0.7, "top_p": 0.9, "top_k": 6, "min_p": 0.05},
+    "min_p": {"temperature": 1.4, "min_p": 0.1, "top_k": 29},
 }
 
 
@@ -331,6 +361,51 @@ class EngineConformance:
             logits = rig.model(input_ids=sequence, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1]
         best = logits.topk(asked.sampling.top_k).indices.tolist()
         assert all(token in among for token, among in zip(completion.token_ids.tolist(), best, strict=True))
+
+    @pytest.mark.parametrize("kind", RECORDED)
+    def test_logprobs_over_the_kept_tokens_equal_a_forward_pass(self, rig: Rig, kind: str) -> None:
+        asked = [
+            rig.request(rig.prompt(n, length), 2, seed=n, max_tokens=20, logprobs="truncated", **RECORDED[kind])
+            for n, length in enumerate((1, 9, 40))
+        ]
+        if not self.facts.records_kept:
+            with pytest.raises(RequestError, match="'full'"):
+                rig.engine.add(asked[0])
+            return
+        # Rows with other parameters in the same batch.
+        others = [rig.request(rig.prompt(7, 3), 2, max_tokens=20, **SAMPLINGS[kind]) for kind in SAMPLINGS]
+        results = rig.run(*asked, *others)
+        for one, result in zip([*asked, *others], results, strict=True):
+            rig.check(one, result)
+            for completion in result.completions:
+                assert (completion.kept is not None) == (one in asked)
+                self._check_truncation(rig, one, completion)
+
+    def _check_truncation(self, rig: Rig, asked: GroupRequest, completion: Completion) -> None:
+        """Compare the kept tokens and their probability with the definitions of min-p, top-k and top-p."""
+        how, sequence = asked.sampling, torch.tensor([[*asked.prompt_ids, *completion.token_ids.tolist()]])
+        if how.temperature == 0.0 or (how.top_p, how.top_k, how.min_p) == (1.0, 0, 0.0):
+            assert completion.truncation_nats is None
+            return
+        if completion.truncation_nats is None:  # not every engine measures it
+            assert not self.facts.records_kept
+            return
+        with torch.no_grad():
+            logits = rig.model(input_ids=sequence, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1]
+        nats = []
+        for position, probs in enumerate((logits.double() / how.temperature).softmax(-1).tolist()):
+            order = sorted(range(len(probs)), key=lambda token: -probs[token])
+            order = [token for token in order if probs[token] >= how.min_p * probs[order[0]]][: how.top_k or None]
+            kept, mass, total = [], 0.0, sum(probs[token] for token in order)
+            for token in order:
+                if how.top_p < 1.0 and mass >= how.top_p * total:
+                    break
+                kept.append(token)
+                mass += probs[token]
+            nats.append(-math.log(mass))
+            if completion.kept is not None:
+                assert completion.kept.rows()[position].tolist() == sorted(kept)
+        assert completion.truncation_nats == pytest.approx(sum(nats) / len(nats), abs=1e-4)
 
     def test_prompt_logprobs_equal_a_forward_pass(self, rig: Rig) -> None:
         lengths = (1, 2, 30, CONTEXT - 1)
@@ -431,6 +506,15 @@ class EngineConformance:
         "top_p": (lambda rig: rig.request([5], top_p=0.0), "top_p is 0"),
         "top_k": (lambda rig: rig.request([5], top_k=-1), "top_k is -1"),
         "huge top_k": (lambda rig: rig.request([5], top_k=1 << 63), "top_k is 9223372036854775808"),
+        "min_p": (lambda rig: rig.request([5], min_p=1.5), "min_p is 1.5"),
+        "kept tokens without top_k": (
+            lambda rig: rig.request([5], logprobs="truncated", top_p=0.8),
+            "give a temperature above 0 and a top_k from 1 to 1024",
+        ),
+        "kept tokens of greedy decoding": (
+            lambda rig: rig.request([5], logprobs="truncated", top_k=5, temperature=0.0),
+            "give a temperature above 0",
+        ),
         "stop token": (lambda rig: rig.request([5], stop_token_ids=(6, rig.vocab_size)), "stop token id"),
         "scores of a resumed group": (
             lambda rig: replace(rig.request([5, 6]), score_prompt=True, partial=(NOTHING,)),
@@ -520,6 +604,26 @@ class EngineConformance:
             if self.facts.resumes_draws:
                 assert tokens == whole.completions[index].token_ids.tolist()
 
+    def test_kept_tokens_of_an_interrupted_group_resume(self, rig: Rig) -> None:
+        if not self.facts.records_kept:
+            return
+        recorder, how = rig.recorder(), {"logprobs": "truncated", **RECORDED["all"]}
+        first = rig.request(rig.prompt(13, 6), 3, recorder, max_tokens=self.facts.long, **how)
+        rig.engine.add(first)
+        rig.until(recorder.has(3, num_completions=2), "token")
+        partials = rig.engine.interrupt(first.lease)
+        assert partials is not None
+        second = replace(first, lease="generate:cut:1", partial=partials)
+        (result,) = rig.run(second)
+        rig.check(second, result)
+        for completion, partial in zip(result.completions, partials, strict=True):
+            assert completion.kept is not None
+            assert partial.kept is not None
+            num = len(partial.token_ids)
+            assert len(completion.kept) == len(completion.token_ids)
+            assert len(partial.kept) == num
+            assert completion.kept.take(slice(0, num)).ids.tolist() == partial.kept.ids.tolist()
+
     def _long_group(self, rig: Rig) -> tuple[GroupRequest, GroupResult]:
         """Return a request with a completion that is long enough to be interrupted, and its result."""
         for seed in range(40):
@@ -579,6 +683,24 @@ class EngineConformance:
         # Later groups use only the new weights; under `keep` they may share the old cache.
         later = rig.request(asked[0].prompt_ids if mode != "keep" else rig.prompt(99, 5), 2, seed=3, max_tokens=9)
         rig.check(later, *rig.run(later))
+
+    def test_kept_tokens_across_an_adoption(self, rig: Rig) -> None:
+        if not self.facts.records_kept:
+            return
+        recorder, old, offer = rig.recorder(), rig.engine.version, rig.offer()
+        rig.pull(offer)
+        # A mild truncation, so that few completions end before the switch.
+        how = {"logprobs": "truncated", "top_p": 0.95, "top_k": 25, "temperature": 1.2}
+        asked = rig.request(rig.prompt(16, 7), 8, recorder, seed=1, max_tokens=self.facts.long, **how)
+        rig.engine.add(asked)
+        rig.until(recorder.has(3), "token")
+        adopted = rig.switch(offer, "recompute")
+        (result,) = rig.finish(asked)
+        rig.check(asked, result, {old, adopted.version})
+        for completion in result.completions:
+            assert completion.kept is not None
+            self._check_versions(rig, asked, completion, (old, adopted.version), "recompute")
+        assert {int(v) for one in result.completions for v in one.versions} == {old, adopted.version}
 
     def _check_versions(
         self, rig: Rig, asked: GroupRequest, completion: Completion, versions: tuple[int, int], mode: CacheMode

@@ -26,7 +26,7 @@ class TestExclusive(EngineConformance):
 class TestEngineOfDocumentationPage(EngineConformance):
     """The engine of the documentation page, loaded by its file name."""
 
-    facts: ClassVar[Facts] = Facts(has_cache=False, scores_prompts=False)
+    facts: ClassVar[Facts] = Facts(has_cache=False, scores_prompts=False, records_kept=False)
 
     @pytest.fixture(scope="class")
     def rig(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:

@@ -52,7 +52,7 @@ def draw_many(logits: torch.Tensor, temperature: float, top_p: float, top_k: int
 )
 def test_draw_frequencies_and_support(temperature: float, top_p: float, top_k: int) -> None:
     logits = logits_of(1)
-    tokens, logprobs = draw_many(logits, temperature, top_p, top_k)
+    tokens, logprobs, *_ = draw_many(logits, temperature, top_p, top_k)
     full = torch.softmax(logits.double() / temperature, dim=-1).numpy()
     expected = kept_by(full, top_p, top_k)
     counts = np.bincount(tokens.numpy(), minlength=len(full))
@@ -89,14 +89,14 @@ def test_truncate_equals_the_definition_of_top_k_and_top_p(
 
 
 def test_truncate_with_ties_keeps_exactly_k() -> None:
-    tokens, _ = draw_many(torch.zeros(10), 1.0, 1.0, 3)
+    tokens = draw_many(torch.zeros(10), 1.0, 1.0, 3).tokens
     assert sorted(set(tokens.tolist())) == [0, 1, 2]
 
 
 def test_draw_with_extreme_uniforms_stays_in_the_support() -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf], [-torch.inf, 1.0, 2.0, -torch.inf]])
     rows = sampling_rows(np.ones(2), np.ones(2), np.zeros(2, np.int64), CPU)
-    tokens, logprobs = draw(logits, rows, torch.tensor([0.0, 1.0 - 2.0**-52], dtype=torch.float64))
+    tokens, logprobs, *_ = draw(logits, rows, torch.tensor([0.0, 1.0 - 2.0**-52], dtype=torch.float64))
     assert tokens.tolist() == [1, 2]
     assert torch.isfinite(logprobs).all()
 

@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from starling.algo.truncation import KeptTokens
 from starling.common.errors import WeightsError
 from starling.common.wire.messages import Sampling, Status
-from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, PartialCompletion
-from starling.rollout.engine.vllm.groups import VllmGroup, completion_seed, sampling_arguments, token_versions
+from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, PartialCompletion, RequestError
+from starling.rollout.engine.vllm.groups import (
+    VllmGroup,
+    completion_seed,
+    num_logprobs,
+    sampling_arguments,
+    token_versions,
+)
 from starling.rollout.engine.vllm.pull_progress import (
     PullMessage,
     PullMessageReceiver,
@@ -55,6 +62,76 @@ def partial_completion(num: int, version: int = 4, status: Status | None = None)
 def group(*partial: PartialCompletion, count: int = 3, max_tokens: int = 10, context: int = 32) -> VllmGroup:
     asked = GroupRequest("g", [5, 6], count, Sampling(max_tokens=max_tokens), partial=partial)
     return VllmGroup(0, asked, context)
+
+
+class FlatOutput:
+    """vLLM's log-probabilities of some tokens, as `FlatLogprobs` has them."""
+
+    def __init__(self, *positions: dict[int, float]) -> None:
+        self.token_ids = [token for one in positions for token in one]
+        self.logprobs = [value for one in positions for value in one.values()]
+        ends = np.cumsum([len(one) for one in positions]).tolist()
+        self.start_indices, self.end_indices = [0, *ends[:-1]], ends
+
+
+class Output:
+    """vLLM's output of some tokens of a request."""
+
+    prompt_logprobs = None
+
+    def __init__(self, *positions: dict[int, float], finished: bool = False) -> None:
+        self.token_ids, self.logprobs = [next(iter(one)) for one in positions], FlatOutput(*positions)
+        self.weight_versions = [Span("7", 0, len(positions))]
+        self.finish_reason = "stop" if finished else None
+        self.outputs, self.finished = (self,), finished
+
+
+def test_kept_tokens_of_a_resumed_and_restarted_completion() -> None:
+    before = PartialCompletion(
+        np.array([4], np.int32),
+        np.array([-0.5], np.float32),
+        np.array([3], np.int32),
+        kept=KeptTokens.from_rows([np.array([2, 4])]),
+    )
+    how = Sampling(max_tokens=9, top_p=0.9, top_k=5, logprobs="truncated")
+    asked = GroupRequest("g", [5, 6], 1, how, partial=(before,))
+    state = VllmGroup(0, asked, 32, num_logprobs=num_logprobs(asked, speculative=False))
+    (one,) = state.completions
+    assert sampling_arguments(state, one, (3,))["logprobs"] == -1
+    assert one.add_output(Output({8: -1.5, -1: -0.5, 2: 0.0, 9: 0.0}, {7: -0.25, -1: -0.25})) == 2
+    one.spans, one.restart = [Span("6", 0, 2)], True
+    one.prepare_restart()
+    one.add_output(Output({1: -2.0, -1: -0.75, 0: 0.0}, finished=True))
+    result = state.result()
+    assert isinstance(result, GroupResult)
+    (completion,) = result.completions
+    assert completion.token_ids.tolist() == [4, 8, 7, 1]
+    assert completion.versions.tolist() == [3, 6, 6, 7]
+    assert completion.logprobs.tolist() == [-0.5, -1.0, 0.0, -1.25]
+    assert completion.kept is not None
+    assert [row.tolist() for row in completion.kept.rows()] == [[2, 4], [2, 8, 9], [7], [0, 1]]
+    assert completion.truncation_nats == 0.5
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({}, 0),
+        ({"top_p": 0.9}, 1),
+        ({"top_k": 3}, 1),
+        ({"min_p": 0.1}, 1),
+        ({"top_p": 0.9, "temperature": 0.0}, 0),
+        ({"top_k": 3, "logprobs": "truncated"}, -1),
+    ],
+)
+def test_log_probabilities_asked_for(how: dict[str, Any], wanted: int) -> None:
+    asked = GroupRequest("g", [5], 1, Sampling(max_tokens=3, **how))
+    assert num_logprobs(asked, speculative=False) == wanted
+    if wanted == -1 or "min_p" in how:
+        with pytest.raises(RequestError, match=r"remove rollout\.vllm\.speculative"):
+            num_logprobs(asked, speculative=True)
+    else:
+        assert num_logprobs(asked, speculative=True) == 0
 
 
 def test_group_budget_counts_partial_completions() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_chat import TEMPLATES, Script, chat, completion, encode, episode, tokenizer
 
 from starling.algo.text import encode_prompt
+from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.wire.messages import Prompt, Status
 from starling.rollout.engine.queue import LEASE_PREFIX, GenerationError
 from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
@@ -62,6 +65,41 @@ def test_turns_form_one_token_sequence(style: str) -> None:
     assert made.logprobs[: len(first)].tolist() == completion(first).logprobs.tolist()
     assert (made.status, made.num_turns) == (Status.OK, 2)
     assert [message["role"] for message in one.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_kept_tokens_follow_the_sampled_ones() -> None:
+    """Of two replies, the first cut after its stop text, and the second begun by an empty one."""
+    rows = [np.array([token, 400 + at]) for at, token in enumerate(encode("chatml", "well done!"))]
+    first = replace(
+        completion(encode("chatml", "well done!"), Status.TRUNCATED),
+        kept=KeptTokens.from_rows(rows),
+        truncation_nats=0.5,
+    )
+    nothing = replace(completion([], Status.OK), kept=KeptTokens.from_rows([]))
+    ids = sampled("chatml", "no")
+    last = replace(
+        completion(ids), kept=KeptTokens.from_rows([np.array([token]) for token in ids]), truncation_nats=2.0
+    )
+    script = Script(first, nothing, last)
+    one = start("chatml", chat("hello"), script)
+
+    async def play() -> None:
+        for _ in range(3):
+            await one.reply(stop=["done"])
+            one.say(USER)
+
+    asyncio.run(play())
+    (made,) = played(one).trajectories
+    assert made.kept is not None
+    num = int(made.loss_mask.argmin())
+    assert 0 < num < len(rows), "the first reply ends with its stop text"
+    assert len(made.kept) == len(made.token_ids)
+    assert not kept_problem(made.kept, made.token_ids, made.loss_mask == 1)
+    found = [row.tolist() for row in made.kept.rows()]
+    assert found[:num] == [row.tolist() for row in rows[:num]]
+    assert found[-len(ids) :] == [[token] for token in ids]
+    assert made.kept.counts[made.loss_mask == 0].tolist() == [0] * (len(made.token_ids) - num - len(ids))
+    assert made.truncation_nats == pytest.approx((0.5 * num + 2.0 * len(ids)) / (num + len(ids)))
 
 
 def test_sampled_tokens_are_not_reencoded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,9 @@ class Script:
             for at, token in enumerate(whole.token_ids.tolist()):
                 request.listener(0, [token], [float(whole.logprobs[at])])
                 if enough():
-                    whole = completion(whole.token_ids[: at + 1].tolist())
+                    part = completion(whole.token_ids[: at + 1].tolist())
+                    kept = whole.kept.take(slice(0, at + 1)) if whole.kept is not None else None
+                    whole = replace(part, kept=kept, truncation_nats=whole.truncation_nats)
                     break
         return GroupResult(request.lease, np.array(request.prompt_ids, np.int32), (whole,))
 

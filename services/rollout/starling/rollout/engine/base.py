@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import KeptTokens
 from starling.common.errors import StarlingError
 from starling.common.settings import ModelSettings, WeightsSettings
 from starling.common.wire.messages import Sampling, Status
@@ -65,6 +66,10 @@ class PartialCompletion:
     versions: npt.NDArray[np.int32]
     status: Status | None = None
     """How it ended; None if it has not ended."""
+    kept: KeptTokens | None = None
+    """As `Completion.kept`; None if it was not recorded."""
+    truncation_nats: float | None = None
+    """As `Completion.truncation_nats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +118,18 @@ class Completion:
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    """Natural logarithm of each token's probability under softmax(logits / temperature) over the whole vocabulary;
-    at temperature 0, under softmax(logits)."""
+    """Natural logarithm of each token's probability under softmax(logits / temperature), at temperature 0 under
+    softmax(logits): over the whole vocabulary, or over `kept`."""
     versions: npt.NDArray[np.int32]
     """The weight version that sampled each token."""
     status: Status
     """`OK` when a stop token ended it, `TRUNCATED` when `max_tokens` or the context did."""
+    kept: KeptTokens | None = None
+    """The tokens that min_p, top_k and top_p kept at each position, with `Sampling.logprobs` ``truncated``; else
+    None."""
+    truncation_nats: float | None = None
+    """Mean of ``-log(sum of the kept tokens' probabilities)`` over the tokens that this engine sampled with top_p,
+    top_k or min_p; None if there are none, or if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,9 @@ class EngineQueue:
         if partials is None:
             return
         request, future = self._running.pop(lease)
-        completions = tuple(Completion(p.token_ids, p.logprobs, p.versions, p.status or Status.OK) for p in partials)
+        completions = tuple(
+            Completion(p.token_ids, p.logprobs, p.versions, p.status or Status.OK, p.kept, p.truncation_nats)
+            for p in partials
+        )
         prompt_ids = np.asarray(request.prompt_ids, np.int32)
         future.set_result(GroupResult(lease, prompt_ids, completions, request.tensors))

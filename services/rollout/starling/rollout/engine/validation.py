@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+from starling.algo.truncation import kept_problem
+from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
 from starling.rollout.engine.base import GroupRequest, RequestError
 
 MOST_TOP_K: Final = (1 << 31) - 1
@@ -44,12 +46,31 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
         raise RequestError(
             f"{lease}: top_k is {sampling.top_k}; give 0 to keep all, or a positive number of at most {MOST_TOP_K}"
         )
+    if not 0.0 <= sampling.min_p <= 1.0:
+        raise RequestError(f"{lease}: min_p is {sampling.min_p}; give a number from 0 to 1")
+    if sampling.logprobs == "truncated" and (
+        sampling.temperature == 0.0 or not 1 <= sampling.top_k <= MAX_KEPT_PER_TOKEN
+    ):
+        raise RequestError(
+            f"{lease}: logprobs is 'truncated' at temperature {sampling.temperature} and top_k {sampling.top_k}; give "
+            f"a temperature above 0 and a top_k from 1 to {MAX_KEPT_PER_TOKEN}, or logprobs 'full'"
+        )
     for token in sampling.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"{lease}: stop token id {token} is outside the model's vocabulary of {vocab_size}; "
                 "use the model's own tokenizer"
             )
+
+
+def kept_size_problem(num_bytes: int) -> str:
+    """Return why a group whose kept tokens take `num_bytes` cannot be sent; empty if it can."""
+    if num_bytes <= MAX_KEPT_BYTES:
+        return ""
+    return (
+        f"the kept tokens of the group take {num_bytes} bytes, and {MAX_KEPT_BYTES} can be sent; lower sampling.top_k, "
+        "sampling.max_tokens or rl.group_size"
+    )
 
 
 def check_partial(request: GroupRequest, vocab_size: int) -> None:
@@ -66,6 +87,8 @@ def check_partial(request: GroupRequest, vocab_size: int) -> None:
                 f"{request.lease}: partial completion {index} has {len(ids)} tokens, {len(partial.logprobs)} "
                 f"log-probabilities and {len(partial.versions)} versions; give one of each for every token"
             )
+        if partial.kept is not None and (problem := kept_problem(partial.kept, ids, None)):
+            raise RequestError(f"{request.lease}: partial completion {index} cannot be resumed: {problem}")
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
             raise RequestError(
                 f"{request.lease}: partial completion {index} has a token id outside the model's vocabulary of "

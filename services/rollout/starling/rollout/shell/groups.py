@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from starling.algo.text import decode
 from starling.rollout.engine.base import EngineLostError, GroupFailed, GroupRequest, RequestError
+from starling.rollout.engine.validation import kept_size_problem
 from starling.rollout.env.runner import EpisodeRunner
 from starling.rollout.shell.results import generated_message, interrupted_message, played_message, read_partials
 
@@ -85,6 +86,9 @@ class EngineGroups:
             return None
         if isinstance(result, GroupFailed):
             return result.reason
+        kept_bytes = sum(one.kept.ids.nbytes for one in result.completions if one.kept is not None)
+        if problem := kept_size_problem(kept_bytes):
+            return problem
         self._answer(result.lease, *generated_message(result, self._decode, temperature))
         return None
 

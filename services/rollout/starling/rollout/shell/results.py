@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import KeptTokens, join_kept
 from starling.common.wire.messages import (
     GenerateGroup,
     GroupGenerated,
@@ -18,6 +19,7 @@ from starling.common.wire.messages import (
     TensorMeta,
     TrajectoryMeta,
 )
+from starling.common.wire.tensors import KEPT_COUNTS, KEPT_IDS
 
 if TYPE_CHECKING:
     from starling.rollout.engine.base import GroupResult, PartialCompletion
@@ -33,7 +35,7 @@ def generated_message(
     result: GroupResult, decode: Callable[[Sequence[int]], str], temperature: float = -1.0
 ) -> tuple[GroupGenerated, tuple[bytes, ...]]:
     """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions, and the
-    named tensors of its images and videos.
+    named tensors of its images and videos, and of its kept tokens.
 
     `temperature` is the request's; -1 if unknown.
     """
@@ -44,6 +46,7 @@ def generated_message(
         ("", np.concatenate([c.logprobs for c in completions])),
         ("", np.concatenate([c.versions for c in completions])),
         *result.tensors.items(),
+        *_kept_arrays(join_kept((c.kept, len(c.token_ids)) for c in completions)),
     ]
     trajectories = tuple(
         TrajectoryMeta(
@@ -52,6 +55,7 @@ def generated_message(
             text=decode(c.token_ids.tolist()),
             oldest_version=int(c.versions.min()),
             newest_version=int(c.versions.max()),
+            truncation_nats=c.truncation_nats,
         )
         for c in completions
     )
@@ -72,6 +76,7 @@ def interrupted_message(
     columns = zip(*((p.token_ids, p.logprobs, p.versions) for p in partials), strict=True)
     columns_and_dtypes = zip(columns, DTYPES, strict=True)
     arrays: NamedArrays = [("", np.concatenate(column).astype(dtype)) for column, dtype in columns_and_dtypes]
+    arrays += _kept_arrays(join_kept((p.kept, len(p.token_ids)) for p in partials))
     tensors, buffers = _frames(arrays)
     metas = tuple(
         PartialCompletionMeta(num_tokens=len(partial.token_ids), status=partial.status) for partial in partials
@@ -94,13 +99,24 @@ def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[Par
         return ()
     total = sum(meta.num_tokens for meta in message.partial)
     sizes = [len(buffer) for buffer in buffers]
-    if sizes != [total * dtype.itemsize for dtype in DTYPES]:
+    counts, ids = (np.frombuffer(buffer, "<i4") for buffer in buffers[3:]) if len(sizes) == 5 else (None, None)
+    fits = sizes[:3] == [total * dtype.itemsize for dtype in DTYPES] and len(sizes) in (3, 5)
+    if counts is not None and ids is not None:
+        fits = fits and len(counts) == total and counts.min(initial=0) >= 0 and counts.sum(dtype=np.int64) == len(ids)
+    if not fits:
         raise RequestError(f"its partial completions have {total} tokens, and buffers of {sizes} bytes")
-    ends = np.cumsum([meta.num_tokens for meta in message.partial])[:-1]
-    arrays = (np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, DTYPES, strict=True))
-    token_ids, logprobs, versions = (np.split(array, ends) for array in arrays)
+    ends = np.cumsum([meta.num_tokens for meta in message.partial])
+    arrays = (np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers[:3], DTYPES, strict=True))
+    token_ids, logprobs, versions = (np.split(array, ends[:-1]) for array in arrays)
+    kept = None if counts is None or ids is None else KeptTokens(counts, ids)
     return tuple(
-        PartialCompletion(token_ids[index], logprobs[index], versions[index], meta.status)
+        PartialCompletion(
+            token_ids[index],
+            logprobs[index],
+            versions[index],
+            meta.status,
+            None if kept is None else kept.take(slice(ends[index] - meta.num_tokens, ends[index])),
+        )
         for index, meta in enumerate(message.partial)
     )
 
@@ -117,6 +133,7 @@ def played_message(
         ("", np.concatenate([trajectory.logprobs for trajectory in trajectories])),
         ("", np.concatenate([trajectory.versions for trajectory in trajectories])),
         *played.tensors.items(),
+        *_kept_arrays(join_kept((t.kept, len(t.token_ids)) for t in trajectories)),
     ]
     loss_mask = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
     if not loss_mask.all():
@@ -143,6 +160,7 @@ def _trajectory_meta(
         num_turns=trajectory.num_turns,
         problem=trajectory.problem,
         num_masked=len(trajectory.token_ids) - len(versions),
+        truncation_nats=trajectory.truncation_nats,
     )
 
 
@@ -153,6 +171,10 @@ def lease_progress(progress: PullProgress) -> LeaseProgress:
         bytes_total=progress.bytes_total,
         seconds_left=progress.seconds_left if math.isfinite(progress.seconds_left) else None,
     )
+
+
+def _kept_arrays(kept: KeptTokens | None) -> NamedArrays:
+    return [] if kept is None else [(KEPT_COUNTS, kept.counts), (KEPT_IDS, kept.ids)]
 
 
 def _frames(arrays: NamedArrays) -> tuple[tuple[TensorMeta, ...], tuple[bytes, ...]]:

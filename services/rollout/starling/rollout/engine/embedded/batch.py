@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import NO_IDS, KeptTokens
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PartialCompletion, PromptLogprobs
 from starling.rollout.engine.embedded.sampling import completion_key
@@ -29,6 +30,10 @@ ROW_DTYPE: Final = np.dtype(
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("top_k", np.int64),
+        ("min_p", np.float64),
+        ("records", np.int64),  # 1 if its kept tokens are recorded, else 0
+        ("log_mass", np.float64),  # sum of the logarithms of the kept tokens' probability
+        ("num_truncated", np.int64),  # tokens in that sum
         ("key", np.uint64),  # key of the completion's stream of uniforms
     ]
 )
@@ -75,6 +80,8 @@ class EmbeddedGroup:
                     logprobs=partial.logprobs.astype(np.float32),
                     versions=partial.versions.astype(np.int32),
                     status=status,
+                    kept=partial.kept,
+                    truncation_nats=partial.truncation_nats,
                 )
 
     @property
@@ -161,6 +168,8 @@ class RunningRows:
         self._token_ids = np.zeros((max_rows, 0), np.int32)
         self._logprobs = np.zeros((max_rows, 0), np.float32)
         self._versions = np.zeros((max_rows, 0), np.int32)
+        self._kept: dict[int, list[npt.NDArray[np.int32]]] = {}
+        """The kept tokens at each position of the rows that record them, by slot."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -182,6 +191,8 @@ class RunningRows:
             ("temperature", [group.request.sampling.temperature for group in groups]),
             ("top_p", [group.request.sampling.top_p for group in groups]),
             ("top_k", [group.request.sampling.top_k for group in groups]),
+            ("min_p", [group.request.sampling.min_p for group in groups]),
+            ("records", [group.request.sampling.logprobs == "truncated" for group in groups]),
             ("slot", [self._free_slots.pop() for _ in rows]),
             ("key", [sequence.group.stream_key(index) for sequence, index in rows]),
         ):
@@ -189,12 +200,14 @@ class RunningRows:
         self.table = np.concatenate((self.table, new))
         self._append_stops(groups)
         self._widen(int(new["num_resumed"].max()))
-        for slot, (sequence, index) in zip(new["slot"], rows, strict=True):
+        for slot, records, (sequence, index) in zip(new["slot"], new["records"], rows, strict=True):
             resumed = sequence.group.resumed(index)
             num = len(resumed.token_ids)
             self._token_ids[slot, :num] = resumed.token_ids
             self._logprobs[slot, :num] = resumed.logprobs
             self._versions[slot, :num] = resumed.versions
+            if records:
+                self._kept[int(slot)] = resumed.kept.rows() if resumed.kept is not None else [NO_IDS] * num
 
     def _append_stops(self, groups: Sequence[EmbeddedGroup]) -> None:
         """Add the stop tokens of new rows, padded to the width of the longest list."""
@@ -226,14 +239,43 @@ class RunningRows:
         stopped = (self._stops == newest[:, None]).any(axis=1)
         return stopped, self.table["length"] >= self.table["budget"], sampled
 
+    def record_truncation(
+        self, log_mass: npt.NDArray[np.float64], kept: KeptTokens | None, sampled: npt.NDArray[np.bool_]
+    ) -> None:
+        """Note how the newest tokens were truncated.
+
+        Args:
+            log_mass: [rows]: logarithm of the probability of the kept tokens; 0 for rows that are not truncated.
+            kept: the kept tokens of each row; None if no row records them.
+            sampled: bool [rows]: rows that have sampled, see `record`.
+        """
+        counted = sampled & ((self.table["top_p"] < 1.0) | (self.table["top_k"] > 0) | (self.table["min_p"] > 0.0))
+        self.table["log_mass"][counted] += log_mass[counted]
+        self.table["num_truncated"] += counted
+        if kept is not None:
+            rows = kept.rows()
+            for row in np.flatnonzero(sampled & (self.table["records"] == 1)):
+                self._kept[int(self.table["slot"][row])].append(rows[row])
+
     def completion(self, row: int, status: Status) -> Completion:
         """Return the completion of row number `row`."""
-        return Completion(*self._transcript(row, int(self.table["length"][row])), status=status)
+        length = int(self.table["length"][row])
+        kept, nats = self._truncation(row, length)
+        return Completion(*self._transcript(row, length), status=status, kept=kept, truncation_nats=nats)
 
     def partial(self, row: int) -> PartialCompletion:
         """Return the partial completion of running row `row`, including resumed tokens that are not replayed yet."""
         record = self.table[row]
-        return PartialCompletion(*self._transcript(row, int(max(record["length"], record["num_resumed"]))))
+        length = int(max(record["length"], record["num_resumed"]))
+        kept, nats = self._truncation(row, length)
+        return PartialCompletion(*self._transcript(row, length), kept=kept, truncation_nats=nats)
+
+    def _truncation(self, row: int, length: int) -> tuple[KeptTokens | None, float | None]:
+        """Return the kept tokens and the nats of truncation of row `row`, which has `length` tokens."""
+        record = self.table[row]
+        kept = self._kept.get(int(record["slot"]))
+        nats = -float(record["log_mass"] / record["num_truncated"]) if record["num_truncated"] else None
+        return None if kept is None else KeptTokens.from_rows(kept[:length]), nats
 
     def cached_ids(self, row: int) -> list[int]:
         """Return the sampled tokens of row number `row` that are in the KV cache: all but the newest."""
@@ -255,7 +297,11 @@ class RunningRows:
         left = int(len(removed) - removed.sum())
         order = np.arange(left)
         order[removed[:left]] = left + np.flatnonzero(~removed[left:])
-        self._free_slots.extend(int(slot) for slot in self.table["slot"][removed])
+        slots = [int(slot) for slot in self.table["slot"][removed]]
+        self._free_slots.extend(slots)
+        if self._kept:
+            for slot in slots:
+                self._kept.pop(slot, None)
         self.table, self._stops = self.table[order], self._stops[order]
         return order
 

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from starling.algo.architecture import context_length
+from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import (
@@ -33,7 +34,7 @@ from starling.rollout.engine.embedded.batch import EmbeddedGroup, PrefillSequenc
 from starling.rollout.engine.embedded.forward import PREFILL_TOKENS, Forward
 from starling.rollout.engine.embedded.lora import cache_weight_norms
 from starling.rollout.engine.embedded.model import build_model, live_tensors
-from starling.rollout.engine.embedded.sampling import SamplingRows, draw, sampling_rows, uniforms
+from starling.rollout.engine.embedded.sampling import Drawn, SamplingRows, draw, sampling_rows, uniforms
 from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.weights import LiveWeights
@@ -211,7 +212,9 @@ class TransformersEngine:
         number = next(n for n, group in self._running.items() if group.request.lease == lease)
         group, removed = self._running.pop(number), self._rows.table["group"] == number
         partials = {
-            index: PartialCompletion(done.token_ids, done.logprobs, done.versions, done.status)
+            index: PartialCompletion(
+                done.token_ids, done.logprobs, done.versions, done.status, done.kept, done.truncation_nats
+            )
             for index, done in group.done.items()
         }
         for row in np.flatnonzero(removed):
@@ -278,13 +281,23 @@ class TransformersEngine:
         table = self._rows.table
         if self._sampling is None:
             device = self._forward.device
-            self._sampling = sampling_rows(table["temperature"], table["top_p"], table["top_k"], device)
+            self._sampling = sampling_rows(
+                table["temperature"],
+                table["top_p"],
+                table["top_k"],
+                device,
+                min_p=table["min_p"],
+                records=table["records"] == 1,
+            )
         uniform = self._forward.to_device(uniforms(table["key"], table["length"]))
-        tokens, logprobs = draw(logits, self._sampling, uniform, self._banned_ids)
-        # A single copy to the host waits for the device once; float64 holds both exactly.
-        host = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
+        drawn = draw(logits, self._sampling, uniform, self._banned_ids)
+        # A single copy to the host waits for the device once; float64 holds all exactly.
+        columns = (drawn.tokens, drawn.logprobs, *(() if drawn.log_mass is None else (drawn.log_mass,)))
+        host = torch.stack([column.double() for column in columns]).cpu().numpy()
         token_ids, broken = host[0].astype(np.int64), ~np.isfinite(host[1])
         stopped, spent, sampled = self._rows.record(token_ids, host[1], self._version)
+        if drawn.log_mass is not None:
+            self._rows.record_truncation(host[2], _kept_tokens(drawn, len(table)), sampled)
         self._num_tokens += int(sampled.sum())
         self._call_listeners(sampled & ~broken, token_ids, host[1])
         ended: list[GroupResult | GroupFailed] = []
@@ -417,3 +430,11 @@ class TransformersEngine:
     def close(self) -> None:
         """Stop the threads and connections of pulls."""
         self._weights.close()
+
+
+def _kept_tokens(drawn: Drawn, num_rows: int) -> KeptTokens | None:
+    """Return the kept tokens of each row, on the host; None if no row records them."""
+    if drawn.kept_rows is None or drawn.kept_ids is None:
+        return None
+    counts = np.bincount(drawn.kept_rows.cpu().numpy(), minlength=num_rows)
+    return KeptTokens(counts.astype(np.int32), drawn.kept_ids.cpu().numpy().astype(np.int32))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,11 +55,30 @@ class SamplingRows:
     """bool [rows]."""
     all_greedy: bool
     truncated: torch.Tensor | None
-    """int64 [m]: the rows with a top_p or a top_k."""
+    """int64 [m]: the rows with a top_p, a top_k or a min_p."""
     top_p: torch.Tensor | None
     """float64 [m, 1]; infinite where a row has none."""
     top_k: torch.Tensor | None
     """int64 [m, 1]; larger than any vocabulary where a row has none."""
+    min_p: torch.Tensor | None
+    """float32 [m, 1]; 0 where a row has none."""
+    recorded: torch.Tensor | None
+    """int64 [r]: which of the m rows have their kept tokens recorded; None if no row has."""
+
+
+class Drawn(NamedTuple):
+    """The drawn tokens of a batch."""
+
+    tokens: torch.Tensor
+    """int64 [rows]."""
+    logprobs: torch.Tensor
+    """float32 [rows]: over the kept tokens of a row that records them, else over the whole vocabulary."""
+    log_mass: torch.Tensor | None
+    """float32 [rows]: logarithm of the probability of a row's kept tokens; None if no row is truncated."""
+    kept_rows: torch.Tensor | None
+    """int64 [K]: the row of each kept token that is recorded, ascending; None if no row records them."""
+    kept_ids: torch.Tensor | None
+    """int64 [K]: its id, ascending in each row."""
 
 
 def sampling_rows(
@@ -67,11 +86,23 @@ def sampling_rows(
     top_p: npt.NDArray[np.float64],
     top_k: npt.NDArray[np.int64],
     device: torch.device,
+    *,
+    min_p: npt.NDArray[np.float64] | None = None,
+    records: npt.NDArray[np.bool_] | None = None,
 ) -> SamplingRows:
-    """Build the sampling parameters for `draw`; each argument has one element per row."""
+    """Build the sampling parameters for `draw`; each argument has one element per row.
+
+    Args:
+        temperature, top_p, top_k: as in `Sampling`.
+        device: of the logits.
+        min_p: as in `Sampling`; None for 0 everywhere.
+        records: whether to record a row's kept tokens, which must be truncated then; None for no row.
+    """
     greedy = temperature == 0.0
     divisor = np.where(greedy, 1.0, temperature)
-    chosen = np.flatnonzero(~greedy & ((top_p < 1.0) | (top_k > 0)))
+    least = np.zeros(len(temperature)) if min_p is None else min_p
+    chosen = np.flatnonzero(~greedy & ((top_p < 1.0) | (top_k > 0) | (least > 0.0)))
+    recorded = np.flatnonzero(records[chosen]) if records is not None else np.zeros(0, np.int64)
 
     def on_device(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
@@ -85,12 +116,14 @@ def sampling_rows(
         truncated=on_device(chosen, torch.int64) if chosen.size else None,
         top_p=on_device(p, torch.float64) if chosen.size else None,
         top_k=on_device(k, torch.int64) if chosen.size else None,
+        min_p=on_device(least[chosen, None], torch.float32) if least[chosen].any() else None,
+        recorded=on_device(recorded, torch.int64) if recorded.size else None,
     )
 
 
 def draw(
     logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor, banned_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Drawn:
     """Draw one token per row by inverse transform sampling.
 
     Args:
@@ -98,10 +131,8 @@ def draw(
         rows: the sampling parameters of the rows.
         uniform: float64 [rows], in [0, 1).
         banned_ids: int64 [tokens]: tokens that are never drawn, as if truncated.
-
-    Returns:
-        Token ids, int64 [rows], and log-probabilities over the whole (untruncated) vocabulary, float32 [rows].
     """
+    log_mass = kept_rows = kept_ids = None
     scaled = logits.float()
     if rows.temperature is not None:
         scaled = scaled / rows.temperature
@@ -117,24 +148,39 @@ def draw(
         if rows.truncated is not None:
             assert rows.top_p is not None
             assert rows.top_k is not None
-            probs[rows.truncated] = truncate(probs[rows.truncated], rows.top_p, rows.top_k)
+            remaining = truncate(probs[rows.truncated], rows.top_p, rows.top_k, rows.min_p)
+            probs[rows.truncated] = remaining
+            log_mass = torch.zeros_like(logprobs[:, 0])
+            log_mass[rows.truncated] = remaining.sum(dim=-1, dtype=torch.float64).log().float()
+            if rows.recorded is not None:
+                which, kept_ids = (remaining[rows.recorded] > 0.0).nonzero(as_tuple=True)
+                kept_rows = rows.truncated[rows.recorded[which]]
         cdf = probs.cumsum(dim=-1, dtype=torch.float64)
         target = uniform[:, None] * cdf[:, -1:]
         # Only non-finite logits can exceed the vocabulary here; the caller detects them by the log-probability.
         tokens = torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
         if rows.greedy is not None:
             tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    own = logprobs.gather(-1, tokens[:, None])[:, 0]
+    if log_mass is not None and rows.recorded is not None:
+        assert rows.truncated is not None
+        recorded = rows.truncated[rows.recorded]
+        own[recorded] -= log_mass[recorded]
+    return Drawn(tokens, own, log_mass, kept_rows, kept_ids)
 
 
-def truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Zero the probabilities that top-k, and then top-p over the rest, exclude; do not renormalise.
+def truncate(
+    probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Zero the probabilities that min-p, then top-k, and then top-p over the rest, exclude; do not renormalise.
 
     The result stays in vocabulary order, so that a row without truncation gets the same token as on the fast path.
 
     Args:
-        probs: float32 [m, vocabulary]. `top_p`, `top_k`: [m, 1].
+        probs: float32 [m, vocabulary]. `top_p`, `top_k`, `min_p`: [m, 1].
     """
+    if min_p is not None:
+        probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     ordered = ordered.masked_fill(rank >= top_k, 0.0)

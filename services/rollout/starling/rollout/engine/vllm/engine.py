@@ -21,7 +21,7 @@ from starling.rollout.engine.multimodal.prompts import patches_per_token, placeh
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
-from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature
+from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature, num_logprobs
 from starling.rollout.engine.vllm.pull_progress import await_workers
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.offer import Offer, joined_root
@@ -116,7 +116,8 @@ class VllmEngine:
         if request.lease in self._groups:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         items = multimodal.items_of(request, self._placeholders, self._patches_per_token)
-        group = VllmGroup(self._num_added, request, self.max_model_len, items)
+        wanted = num_logprobs(request, speculative=bool(self._spec.rollout.vllm.speculative))
+        group = VllmGroup(self._num_added, request, self.max_model_len, items, num_logprobs=wanted)
         self._num_added += 1
         self._groups[request.lease] = group
         self._llm_thread.add(group)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import KeptTokens, join_kept
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import (
     Completion,
@@ -26,6 +27,8 @@ STATUS = {"stop": Status.OK, "length": Status.TRUNCATED}
 """By vLLM's finish reason; any other reason is an interruption."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this to it."""
+NO_LOGPROBS, WITH_LOG_MASS, WITH_KEPT_TOKENS = 0, 1, -1
+"""Log-probabilities to ask for besides that of the sampled token: see `worker/sampler.py`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +39,13 @@ class VllmCompletion:
     resumed: PartialCompletion | None
     budget: int
     """Maximum number of tokens still to sample."""
+    num_logprobs: int = NO_LOGPROBS
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """The kept tokens of each of `token_ids`; empty without `WITH_KEPT_TOKENS`."""
+    log_masses: list[float] = field(default_factory=list)
+    """Logarithms of the kept tokens' probability, at all tokens that this engine sampled; empty for `NO_LOGPROBS`."""
     spans: Any = None
     status: Status | None = None
     collector: Any = None
@@ -63,18 +71,32 @@ class VllmCompletion:
         # Two entries if the most likely token is another one; the sampled one comes first.
         flat = sampled.logprobs
         if flat is not None:
-            self.logprobs += [flat.logprobs[start] for start in flat.start_indices]
+            self._add_logprobs(flat)
         if output.finished:
             self.spans = sampled.weight_versions
             self.status = STATUS.get(sampled.finish_reason)
         return len(sampled.token_ids)
+
+    def _add_logprobs(self, flat: Any) -> None:
+        """Add vLLM's log-probabilities of the newest tokens."""
+        starts = flat.start_indices
+        logprobs = [flat.logprobs[start] for start in starts]
+        if self.num_logprobs != NO_LOGPROBS:
+            masses = [flat.logprobs[start + 1] for start in starts]
+            self.log_masses += masses
+        if self.num_logprobs == WITH_KEPT_TOKENS:
+            logprobs = [logprob - mass for logprob, mass in zip(logprobs, masses, strict=True)]
+            for start, end in zip(starts, flat.end_indices, strict=True):
+                ids = np.array(flat.token_ids[start:end], np.int32)
+                self.kept.append(np.sort(ids[ids >= 0]))
+        self.logprobs += logprobs
 
     def prepare_restart(self) -> None:
         """Reset for another request, for the remaining tokens."""
         before = self.partial()
         self.resumed = before if len(before.token_ids) else None
         self.budget -= len(self.token_ids)
-        self.token_ids, self.logprobs, self.spans, self.collector = [], [], None, None
+        self.token_ids, self.logprobs, self.kept, self.spans, self.collector = [], [], [], None, None
         self.aborted = self.restart = False
 
     def partial(self) -> PartialCompletion:
@@ -82,17 +104,28 @@ class VllmCompletion:
         token_ids = np.array(self.token_ids, np.int32)
         logprobs = np.array(self.logprobs, np.float32)
         versions = token_versions(self.spans, len(token_ids))
+        kept = KeptTokens.from_rows(self.kept) if self.num_logprobs == WITH_KEPT_TOKENS else None
+        nats = -sum(self.log_masses) / len(self.log_masses) if self.log_masses else None
         if self.resumed is not None:
             token_ids = np.concatenate((self.resumed.token_ids, token_ids), dtype=np.int32)
             logprobs = np.concatenate((self.resumed.logprobs, logprobs), dtype=np.float32)
             versions = np.concatenate((self.resumed.versions, versions), dtype=np.int32)
-        return PartialCompletion(token_ids, logprobs, versions, self.status)
+            kept = join_kept(((self.resumed.kept, self.num_resumed), (kept, len(self.token_ids))))
+        return PartialCompletion(token_ids, logprobs, versions, self.status, kept, nats)
 
 
 class VllmGroup:
     """A group and the state of its completions."""
 
-    def __init__(self, number: int, request: GroupRequest, max_model_len: int, items: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: GroupRequest,
+        max_model_len: int,
+        items: Sequence[Any] = (),
+        *,
+        num_logprobs: int = NO_LOGPROBS,
+    ) -> None:
         """Create a waiting group.
 
         Args:
@@ -100,6 +133,7 @@ class VllmGroup:
             request: the request.
             max_model_len: maximum number of tokens of a sequence.
             items: the prompt's images and videos, from `multimodal.items_of`.
+            num_logprobs: to ask for, see `num_logprobs`.
         """
         self.number, self.request, self.items = number, request, items
         self.submitted = False
@@ -108,7 +142,7 @@ class VllmGroup:
         budget = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
         partial = request.partial or (None,) * request.num_completions
         self.completions = [
-            VllmCompletion(index, before, budget - (0 if before is None else len(before.token_ids)))
+            VllmCompletion(index, before, budget - (0 if before is None else len(before.token_ids)), num_logprobs)
             for index, before in enumerate(partial)
         ]
         for completion in self.completions:
@@ -151,7 +185,11 @@ class VllmGroup:
                 reason = f"the model's logits are not finite at weight version {version}; check the weights"
                 return GroupFailed(lease, reason)
             assert whole.status is not None
-            results.append(Completion(whole.token_ids, whole.logprobs, whole.versions, whole.status))
+            results.append(
+                Completion(
+                    whole.token_ids, whole.logprobs, whole.versions, whole.status, whole.kept, whole.truncation_nats
+                )
+            )
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
         return GroupResult(lease, prompt_ids, tuple(results), self.request.tensors, self._prompt_scores())
 
@@ -177,6 +215,33 @@ def check_temperature(request: GroupRequest) -> None:
         )
 
 
+def num_logprobs(request: GroupRequest, *, speculative: bool) -> int:
+    """Return which log-probabilities to ask for.
+
+    Args:
+        request: whose sampling decides.
+        speculative: whether drafted tokens are verified, where another sampler works than the one that measures.
+
+    Raises:
+        RequestError: vLLM cannot sample like this with speculative decoding.
+    """
+    sampling = request.sampling
+    if speculative and sampling.logprobs == "truncated":
+        raise RequestError(
+            f"{request.lease}: logprobs is 'truncated', and the kept tokens of drafted tokens are not recorded; set "
+            "sampling.logprobs = 'full', or remove rollout.vllm.speculative"
+        )
+    if speculative and sampling.min_p:
+        raise RequestError(
+            f"{request.lease}: min_p is {sampling.min_p}, which vLLM does not apply to drafted tokens; set "
+            "sampling.min_p = 0, or remove rollout.vllm.speculative"
+        )
+    truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+    if sampling.logprobs == "truncated":
+        return WITH_KEPT_TOKENS
+    return WITH_LOG_MASS if truncated and sampling.temperature > 0.0 and not speculative else NO_LOGPROBS
+
+
 def completion_seed(sampling: Sampling, completion: VllmCompletion) -> int:
     """Return the seed of one completion's random numbers; a resumed completion gets another seed than a new one."""
     text = f"{sampling.seed}/{completion.index}/{completion.num_resumed}"
@@ -191,11 +256,12 @@ def sampling_arguments(group: VllmGroup, completion: VllmCompletion, eos_token_i
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": completion.budget,
         "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
         "ignore_eos": True,  # `stop_token_ids` has the tokenizer's; vLLM would add those of the model's defaults
         "seed": completion_seed(sampling, completion),
-        "logprobs": 0,
+        "logprobs": completion.num_logprobs,
         "prompt_logprobs": 1 if group.request.score_prompt and completion.index == 0 else None,
         "flat_logprobs": True,
         "detokenize": False,

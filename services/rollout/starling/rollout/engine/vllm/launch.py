@@ -103,6 +103,7 @@ def arguments(spec: EngineSpec, adapted: Layout | None = None, *, on_cpu: bool) 
         "kv_cache_dtype": settings.kv_cache_dtype,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": settings.prefix_caching,
+        "max_logprobs": -1,  # no bound: the samplers of `worker/sampler.py` return kept tokens as log-probabilities
         "speculative_config": dict(settings.speculative) or None,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,

@@ -76,6 +76,7 @@ class Branch(TokenEpisode):
         other._logprobs = self._logprobs[: reply_end.num_tokens]
         other._versions = self._versions[: reply_end.num_tokens]
         other._sampled = self._sampled[: reply_end.num_tokens]
+        other._kept = self._kept[: reply_end.num_tokens]
         other._messages = [dict(message) for message in self._messages[: reply_end.num_messages]]
         other._turns, other._reply_ends = self._turns[:num_turns], self._reply_ends[:num_turns]
         other._pending_messages, other._pending_texts, other._end_token_text = [], ([], []), reply_end.ending

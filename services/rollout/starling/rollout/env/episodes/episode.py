@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.algo.text import conversation, conversation_text, decode, encode_text
+from starling.algo.truncation import NO_IDS, IntArray
 from starling.common.errors import StarlingError
 from starling.common.wire.messages import Prompt, Sampling, Status
 from starling.rollout.engine.base import GroupRequest, GroupResult, TokenListener
@@ -69,6 +70,9 @@ class TokenEpisode:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._sampled: list[bool] = []
+        self._kept: list[IntArray] = []
+        """The kept tokens of `_token_ids` up to the last one for which they were recorded, none where it was not
+        sampled; empty if they are not recorded."""
         self._pending_messages: list[Mapping[str, Any]] = []
         """Messages that are not encoded yet."""
         self._pending_texts: tuple[list[str], list[str]] = ([], [])
@@ -216,12 +220,22 @@ class TokenEpisode:
             logprobs=self._logprobs[:last],
             versions=self._versions[:last],
             sampled=self._sampled[:last],
+            kept=self._kept + [NO_IDS] * (last - len(self._kept)) if self._kept else [],
+            truncation_nats=self._truncation_nats(),
             status=status,
             reward=outcome.reward,
             metrics=outcome.metrics,
             num_turns=self.num_turns,
             problem=problem,
         )
+
+    def _truncation_nats(self) -> float | None:
+        """Return the mean over the sampled tokens of the turns that measured it."""
+        known = [
+            (turn.truncation_nats, len(turn.token_ids)) for turn in self._turns if turn.truncation_nats is not None
+        ]
+        num = sum(length for _, length in known)
+        return sum(nats * length for nats, length in known) / num if num else None
 
     # --- pending messages and texts to tokens ------------------------------------------------------------------------
 
@@ -298,6 +312,9 @@ class TokenEpisode:
         self._logprobs.extend(map(float, completion.logprobs))
         self._versions.extend(map(int, completion.versions))
         self._sampled.extend([True] * len(ids))
+        if completion.kept is not None:
+            self._kept.extend([NO_IDS] * (len(self._token_ids) - len(ids) - len(self._kept)))
+            self._kept.extend(completion.kept.rows())
         text = decode(self._tokenizer, ids)
         self._turns.append(completion)
         self._truncated = completion.status is Status.TRUNCATED

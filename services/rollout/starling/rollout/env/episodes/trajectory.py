@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import NO_IDS, IntArray, KeptTokens
 from starling.common.wire.messages import Status
+from starling.rollout.engine.validation import kept_size_problem
 from starling.rollout.env.episodes.turns import common_length
 
 
@@ -31,6 +33,10 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_turns: int = 1
     problem: str = ""
+    kept: KeptTokens | None = None
+    """As `Completion.kept`; no tokens where nothing was sampled."""
+    truncation_nats: float | None = None
+    """As `Completion.truncation_nats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,9 @@ class EndedEpisode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_turns: int = 0
     problem: str = ""
+    kept: list[IntArray] = field(default_factory=list)
+    """The kept tokens of each of `token_ids`, none where it was not sampled; empty if they are not recorded."""
+    truncation_nats: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,9 @@ def group_trajectories(
         )
         episodes = [failed_episode(problem)] * len(episodes)
         shared = list(prompt_ids) or begun[0][:1]
+    kept_bytes = sum(ids.nbytes for episode in episodes for ids in episode.kept)
+    if problem := kept_size_problem(kept_bytes):
+        episodes = [failed_episode(problem)] * len(episodes)
     return PlayedGroup(
         lease=lease,
         prompt_ids=np.array(shared, np.int32),
@@ -126,4 +138,6 @@ def _trajectory(episode: EndedEpisode, num_shared: int) -> Trajectory:
         metrics=episode.metrics,
         num_turns=episode.num_turns,
         problem=episode.problem,
+        kept=KeptTokens.from_rows([NO_IDS] * len(said) + episode.kept) if episode.kept else None,
+        truncation_nats=episode.truncation_nats,
     )

@@ -140,6 +140,7 @@ class StopTexts:
             logprobs=completion.logprobs[:low],
             versions=completion.versions[:low],
             status=Status.OK,
+            kept=None if completion.kept is None else completion.kept.take(slice(0, low)),
         )
 
     def _found(self, ids: Sequence[int]) -> bool:
