@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
@@ -60,6 +61,55 @@ def test_loss_mask_reaches_the_policy() -> None:
     (train,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
     assert train.message.groups[0].tensors[-1].name == "loss_mask"
     assert train.buffers[-1] == MASK.tobytes()
+
+
+def test_truncation_is_the_mean_over_sampled_tokens() -> None:
+    script = Script(prompts_per_step=2)
+    script.start_run()
+    receive_result(
+        script, "generate:t0:0", trajectory(num_masked=1, truncation_nats=0.1), trajectory(truncation_nats=0.4)
+    )
+    receive_result(script, "generate:t1:0", trajectory(), trajectory(), mask=False)
+    script.scores("score:t0:0")
+    script.scores("score:t1:0")
+    assert step_metrics(script.state.buffer, 1)["sampling/truncation_nats"] == pytest.approx(0.9 / 3)
+
+
+def kept(script: Script, lease: str) -> list[str]:
+    """Deliver a group with the kept tokens of its tokens, all of id 0."""
+    message, buffers = environment_result(lease, trajectory(num_masked=1), trajectory())
+    arrays = {"kept_counts": MASK.astype(np.int32), "kept_ids": np.zeros(3, np.int32)}
+    tensors = tuple(
+        wire.TensorMeta(dtype="int32", shape=one.shape, nbytes=one.nbytes, name=name) for name, one in arrays.items()
+    )
+    message = replace(message, tensors=(*message.tensors, *tensors))
+    return script.receive("rollout-0", message, *buffers, *(one.tobytes() for one in arrays.values()))
+
+
+RECORDED = wire.Sampling(max_tokens=8, top_p=0.8, top_k=3, logprobs="truncated")
+
+
+def test_kept_tokens_reach_the_policy_and_no_teacher() -> None:
+    script = Script(prompts_per_step=1, num_teachers=1, sampling=RECORDED)
+    script.start_run()
+    kept(script, "generate:t0:0")
+    (asked,) = [send for send in script.sent if isinstance(send.message, wire.ScoreTokens)]
+    assert len(asked.buffers) == 2
+    script.scores("score:t0:0")
+    script.scores_tokens("teach:t0:0", num_tokens=4)
+    (train,) = [send for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    names = [tensor.name for tensor in train.message.groups[0].tensors[4:]]
+    assert names == ["loss_mask", "kept_counts", "kept_ids", "teacher_logprobs"]
+
+
+def test_result_without_the_kept_tokens_that_were_asked_for_is_a_failed_try() -> None:
+    script = Script(sampling=RECORDED)
+    script.start_run()
+    lines = receive_result(script, "generate:t0:0", trajectory(num_masked=1), trajectory())
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert group.tries == 1
+    assert any("waiting" in line for line in lines), lines
 
 
 def test_teacher_gets_no_loss_mask() -> None:

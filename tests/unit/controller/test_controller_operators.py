@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
@@ -23,6 +24,7 @@ VALUES: dict[str, tuple[list[float], list[float]]] = {
     "sampling.temperature": ([0.1, 2.0, 0.001], [0.0, -1.0, 1e-320, 1e300]),
     "sampling.top_p": ([0.5, 1.0], [0.0, 1.01]),
     "sampling.top_k": ([0, 50, 50.0], [-1, 1.5, 1e12]),
+    "sampling.min_p": ([0.0, 0.05, 1.0], [-0.1, 1.01]),
     "sampling.max_tokens": ([1, 4096], [0, 2.5, 1e300]),
     "rl.max_staleness": ([0, 3], [-1, 0.5]),
     "rl.max_tries": ([0, 5], [-1, 0.5]),
@@ -35,6 +37,30 @@ VALUES: dict[str, tuple[list[float], list[float]]] = {
 def test_table_covers_every_lease_kind() -> None:
     assert VALUES.keys() == DYNAMIC.keys()
     assert not FIXED.keys() & DYNAMIC.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("sampling.top_k", 0, "top_k = 0 does not bound their number"),
+        ("sampling.top_k", 2000, "set sampling.top_k from 1 to 1024"),
+        ("sampling.max_tokens", 16_000_000, "can be sent; lower one of the three"),
+        ("sampling.top_k", 7, ""),
+        ("sampling.top_p", 0.5, ""),
+    ],
+)
+def test_change_must_keep_the_bound_of_recorded_tokens(key: str, value: float, complaint: str) -> None:
+    recorded = wire.Sampling(max_tokens=8, top_p=0.8, top_k=3, logprobs="truncated")
+    for sampling in (recorded, replace(recorded, logprobs="full")):
+        script = Script(sampling=sampling)
+        script.start_run()
+        script.receive("operator-0", wire.ChangeSetting(request="r", key=key, value=value))
+        (reply,) = [send.message for send in script.sent if isinstance(send.message, wire.OperatorReply)]
+        refused = bool(complaint) and sampling is recorded
+        assert reply.ok == (not refused)
+        if refused:
+            assert complaint in reply.text
+            assert script.state.training.sampling == recorded
 
 
 @pytest.mark.parametrize("key", VALUES)

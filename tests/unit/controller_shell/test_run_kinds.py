@@ -78,6 +78,35 @@ def test_settings_reject_steps_that_the_kind_does_not_make(kind: str, sections: 
         settings(kind, **sections)
 
 
+TRUNCATED = {"logprobs": "truncated", "top_p": 0.8, "top_k": 50, "max_tokens": 1000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"top_k": 0}, r"top_k = 0 does not bound their number.*set sampling.top_k from 1 to 1024"),
+        ({"top_k": 1025}, "set sampling.top_k from 1 to 1024"),
+        ({"temperature": 0.0}, "temperature = 0 keeps a single token"),
+        ({"top_k": 1024, "max_tokens": 16384}, r"can take 536870912 bytes.*268435456 can be sent; lower one of the"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"logprobs": "some"}, "logprobs"),
+    ],
+)
+def test_kept_tokens_that_cannot_be_recorded_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    for kind in ("rl", "generate"):
+        with pytest.raises(ValidationError, match=complaint):
+            settings(kind, sampling={**TRUNCATED, **changes})
+
+
+def test_kept_tokens_are_recorded_for_training_only() -> None:
+    plan = settings("rl", sampling={**TRUNCATED, "min_p": 0.01}).plan()
+    assert (plan.sampling.logprobs, plan.sampling.top_k, plan.sampling.min_p) == ("truncated", 50, 0.01)
+    evaluated = plan.eval_sampling
+    assert (evaluated.logprobs, evaluated.top_p, evaluated.top_k, evaluated.min_p) == ("full", 1.0, 0, 0.0)
+    for kind in ("evaluate", "infer"):
+        assert settings(kind, sampling={**TRUNCATED, "top_k": 0}).plan().sampling.logprobs == "full"
+
+
 def test_run_without_policy_has_files_as_steps() -> None:
     plan = settings("generate", rl={"num_steps": 3, "prompts_per_step": 4}, controller={"window": 10}).plan()
     assert (plan.num_prompts, plan.num_steps, plan.max_staleness, plan.group_size) == (12, 3, 2, 8)

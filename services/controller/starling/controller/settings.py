@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,7 @@ from starling.common.ranges import (
 )
 from starling.common.settings import Seconds, ServiceSettings, SettingsSection, Temperature, TokenId
 from starling.common.wire.messages import Sampling
+from starling.controller.core.groups.truncation import recording_problem
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
@@ -42,12 +43,23 @@ class SamplingSettings(SettingsSection):
     """Nucleus sampling: keep the most likely tokens whose probabilities sum to this; 1 keeps all."""
     top_k: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Keep this number of most likely tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep tokens whose probability is at least this share of the most likely token's; 0 keeps all."""
+    logprobs: Literal["full", "truncated"] = "full"
+    """Log-probabilities in training: over the whole vocabulary, or over the tokens that `top_p`, `top_k` and `min_p`
+    kept, which the rollout then records. Only the latter are those of the distribution from which tokens are drawn; see
+    `docs/reference/algorithms.md`. It needs `top_k`, which bounds what is recorded."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
     def to_wire(self) -> Sampling:
         """Return the settings as a wire message."""
         return Sampling(**self.model_dump())
+
+    def without_truncation(self, temperature: float) -> SamplingSettings:
+        """Return the settings of an evaluation: at `temperature`, over the whole vocabulary."""
+        full = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": "full"}
+        return self.model_copy(update=full)
 
 
 class SftSettings(SettingsSection):
@@ -256,6 +268,8 @@ class ControllerProcess(ServiceSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_kind()
+        if self.kind.keeps_tokens and (problem := recording_problem(self.sampling.to_wire(), self.rl.group_size)):
+            raise ValueError(problem)
         num_groups = num_slots(self.rl.prompts_per_step, self.rl.max_staleness)
         if num_groups > MAX_GROUPS:
             raise ValueError(
@@ -336,18 +350,17 @@ class ControllerProcess(ServiceSettings):
     @property
     def answering(self) -> SamplingSettings:
         """How prompts are answered that are each answered once: by [sampling], at the evaluation's temperature."""
-        return self.sampling.model_copy(update={"temperature": self.evaluation.temperature})
+        return self.sampling.model_copy(update={"temperature": self.evaluation.temperature, "logprobs": "full"})
 
     def plan(self) -> RunPlan:
         """Return the numbers that the core decides by."""
         kind = self.kind
         answers = kind.answers_each_prompt
         per_step = ANSWERS_PER_FILE if answers else self.rl.prompts_per_step
-        greedy = {"temperature": self.evaluation.temperature, "top_p": 1.0, "top_k": 0}
         return RunPlan(
             seed=self.run.seed,
             sampling=self.answering.to_wire() if answers else self.sampling.to_wire(),
-            eval_sampling=self.sampling.model_copy(update=greedy).to_wire(),
+            eval_sampling=self.sampling.without_truncation(self.evaluation.temperature).to_wire(),
             kind=kind,
             num_prompts=self.rl.num_steps * self.rl.prompts_per_step if kind.writes_tokens else 0,
             records=kind.learns_from_rewards and self.logging.trajectories,

@@ -34,6 +34,7 @@ from starling.controller.core.events import (
     Stored,
     Ticked,
 )
+from starling.controller.core.groups.truncation import is_truncated
 from starling.controller.core.groups.validation import contents_problem
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
@@ -204,9 +205,23 @@ class Shell:
             incarnation=self._incarnation,
         )
         check_num_prompts(controller.state.buffer.num_admitted, self._plan)
+        self._warn_of_truncation()
         if self._incarnation > 1:
             log.info("taken_up", incarnation=self._incarnation, version=controller.state.version)
         return controller
+
+    def _warn_of_truncation(self) -> None:
+        """Say so when log-probabilities are not those of the distribution from which tokens are drawn."""
+        sampling, kind = self._plan.sampling, self._plan.kind
+        if kind.keeps_tokens and not kind.reads_trajectories and sampling.logprobs == "full" and is_truncated(sampling):
+            log.warning(
+                "truncated_sampling",
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                text="tokens are drawn from a part of the vocabulary, and their log-probabilities are over all of it, "
+                "which sampling/truncation_nats measures; sampling.logprobs = 'truncated' makes them exact",
+            )
 
     def _metrics_summary(self) -> MetricsSummary | None:
         """Return what metrics.jsonl says, durably, of all records so far; None while lines wait for space."""

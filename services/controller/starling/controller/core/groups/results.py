@@ -9,7 +9,7 @@ import math
 
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import GROUP_TENSORS, LOSS_MASK
+from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_TENSORS, LOSS_MASK
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
@@ -108,8 +108,11 @@ def _problem(
         index, first = failed[0]
         reason = f"{len(failed)} of its completions failed, completion {index} by {first.status}: {first.problem}"
         return reason, True, first.status
-    if groups.needs_teacher and any(tensor.name != LOSS_MASK for tensor in message.tensors[len(GROUP_TENSORS) :]):
+    names = {tensor.name for tensor in message.tensors[len(GROUP_TENSORS) :]}
+    if groups.needs_teacher and names - {LOSS_MASK, *KEPT_TENSORS}:
         return "its prompt has more than tokens, and a teacher reads nothing else", False, None
+    if group.purpose == "train" and state.plan.sampling.logprobs == "truncated" and KEPT_COUNTS not in names:
+        return "its engine does not record kept tokens; set sampling.logprobs = 'full'", True, None
     return None
 
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
     GroupGenerated,
@@ -26,8 +27,12 @@ from starling.common.wire.messages import (
 )
 from starling.common.wire.tensors import (
     GROUP_TENSORS,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    KEPT_TENSORS,
     LOSS_MASK,
     MASK_FORM,
+    MAX_KEPT_BYTES,
     PIXEL_GRIDS,
     POSITION_IDS,
     PROMPT_TENSORS,
@@ -44,6 +49,8 @@ MAX_REWARD: Final = 1e15
 MAX_NAMES: Final = 1000
 """Most metrics of one trajectory, and most scorers of one group."""
 MAX_NAME_CHARACTERS: Final = 200
+MAX_TRUNCATION_NATS: Final = 1e3
+"""Larger than minus the logarithm of any positive float32."""
 MAX_GRID: Final = 1 << 16
 """Largest dimension of an image or a video, in patches: a product of three is exact in float64."""
 INT32: Final = np.dtype(np.int32)
@@ -51,6 +58,7 @@ FLOAT32: Final = np.dtype(np.float32)
 GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
 OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(1, len(GROUP_TENSORS)))
 """Position and element type of the tensors with one entry for each token of the completions."""
+NAMED_FORMS: Final = {**PROMPT_TENSORS, **KEPT_TENSORS}
 MAX_DOT: Final = 8192
 """Elements whose sum of squares is computed in the calling thread."""
 COMPLETION_BYTES: Final = 128
@@ -92,6 +100,8 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
                 f"completion {index} has tokens of versions {one.oldest_version} to {one.newest_version}, and the "
                 f"newest that is published is {newest_version}"
             )
+        if one.truncation_nats is not None and not abs(one.truncation_nats) <= MAX_TRUNCATION_NATS:
+            raise InvalidResultError(f"the kept tokens of completion {index} have {one.truncation_nats} nats")
         if one.reward is not None and not abs(one.reward) <= MAX_REWARD:
             raise UnusableResultError(f"the environment gave completion {index} a reward of {one.reward}")
         if one.metrics:
@@ -137,7 +147,7 @@ def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[
     if not buffers[0]:
         raise InvalidResultError("its prompt has no tokens")
     if num > len(GROUP_TENSORS):
-        _named(tensors, buffers)
+        _named(tensors[len(GROUP_TENSORS) :], buffers[len(GROUP_TENSORS) :])
 
 
 def check_group_contents(
@@ -152,19 +162,21 @@ def check_group_contents(
     if prompt.item(prompt.argmin()) < 0 or (tokens.size and tokens.item(tokens.argmin()) < 0):
         raise InvalidResultError("it has a negative token id")
     _require_finite("a log-probability", np.frombuffer(buffers[2], FLOAT32))
-    named = _named(tensors, buffers) if len(tensors) > len(GROUP_TENSORS) else {}
+    num = len(GROUP_TENSORS)
+    named = _named(tensors[num:], buffers[num:]) if len(tensors) > num else {}
     mask = named.get(LOSS_MASK)
     _check_mask(trajectories, mask, len(tokens))
     _check_versions(trajectories, buffers[3], mask)
     if named:
+        _check_kept(named, tokens, mask)
         _check_images(named, len(prompt))
 
 
 def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
-    """Return the tensors that follow the first four, by name."""
+    """Return tensors by name: those of a group or of partial completions that follow the ones without a name."""
     arrays: dict[str, Array] = {}
-    for meta, buffer in list(zip(tensors, buffers, strict=True))[len(GROUP_TENSORS) :]:
-        form = MASK_FORM if meta.name == LOSS_MASK else PROMPT_TENSORS.get(meta.name)
+    for meta, buffer in zip(tensors, buffers, strict=True):
+        form = MASK_FORM if meta.name == LOSS_MASK else NAMED_FORMS.get(meta.name)
         if form is None or meta.name in arrays:
             raise InvalidResultError(f"a tensor {meta.name[:MAX_NAME_CHARACTERS]!r} came, or came twice")
         arrays[meta.name] = _array(meta.name, form, meta, buffer)
@@ -212,6 +224,22 @@ def _check_mask(trajectories: Sequence[TrajectoryMeta], mask: Array | None, tota
         begin = end
 
 
+def _check_kept(named: Mapping[str, Array], tokens: Array, mask: Array | None) -> None:
+    """Check the kept tokens of truncated sampling, where they were recorded."""
+    counts, ids = named.get(KEPT_COUNTS), named.get(KEPT_IDS)
+    if counts is None and ids is None:
+        return
+    if counts is None or ids is None:
+        raise InvalidResultError(f"one of {KEPT_COUNTS} and {KEPT_IDS} came without the other")
+    if ids.nbytes > MAX_KEPT_BYTES:
+        raise UnusableResultError(
+            f"its kept tokens take {ids.nbytes} bytes, and {MAX_KEPT_BYTES} are allowed; lower sampling.top_k or "
+            "sampling.max_tokens"
+        )
+    if problem := kept_problem(KeptTokens(counts, ids), tokens, None if mask is None else mask == 1):
+        raise InvalidResultError(problem)
+
+
 def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask: Array | None) -> None:
     """Check that each trajectory names the oldest and the newest version of its sampled tokens."""
     if not encoded:
@@ -239,7 +267,7 @@ def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask
 
 def _check_images(tensors: Mapping[str, Array], prompt_tokens: int) -> None:
     """Check that images and videos match the grids that describe them, and the prompt."""
-    if not tensors.keys() - {LOSS_MASK}:
+    if not tensors.keys() - {LOSS_MASK, *KEPT_TENSORS}:
         return
     for pixels, grid in PIXEL_GRIDS.items():
         rows = tensors[pixels] if pixels in tensors else np.empty((0, 0), np.float32)
@@ -260,14 +288,19 @@ def check_partial_tensors(total: int, tensors: Sequence[TensorMeta], buffers: Bu
         InvalidResultError: naming the first that is wrong.
     """
     forms = GROUP_TENSORS[1:]
-    if len(tensors) != len(forms) or len(buffers) != len(tensors):
+    if len(tensors) not in (len(forms), len(forms) + len(KEPT_TENSORS)) or len(buffers) != len(tensors):
         raise InvalidResultError(f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(forms)}")
-    tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors, buffers)
+    own = slice(0, len(forms))
+    tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors[own], buffers[own])
     if not len(tokens) == len(logprobs) == len(versions) == total:
         raise InvalidResultError(f"{[len(tokens), len(logprobs), len(versions)]} entries came with {total} tokens")
     if np.minimum.reduce(tokens) < 0:
         raise InvalidResultError("its completions have a negative token id")
     _require_finite("a log-probability", logprobs)
+    named = _named(tensors[len(forms) :], buffers[len(forms) :])
+    if named.keys() - KEPT_TENSORS:
+        raise InvalidResultError(f"tensors {', '.join(named)} came with partial completions")
+    _check_kept(named, tokens, None)
     return versions
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
 from starling.controller.core.explain import explain, status, why
+from starling.controller.core.groups.truncation import recording_problem
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import SettingChanged, StopAsked
 from starling.controller.core.state import ControllerState
-from starling.controller.core.training.dynamic_settings import check
+from starling.controller.core.training.dynamic_settings import DYNAMIC, check
 
 
 def on_operator_command(state: ControllerState, sender: str, message: wire.OperatorMessage) -> None:
@@ -73,6 +76,11 @@ def _change(state: ControllerState, message: wire.ChangeSetting) -> str:
     if message.key == "evaluation.every" and value:
         _require_scorers(state)
     training = state.training
+    if message.key.startswith("sampling.") and state.plan.sampling.logprobs == "truncated":
+        number = int(value) if DYNAMIC[message.key].is_whole else value
+        changed = msgspec.structs.replace(training.sampling, **{message.key.removeprefix("sampling."): number})
+        if problem := recording_problem(changed, state.plan.group_size):
+            raise ValueError(problem)
     begun = training.step.number if training.step is not None else state.version
     # Steps of examples stay as the recipe says: it is not known which of them were dispatched before a change.
     step = max(begun, state.plan.num_supervised_steps + state.buffer.num_frozen_steps) + 1

@@ -61,6 +61,7 @@ DYNAMIC: dict[str, DynamicSetting] = {
         DynamicSetting("sampling.temperature", MIN_TEMPERATURE, MAX_TEMPERATURE),
         DynamicSetting("sampling.top_p", 0.0, 1.0, above_low=True),
         DynamicSetting("sampling.top_k", 0, MAX_WHOLE, is_whole=True),
+        DynamicSetting("sampling.min_p", 0.0, 1.0),
         DynamicSetting("sampling.max_tokens", 1, MAX_TOKENS, is_whole=True),
         DynamicSetting("rl.max_staleness", 0, MAX_STALENESS, is_whole=True),
         DynamicSetting("rl.max_tries", 0, MAX_COUNT, is_whole=True),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starling.algo.staleness import staleness
-from starling.common.wire.messages import Status
+from starling.common.wire.messages import Status, TrajectoryMeta
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import Group
 
@@ -82,7 +82,7 @@ def step_metrics(buffer: GroupBuffer, step: int) -> dict[str, float]:
         "num_env_errors": buffer.num_env_errors,
         "turns_mean": sum(t.num_turns for t in trajectories) / len(trajectories),
     }
-    return metrics | _score_means(groups)
+    return metrics | _truncation(trajectories) | _score_means(groups)
 
 
 def file_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
@@ -96,10 +96,18 @@ def file_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
     if trajectories:
         metrics["completion_tokens_mean"] = metrics["num_tokens"] / len(trajectories)
         metrics["truncated_share"] = sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories)
+        metrics |= _truncation(trajectories)
     rewards = [r for group in groups for r in group.rewards if r is not None]
     if is_scored and rewards:
         metrics |= {"reward_mean": sum(rewards) / len(rewards), **_score_means(groups)}
     return metrics
+
+
+def _truncation(trajectories: list[TrajectoryMeta]) -> dict[str, float]:
+    """Return how far truncated sampling is from the whole distribution: the mean over the sampled tokens, in nats."""
+    known = [(t.truncation_nats, t.num_tokens - t.num_masked) for t in trajectories if t.truncation_nats is not None]
+    num = sum(length for _, length in known)
+    return {"sampling/truncation_nats": sum(nats * length for nats, length in known) / num} if num else {}
 
 
 def mean_by_name(metrics: list[dict[str, float]]) -> dict[str, float]:
