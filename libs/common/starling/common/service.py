@@ -15,6 +15,7 @@ import structlog
 from pydantic import BaseModel
 
 from starling.common.errors import ConfigError
+from starling.common.folder_digests import check_digests
 from starling.common.ids import Role
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
@@ -155,7 +156,9 @@ def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> Lin
     )
 
 
-def check_model_folder(path: str, *, weights: bool, key: str = "model.path", may_draw: bool = True) -> Path:
+def check_model_folder(
+    path: str, *, weights: bool, key: str = "model.path", may_draw: bool = True, reads_weights: bool = True
+) -> Path:
     """Return the model folder at `path`, the value of the setting `key`.
 
     Called before the import of torch and transformers, which takes seconds that a wrong path must not cost.
@@ -165,9 +168,11 @@ def check_model_folder(path: str, *, weights: bool, key: str = "model.path", may
         weights: whether it must hold weights.
         key: named in errors.
         may_draw: whether a policy could initialise the weights at random instead.
+        reads_weights: whether this process is about to read the weights. Where the folder has digests, those of other
+            files are compared in any case, and those of the weights only then.
 
     Raises:
-        ConfigError: it is not a model folder, or has no weights.
+        ConfigError: it is not a model folder, has no weights, or a file differs from its digest.
     """
     remedy = "give the path of a Hugging Face model folder"
     if not path:
@@ -182,6 +187,7 @@ def check_model_folder(path: str, *, weights: bool, key: str = "model.path", may
             ', or set policy.init = "random" to begin with random weights' if key == "model.path" and may_draw else ""
         )
         raise ConfigError(f"the model folder {path} has a config.json and no weights; add model.safetensors{other}")
+    check_digests(folder, leave_out=() if weights and reads_weights else WEIGHT_FILES)
     return folder
 
 

@@ -181,9 +181,9 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     untrained = not recipe.kind.trains
     if recipe.model.scratch is None:
         wanted = untrained or recipe.policy.init == "pretrained"
-        check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained)
+        check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained, reads_weights=False)
     if recipe.teacher is not None:
-        check_model_folder(recipe.teacher.path, weights=True, key="teacher.path")
+        check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     launched = recipe.replicas
     counts = {"num_rollouts": launched.get("rollout", 1), "num_teachers": launched.get("teacher", 0)}
     counts["num_rewards"] = launched.get("reward", 1)

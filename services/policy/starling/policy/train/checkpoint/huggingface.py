@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from starling.common.errors import ConfigError
+from starling.common.folder_digests import check_digests, write_digests
 from starling.common.settings import ModelSettings
 from starling.policy.train.checkpoint.header import STATES, VerifiedState, find_state, newest_state
 from starling.policy.train.checkpoint.state import TRAINER, WEIGHTS, SavedState
@@ -114,6 +115,7 @@ def _write(
         model.save_pretrained(str(folder), state_dict=state, max_shard_size=f"{shard_mb}MB")
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+    write_digests(folder)
 
 
 class TokenizerFiles:
@@ -174,6 +176,7 @@ def export_newest(
     name = f"{CHECKPOINT}{version}"
     with whole_folder(out) as temporary, checkpoints.explained("read", name):
         checkpoints.fs.get(f"{checkpoints.path(name)}/", f"{temporary}/", recursive=True)
+        check_digests(temporary, source=checkpoints.url(name))
     return ExportedModel(version, checkpoints.url(name))
 
 
