@@ -223,13 +223,13 @@ def chain(pullers: list[Puller], offer: Offer, plan: Plan, announced: list[list[
     return reports
 
 
-@pytest.mark.parametrize("transport", SERVED)
-def test_chained_relays_each_read_from_the_previous_one(transport: Transport) -> None:
+@pytest.mark.parametrize(("transport", "encrypt"), [*((transport, False) for transport in SERVED), ("tcp", True)])
+def test_chained_relays_each_read_from_the_previous_one(transport: Transport, encrypt: bool) -> None:
     """A relay serves while it receives: all pull at once, and the publisher sends one model."""
     world = World(transport, longest=100)
     whole = [world.model.layout(f"rollout-{number}", 1) for number in range(3)]
     plan = make_plan(world.source, whole[0], bucket_bytes=4096)
-    pullers = [Puller(layout, relay=transport) for layout in whole]
+    pullers = [Puller(layout, relay=transport, encrypt=encrypt) for layout in whole]
     lives = [zeros(layout, 0) for layout in whole]
     try:
         for version in range(2):
@@ -241,6 +241,7 @@ def test_chained_relays_each_read_from_the_previous_one(transport: Transport) ->
                 assert equal(live, local(whole[number], 0, world.model.full(version)))
                 assert puller.attest(live, offer) == offer.root
                 if number:
+                    assert not encrypt or reports[number].lanes == ("tcp+aes-gcm",)
                     assert list(reports[number].bytes_by_source) == [announced[number - 1][0].ranks[0].address]
     finally:
         for puller in pullers:

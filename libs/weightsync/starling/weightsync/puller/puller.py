@@ -54,6 +54,8 @@ class Puller:
             succeeds.
         relay: also offer the version being pulled to other replicas, over this transport.
         host: the address that they connect to.
+        encrypt: encrypt what they get; the transport must be ``tcp``. What this puller gets is encrypted as its source
+            offers it.
         stall_s: how long a source may owe an answer before a fallback source is tried, if there is one.
         buffer_bytes: size of the buffer pool for what must be unpacked; by default what the buckets in flight need at
             most, see `estimate.destination_peak`.
@@ -67,6 +69,7 @@ class Puller:
         digests: DigestMode = "full",
         relay: Transport | None = None,
         host: str = "127.0.0.1",
+        encrypt: bool = False,
         stall_s: float = 10.0,
         buffer_bytes: int | None = None,
     ) -> None:
@@ -74,7 +77,7 @@ class Puller:
         self._layout, self._rank, self._digests, self._stall_s = layout, rank, digests, stall_s
         self._pieces = pieces_of(layout, rank)
         _, self._extent_bytes = packed_offsets(piece.size_bytes for piece in self._pieces)
-        self._relay = None if relay is None else Relay(self._pieces, rank, relay, host)
+        self._relay = None if relay is None else Relay(self._pieces, rank, relay, host, encrypt=encrypt)
         self._staging: Memory | None = None if self._relay is None else self._relay.memory
         self._buffer_bytes = buffer_bytes
         self._buffers: BufferPool | None = None

@@ -28,17 +28,20 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class Relay:
     """Serves the staging of one rank."""
 
-    def __init__(self, pieces: Sequence[ShardPiece], rank: int, transport: Transport, host: str) -> None:
+    def __init__(
+        self, pieces: Sequence[ShardPiece], rank: int, transport: Transport, host: str, *, encrypt: bool = False
+    ) -> None:
         self._rank, self._pieces = rank, pieces
         self._holds = holds_of(pieces)
         self._arena = Arena(pieces, num_slots=1)
         self._source = SnapshotSource(self._arena, pieces)
+        self._encrypted = encrypt
         self._cache = DigestCache()
         self._source.deltas = self._deltas = ForwardedDeltas()
         self._digests: DigestMode = "full"
         self._salt = 0
         try:
-            self._server, self._transport, self._address = serve(self._source, transport, host)
+            self._server, self._transport, self._address = serve(self._source, transport, host, encrypted=encrypt)
         except BaseException:  # whatever it is: free the arena, and re-raise
             self._arena.close()
             raise
@@ -70,6 +73,7 @@ class Relay:
             rank=self._rank,
             transport=self._transport,
             address=self._address,
+            encrypted=self._encrypted,
             token=token,
             snapshot=snapshot,
             holds=self._holds,
