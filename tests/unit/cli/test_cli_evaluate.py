@@ -252,6 +252,15 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "a misspelt setting": ((*INFER, "texts.jsonl", "--rollout.max-row", "3"), "did you mean rollout.max_rows?"),
     "nothing recorded": (("policy", "--replay", "model", "rl.toml"), "model has no index.jsonl"),
     "too little recorded": (("policy", "--replay", "short", "rl.toml"), "short has 3 groups, and a step takes 16; set"),
+    "no completions": ((*INFER, "texts.jsonl", "--num-completions", "0"), "evaluation.num_completions = 0"),
+    "tasks without a name": ((*EVALUATE, ","), "--tasks is missing; name what to evaluate"),
+    "a task of lm-eval without a name": ((*EVALUATE, "lm-eval:"), "--tasks lm-eval: names no task of lm-eval; write"),
+    "a machine of a million GPUs": ((*EVALUATE, "words.toml", "--num-gpus", "999999"), "launch.num_rollouts = 999999"),
+    "an engine that is no text": (
+        (*EVALUATE, "words.toml", "--engine", "\udcff"),
+        r"rollout.engine = '\udcff' is not UTF-8, as a recipe has to be; give another value (from the command line)",
+    ),
+    "prompts that are no text": ((*INFER, "\udcff", "--plain"), r"data.source = '\udcff' is not UTF-8"),
     "a folder as the file of answers": ((*INFER, "texts.jsonl", "--out", "hollow"), "hollow is a folder; give a file"),
 }  # fmt: skip
 

@@ -71,6 +71,8 @@ def harness_tasks(tasks: str | None) -> tuple[str, ...]:
     found = tuple(absolute(name.removeprefix(PREFIX)) for name in names if name.startswith(PREFIX))
     if not found:
         return ()
+    if "" in found:
+        raise ConfigError(f"--tasks {tasks} names no task of lm-eval; write lm-eval:TASK, such as lm-eval:arc_easy")
     if len(found) < len(names):
         other = next(name for name in names if not name.startswith(PREFIX))
         raise ConfigError(f"--tasks names {other!r} together with tasks of lm-eval; use a separate command")

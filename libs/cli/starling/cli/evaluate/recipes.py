@@ -19,6 +19,8 @@ from starling.cli.evaluate.tasks import TaskOptions, absolute, find_tasks, score
 from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.cli.run.gpus import num_instances, visible_gpus
 from starling.common.errors import ConfigError
+from starling.common.ranges import MAX_GROUPS
+from starling.common.settings import find_no_text
 from starling.controller.settings import ControllerSettings
 from starling.rollout.settings import RolloutSettings
 
@@ -38,10 +40,11 @@ def evaluation_recipe(
     Raises:
         ConfigError: a task, the model or a setting cannot be used.
     """
-    if not tasks:
+    names = [name for name in tasks.split(",") if name]
+    if not names:
         raise ConfigError("--tasks is missing; name what to evaluate, for example --tasks gsm8k:test.jsonl")
     options = TaskOptions(answers.limit, scorer, answers.plain, answers.system)
-    found = find_tasks([name for name in tasks.split(",") if name], options)
+    found = find_tasks(names, options)
     sections = _answer_sections(answers)
     sections["evaluation"]["tasks"] = [{"name": task.name, "data": task.data} for task in found]
     sections |= {"data": found[0].data, "reward": {"scorers": scorers_of(found)}}
@@ -105,15 +108,18 @@ def _load(
     wanted = model.num_gpus if model.num_gpus is not None else len(present) or model.tp_size
     instances, words = num_instances(wanted, model.tp_size, len(present))
     # As many prompts as fill the engine; the controller keeps as many again ready, for all instances.
-    num_slots = max(1, ROWS // group_size)
+    num_slots = max(1, ROWS // max(1, group_size))
     tree = {
         "run": {"name": kind, "kind": kind, "seed": model.seed},
         "model": {"path": absolute(model.model), "dtype": "bfloat16" if present else "float32"},
         "launch": {"num_rollouts": instances, "gpus_per_rollout": model.tp_size if present else 0},
-        "controller": {"start_s": START_S, "window": max(WINDOW, 2 * instances * num_slots)},
+        "controller": {"start_s": START_S, "window": min(max(WINDOW, 2 * instances * num_slots), MAX_GROUPS)},
         "rollout": {"engine": model.engine, "num_slots": num_slots, "vllm": {"tensor_parallel_size": model.tp_size}},
         **sections,
     }
+    problem = find_no_text(tree)
+    if problem is not None:
+        raise ConfigError(f"{problem} (from the command line)")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{kind}.toml"
         file.write_text(tomli_w.dumps(tree))
