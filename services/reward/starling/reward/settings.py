@@ -16,9 +16,9 @@ options = { pattern = "<answer>.*</answer>" }
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COEFFICIENT, MAX_GROUPS, MAX_PROCESSES
@@ -46,6 +46,15 @@ class ScorerSettings(SettingsSection):
     """Score only prompts whose metadata has one of these as their `task`; empty for all prompts."""
     needs: SandboxNeeds = SandboxNeeds()
     """What it may reach: a judge needs the network, a reward model its folder and `devices = ["gpu"]`."""
+
+    @model_validator(mode="after")
+    def _code_needs_nothing(self) -> Self:
+        if self.name == "code" and not self.needs.grants_nothing:
+            raise ConfigError(
+                "Scorer 'code' runs programs that a model wrote, which would get what it declares: leave only "
+                "`max_tasks` in its `needs`."
+            )
+        return self
 
     @property
     def title(self) -> str:

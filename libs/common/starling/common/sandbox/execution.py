@@ -93,10 +93,13 @@ def run_python(
         memory_mb: limit on the address space, in MiB.
 
     Raises:
-        ExecutionError: this process has no executor, or it has ended.
+        ExecutionError: this process has no executor, as in the worker of a scorer that declares needs, or it has ended.
     """
     if _line is None:
-        raise ExecutionError("programs can be run in the workers of the reward service only")
+        raise ExecutionError(
+            "programs can be run in workers of the reward service only, in a sandbox, and not by a scorer that "
+            "declares needs, which the programs would get, too"
+        )
     request = json.dumps(asdict(_Program(code, check, stdin, timeout_s, memory_mb))).encode()
     _line.settimeout(timeout_s + _GRACE_S)
     try:

@@ -51,6 +51,11 @@ class SandboxNeeds(SettingsSection):
     def _paths(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser() for path in paths)
 
+    @property
+    def grants_nothing(self) -> bool:
+        """Whether nothing but limits is declared."""
+        return not (self.network or self.devices or self.paths or self.writable_paths or self.variables)
+
     def device_files(self) -> list[str]:
         """Return the device files and folders that exist."""
         found: list[str] = []

@@ -54,7 +54,8 @@ class WorkerProcess:
         self.ended = False
         """Whether the worker sends nothing more."""
         self._exit = ""
-        runs_programs = sandboxing.mechanism != "process" or sandboxing.is_chosen
+        # A program that a model wrote would have, in its session, what the worker has.
+        runs_programs = needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen)
         self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks, runs_programs))
 
     @property
