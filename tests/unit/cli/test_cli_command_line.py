@@ -112,6 +112,7 @@ SUGGESTIONS = {
     "stop a b": "unexpected argument 'b'; see starling stop --help",
     "policy --replay kept": "RECIPE is missing; see starling policy --replay --help",
     "sim --fault calm": "unknown flag --fault; did you mean --faults?",
+    "sim --first-seed 4294967296": "--first-seed is 4294967296; it must be at least 0, and at most 4294967295",
     "run --resume": "write `starling run --resume RUN_FOLDER`",
     "run a.toml -- --dry-run": "--dry-run comes after `--`, where flags end; write it before",
     "run a.toml -- --rl.num-steps 3": "unknown flag --rl.num-steps",

@@ -19,6 +19,7 @@ from starling.sim.capacity.chart import check_path, draw
 from starling.sim.scenario.faults import ALL
 from starling.sim.scenario.scenario import scenario_of
 
+MAX_SEED: Final = (1 << 32) - 1
 FAULTS: Final = Group("Runs under faults", sort_key=1)
 CAPACITY: Final = Group("Capacity questions", sort_key=2)
 
@@ -119,8 +120,8 @@ def _check_numbers(*, replicas: int | None, first_seed: int, **numbers: int | No
     """Raise ConfigError when a number makes no run."""
     if replicas is not None and replicas < 3:
         raise ConfigError(f"--replicas is {replicas}; a run needs 3, a policy, a rollout and a reward")
-    if first_seed < 0:
-        raise ConfigError(f"--first-seed is {first_seed}; it must be at least 0")
+    if not 0 <= first_seed <= MAX_SEED:
+        raise ConfigError(f"--first-seed is {first_seed}; it must be at least 0, and at most {MAX_SEED}")
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; it must be at least 1")

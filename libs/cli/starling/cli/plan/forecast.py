@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, WeightsError
 from starling.weightsync.layouts.presets import PRESETS
 from starling.weightsync.layouts.symbolic import compact_layout, model_layout
 from starling.weightsync.plan.compact import CompactLayout, to_compact
@@ -29,6 +29,7 @@ from starling.weightsync.quantise.layouts import (
 )
 from starling.weightsync.quantise.recipe import QuantRecipe, linear_weights
 
+MAX_BUCKET_MIB: Final = 1024
 GPUS_PER_HOST = 8
 """GPUs of each host that is assumed when no topology is given; each GPU has a network card of its own."""
 
@@ -87,18 +88,29 @@ def print_forecast(
     """Print the forecast as a table or as JSON, and draw it to `picture`.
 
     Raises:
-        ConfigError: arguments that do not fit together, or a file that cannot be read.
-        WeightsError: a layout, parallelism or topology is not valid, or the layouts do not fit each other.
+        ConfigError: arguments that do not fit together, a layout, parallelism or topology that is not valid, or a file
+            that cannot be read.
     """
-    forecast = forecast_sync(
-        source,
-        destination,
-        config=_config(model) if model else None,
-        dtype=dtype,
-        recipe=linear_weights(quantise) if quantise else None,
-        topology=decode_topology(_read(topology).decode()) if topology else None,
-        bucket_bytes=int(bucket_mib * (1 << 20)),
-    )
+    if not 0 < bucket_mib <= MAX_BUCKET_MIB:
+        raise ConfigError(
+            f"--bucket-mib {bucket_mib:g} is out of range; give a number above 0, at most {MAX_BUCKET_MIB}"
+        )
+    if num_rows < 0:
+        raise ConfigError(f"--rows {num_rows} is not a number of rows; give one from 0 on")
+    try:
+        forecast = forecast_sync(
+            source,
+            destination,
+            config=_config(model) if model else None,
+            dtype=dtype,
+            recipe=linear_weights(quantise) if quantise else None,
+            topology=decode_topology(_read(topology).decode()) if topology else None,
+            bucket_bytes=int(bucket_mib * (1 << 20)),
+        )
+    except WeightsError as error:
+        raise ConfigError(str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--topology {topology} is not text: {error}; give a TOML file") from None
     print(json.dumps(to_json(forecast)) if as_json else to_text(forecast, num_rows))
     if picture:
         from starling.cli.plan.picture import draw

@@ -44,6 +44,8 @@ from starling.weightsync.plan.layout import Layout, Place, RankLayout, Shard, Te
 
 Axis: TypeAlias = Literal["dp", "fsdp", "tp", "ep", "tep", "pp"]
 
+MAX_DIGITS: Final = 5
+"""Of a size; a layout of a million ranks would take hours to plan."""
 _WORD: Final = re.compile(r"(?:(dp|fsdp|tp|ep|tep|pp)(\d+)|hsdp(\d+)x(\d+)|x(\d+))")
 
 
@@ -97,6 +99,10 @@ def parse_parallelism(text: str) -> Parallelism:
                 f"{word!r} in {text!r} is not a parallelism; use dp2, fsdp8, hsdp4x8, tp8, ep8, tep8, pp4, x16."
             )
         axis, size, copies, shares, replicas = found.groups()
+        if any(len(number) > MAX_DIGITS for number in (size, copies, shares, replicas) if number):
+            raise WeightsError(
+                f"{word[:20]!r} in {text[:40]!r} has a size of more than {MAX_DIGITS} digits; give less."
+            )
         if replicas:
             if num_replicas:
                 raise WeightsError(f"The number of replicas is repeated in {text!r}.")
