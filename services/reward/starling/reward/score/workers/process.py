@@ -35,6 +35,9 @@ class WorkerProcess:
     service.
     """
 
+    UNDECODABLE: Final = (ValueError, RecursionError, msgspec.MsgspecError)
+    """Errors of what is no message."""
+
     def __init__(self, scorers: tuple[ScorerSpec, ...], sandboxing: Sandboxing, needs: SandboxNeeds) -> None:
         view = view_of(needs, [scorer.name for scorer in scorers])
         self._sock, theirs = socket.socketpair()
@@ -94,7 +97,7 @@ class WorkerProcess:
                     return messages
         except BlockingIOError:
             return messages
-        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        except (OSError, *self.UNDECODABLE):
             pass  # it ended abruptly, or a scorer wrote into the socket
         self.ended = True
         return messages
