@@ -34,14 +34,24 @@ from starling.controller.core.events import Write as WriteRecord
 from starling.controller.core.groups.validation import contents_problem
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
-from starling.controller.core.records import GroupDiscarded, StepCommitted, StepFrozen, StepReopened, VersionPublished
+from starling.controller.core.records import (
+    GroupDiscarded,
+    StepCommitted,
+    StepFrozen,
+    StepReopened,
+    VersionAdopted,
+    VersionPublished,
+)
 from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.journal.resume import start_incarnation
 from starling.policy.train.data.groups import groups_from_wire
 from starling.sim.replicas.lies import lie
-from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
+from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, offer_of, published
 
 GROUP_SIZE, TOKENS = 2, 3
+FLIPPED = bytes(15) + b"!"
+"""Weights that no policy has published."""
+RESTARTS_PER_HEARTBEAT = 0.3
 HONEST = ("policy-0", "rollout-0", "rollout-1", "reward-0", "reward-1")
 TAKEN: dict[str, tuple[type, ...]] = {
     "rollout": (wire.GenerateGroup, wire.PublishWeights, wire.AdoptWeights), "reward": (wire.ScoreGroup,)
@@ -140,6 +150,10 @@ class Fuzzer:
         self._told: deque[tuple[wire.Up, tuple[bytes, ...]]] = deque(maxlen=100)
         self.liars = {"rollout": 2, "reward": 2}
         """Numbers of the liars' present names."""
+        self._accused: set[str] = set()
+        """Honest rollouts that were evicted because a liar says that they sent it other weights: each once at most."""
+        self._holds_lies: set[str] = set()
+        """Honest rollouts whose weights, which a liar sent them, are not those of their version."""
         self._wanted = -1
         self._open()
         for name in (*HONEST, "rollout-2", "reward-2"):
@@ -158,6 +172,7 @@ class Fuzzer:
         self._journal.commit()
         self._journal.close()
         self.num_restarts += 1
+        self._accused.clear()  # the next one does not know it
         self._open()
 
     def close(self) -> None:
@@ -172,6 +187,9 @@ class Fuzzer:
         self.num_events += 1
         for command in self.controller.step(event):
             self.found.check(command)
+            match command:
+                case WriteRecord(record=VersionAdopted(name=name, version=version)) if name in self._holds_lies:
+                    self.found.note("unproven_versions", f"{name} is said to hold version {version}")
             match command:
                 case WriteRecord(record=record, payload=payload):
                     self._journal.append(record, payload)
@@ -204,7 +222,7 @@ class Fuzzer:
         has_layout = role in ("policy", "rollout")
         hello = wire.Hello(
             role=role,
-            host=name[-1],
+            host=name[-1] if name.startswith("policy") else "h",  # rollouts pull from each other
             pid=1,
             num_slots=2 if name in HONEST else 4,
             version=self._versions[name],
@@ -232,11 +250,13 @@ class Fuzzer:
     def _replace(self, name: str, reason: str) -> None:
         """Bring a liar back that was evicted: as another process, or under another name."""
         role = name.rpartition("-")[0]
-        if name in HONEST:
+        if name in HONEST and (name in self._accused or "than were published" not in reason):
             self.found.note("crashes", f"{name} was refused: {reason}")
             return
         self.kinds["evictions"] += 1
-        if "invalid results" in reason:
+        if name in HONEST:
+            self._accused.add(name)
+        elif "invalid results" in reason:
             self.liars[role] += 1
             name = f"{role}-{self.liars[role]}"
         self._incarnations.setdefault(name, 0)
@@ -260,13 +280,16 @@ class Fuzzer:
             case wire.TrainStep(lease=lease, step=step):
                 self._versions[name] = step
                 return wire.StepTrained(lease=lease, step=step, metrics={}), ()
-            case wire.PublishWeights(lease=lease, version=wanted):
-                return wire.WeightsPublished(lease=lease, version=wanted, publish_s=0.0), (encoded_offer(wanted),)
+            case wire.PublishWeights(version=wanted):
+                return published(message, send.buffers), (encoded_offer(wanted),)
             case wire.AdoptWeights(lease=lease, version=wanted):
                 if lease in self._held[name]:
                     self._versions[name] = wanted
-                return wire.WeightsAdopted(lease=lease, version=wanted, root=offer_of(wanted).root, pull_s=0.0,
-                                           pause_s=0.0, size_bytes=16, transport="local"), ()  # fmt: skip
+                lies = message.source in (f"rollout-{number}" for number in range(2, self.liars["rollout"] + 1))
+                if name in HONEST:
+                    (self._holds_lies.add if lies else self._holds_lies.discard)(name)
+                self.kinds["pulls_of_lies"] += lies
+                return adopted(message, send.buffers, FLIPPED if lies else None), ()
             case wire.SaveCheckpoint(lease=lease, step=step, state=state):
                 return wire.CheckpointSaved(lease=lease, step=step, path="/", state=state), ()
         raise AssertionError(f"{name} was sent {message}")
@@ -284,6 +307,8 @@ class Fuzzer:
                     self._receive(name, message, buffers)
         if self.now >= self._beat_at:
             self._beat_at = self.now + HEARTBEAT_S
+            if self._rng.random() < RESTARTS_PER_HEARTBEAT:
+                self._join("rollout-1")  # it pulls while others hold the version already
             for name in [*HONEST, *(f"{role}-{number}" for role, number in self.liars.items())]:
                 if name in self._versions:
                     self._receive(name, self._heartbeat(name))
@@ -314,7 +339,7 @@ class Fuzzer:
                 message, buffers = self._truth(name, rng.choice(others))
             else:
                 message, buffers = self._heartbeat(name), ()
-            if rng.random() < (0.3 if isinstance(message, wire.WeightsAdopted) else 0.9):
+            if rng.random() < (0.3 if isinstance(message, wire.WeightsAdopted | wire.WeightsPublished) else 0.9):
                 message, buffers = lie(message, buffers, rng)
             if isinstance(message, wire.GroupGenerated | wire.GroupScored) and others and rng.random() < 0.2:
                 other: Any = rng.choice(others).message

@@ -39,7 +39,7 @@ from starling.rollout.engine.base import (
 from starling.rollout.engine.embedded.model import build_model, live_tensors
 from starling.rollout.engine.validation import check_request
 from starling.weightsync.plan.layout import Layout
-from starling.weightsync.plan.offer import Offer
+from starling.weightsync.plan.offer import Offer, layout_root
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullProgress, PullReport
@@ -66,6 +66,7 @@ class SleepyEngine:
         self._layout = layout_of(self._tensors, spec.name)
         self._puller = Puller(self._layout, digests=spec.weights.digests)
         self._offer: Offer | None = None
+        self._root_plan: Plan | None = None
         self._groups: dict[str, tuple[GroupRequest, dict[int, Row]]] = {}
         """What is held, each with the rows that have ended."""
         self._paused = False
@@ -171,6 +172,7 @@ class SleepyEngine:
         offer: Offer,
         plan: Plan,
         *,
+        root_plan: Plan | None = None,
         deadline_s: float,
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
@@ -181,7 +183,7 @@ class SleepyEngine:
         report = self._puller.pull(
             offer, plan, deadline_s=deadline_s, cancelled=cancelled, progress=progress, into=into
         )
-        self._offer = offer
+        self._offer, self._root_plan = offer, root_plan
         return report
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:
@@ -192,11 +194,11 @@ class SleepyEngine:
         version = self._offer.version
         if self._puller.version != version:
             self._puller.switch(self._tensors)
-        root = self._puller.attest(self._tensors, self._offer)
+        roots = self._puller.attest_roots(self._tensors, self._offer, self._root_plan)
         self._device.adopt(version)
         self._device.hold(time.monotonic())
         self._set_alarm()
-        return AdoptionReport(version, root == self._offer.root, root)
+        return AdoptionReport(version, roots.root == self._offer.root, roots.root, layout_root([roots.rank_root]))
 
     def sleep(self) -> None:
         """Do nothing: the engine uses no device memory."""

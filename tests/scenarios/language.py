@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 from scenario_harness import Harness, LostCommands, Replica
 
 from starling.common.kinds import KINDS
 from starling.common.wire import messages as wire
 from starling.controller.core.events import ReplicaDisconnected
 from starling.controller.core.plan import LeaseTimeouts
-from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
+from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, encoded_plan, published
 
 SEPARATOR, HIDDEN = "----", "---- not shown"
 NOTHING = "(nothing)"
+FLIPPED = b"flipped bits here"[:16]
+"""Bytes of a tensor that no version has."""
 
 
 @dataclass
@@ -268,24 +271,28 @@ def trains(harness: Harness, replica: Replica, words: Words, options: Options) -
 def publishes(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
     """The replica has published a version."""
     lease, version = _lease(harness, replica, "publish", words[0]), int(words[0])
-    published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-    return harness.receive(replica.name, published, encoded_offer(version))
+    command = replica.held.get(lease)
+    if not isinstance(command, wire.PublishWeights):  # it answers again
+        command = wire.PublishWeights(lease=lease, version=version)
+    answer = published(command, replica.buffers[lease] if command.layouts else ())
+    return harness.receive(replica.name, answer, encoded_offer(version))
 
 
 def adopts(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:
-    """The replica has adopted a version; 'torn': its weights are not those of the offer."""
+    """The replica has adopted a version; 'torn': its weights are not those of the offer; 'flipped': its source sent
+    other bits, with their digests, under the root of the version."""
     lease, version = _lease(harness, replica, "adopt", words[0]), int(words[0])
     replica.version = version
-    adopted = wire.WeightsAdopted(
-        lease=lease,
-        version=version,
-        root="torn" if "torn" in words else offer_of(version).root,
-        pull_s=0.0,
-        pause_s=0.0,
-        size_bytes=16,
-        transport="local",
+    command = replica.held.get(lease)
+    if not isinstance(command, wire.AdoptWeights):  # it answers again
+        command = wire.AdoptWeights(lease=lease, version=version)
+    content = FLIPPED if "flipped" in words else None
+    answer = adopted(
+        command, replica.buffers.get(lease, (encoded_offer(version), encoded_plan("policy-0", replica.name))), content
     )
-    return harness.receive(replica.name, adopted)
+    if "torn" in words:
+        answer = msgspec.structs.replace(answer, root="torn", layout_root="torn")
+    return harness.receive(replica.name, answer)
 
 
 def saves(harness: Harness, replica: Replica, words: Words, options: Options) -> list[str]:

@@ -46,6 +46,8 @@ class Replica:
     version: int = -1
     held: dict[str, wire.LeasedCommand] = field(default_factory=dict)
     """Its commands by lease, until they are released."""
+    buffers: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    """Those of the commands, by lease."""
     is_up: bool = True
 
 
@@ -147,7 +149,7 @@ class Harness(Script):
             return
         if isinstance(send.message, wire.LeasedCommand):
             lease = send.message.lease
-            replica.held[lease] = send.message
+            replica.held[lease], replica.buffers[lease] = send.message, send.buffers
             self.newest_leases[send.peer, lease.rpartition(":")[0]] = lease
         elif isinstance(send.message, wire.ReleaseLeases):
             for lease in send.message.leases:

@@ -17,10 +17,11 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.records import RewardsStored
 from starling.controller.core.replicas import heartbeat
 from starling.controller.core.replicas.assignments import restore_lease
-from starling.controller.core.replicas.leases import Leases
+from starling.controller.core.replicas.leases import Lease, Leases
 from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.state import ControllerState
 from starling.controller.core.weights import distribution
+from starling.controller.core.weights.publications import Publications
 from starling.policy.core.admission import PolicyState
 from starling.sim.campaign.campaign import run_seed
 from starling.sim.cluster.controller_host import ControllerHost
@@ -63,6 +64,17 @@ def unproven_versions_are_trusted(patch: pytest.MonkeyPatch) -> None:
         return member
 
     patch.setattr(Membership, "join", trusting)
+
+
+def rollouts_are_believed_about_each_other(patch: pytest.MonkeyPatch) -> None:
+    """A pull from a rollout counts if it brought what that rollout offers, as it did before layout roots."""
+
+    def is_proven(state: ControllerState, member: Member, lease: Lease, message: wire.WeightsAdopted) -> bool:
+        return state.weights.is_root(message.version, message.root)
+
+    patch.setattr(distribution, "_is_proven", is_proven)
+    patch.setattr(distribution, "_of_policies_only", lambda state, member, version: member.role == "policy")
+    patch.setattr(Publications, "known_layout_roots", lambda self, version, key: ())
 
 
 def groups_are_frozen_out_of_order(patch: pytest.MonkeyPatch) -> None:
@@ -181,6 +193,7 @@ def resumed_groups_start_over(patch: pytest.MonkeyPatch) -> None:
         (heartbeats_are_ignored, "loss", "is in force"),
         (lost_groups_are_not_requeued, "crashes", "disagree"),
         (unproven_versions_are_trusted, "calm", "never proved"),
+        (rollouts_are_believed_about_each_other, "lies", "samples with weights that are not version"),
         (groups_are_frozen_out_of_order, "reorder", "out of order"),
         (steps_overtake_publications, "reorder", "has no snapshot"),
         (sends_do_not_wait_for_the_journal, "calm", "was durable"),

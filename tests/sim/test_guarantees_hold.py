@@ -83,6 +83,18 @@ def test_power_cuts_stop_everything_at_once() -> None:
     assert sum(cluster.guarantees.num_repeated for cluster in clusters) > 0, "steps since the saved state are replayed"
 
 
+def test_rollouts_that_send_other_weights_are_found() -> None:
+    clusters = [SimulatedCluster(scenario_of(seed, "lies")).run() for seed in SEEDS]
+    assert sum(cluster.num_false_pulls for cluster in clusters) > 0
+    evicted = [
+        note.fields["replica"] == cluster.forger
+        for cluster in clusters
+        for note in cluster.host.notes
+        if note.kind == "refused" and "than were published" in note.fields["reason"]
+    ]
+    assert any(evicted)
+
+
 def test_publication_overlaps_training_only_in_asynchronous_runs() -> None:
     overlaps = {True: 0, False: 0}
     for seed in SEEDS:

@@ -123,6 +123,7 @@ def adopt_under_load(
             engine.resume()
         assert adopted.version == engine.version == version
         assert adopted.proven
+        assert adopted.layout_root == source.layout_root
         recomputed += adopted.recomputed_tokens
         load.top_up()
         tokens, end = engine.num_tokens, time.monotonic() + DEADLINE_S

@@ -27,7 +27,7 @@ from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.settings import RolloutSettings
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
 from starling.weightsync.plan.offer import Offer, Transport, decode_offer
-from starling.weightsync.plan.planner import Plan, make_plan
+from starling.weightsync.plan.planner import Plan, decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
 from starling.weightsync.tensors.adapters import add_adapters, base_digest, published_tensors
@@ -227,8 +227,12 @@ def _publish(
     recipe = linear_weights(quantise, FUSED_BY_VLLM) if quantise else None
     with Publisher(layout_of(weights[0], "policy-0", base=base), transport=transport, quantise=recipe) as publisher:
         pipe.send_bytes(encode(publisher.layout))
-        while (version := pipe.recv()) is not None:
-            pipe.send_bytes(encode(publisher.publish(version, weights[version % len(weights)])))
+        while (wanted := pipe.recv()) is not None:
+            version, plan = wanted
+            root_plans = {"": decode_plan(plan)} if plan else {}
+            snapshot = publisher.snapshot(version, weights[version % len(weights)], root_plans)
+            pipe.send_bytes(encode(snapshot.offer()))
+            pipe.send_bytes(snapshot.layout_roots().get("", "").encode())
 
 
 class PublisherProcess:
@@ -253,11 +257,15 @@ class PublisherProcess:
         self._process.start()
         child_pipe.close()
         self.layout: Layout = decode_layout(self._answer())
+        self.layout_root = ""
+        """The layout root of the destination for which a version was published last."""
 
-    def publish(self, version: int) -> Offer:
-        """Publish `version`, and return its offer."""
-        self._pipe.send(version)
-        return decode_offer(self._answer())
+    def publish(self, version: int, plan: Plan | None = None) -> Offer:
+        """Publish `version`, and return its offer. Keeps the layout root of the destination of `plan`."""
+        self._pipe.send((version, b"" if plan is None else encode(plan)))
+        offer = decode_offer(self._answer())
+        self.layout_root = self._answer().decode()
+        return offer
 
     def plan(self, engine: Engine) -> Plan:
         """Return the plan of transfers to an engine."""
@@ -266,7 +274,7 @@ class PublisherProcess:
     def pull(self, engine: Engine, plan: Plan, version: int, **options: Any) -> Any:
         """Publish `version` and have `engine` pull it; return the report."""
         named = {"deadline_s": DEADLINE_S, "cancelled": lambda: False, "progress": lambda _: None, **options}
-        return engine.pull(self.publish(version), plan, **named)
+        return engine.pull(self.publish(version, plan), plan, **named)
 
     def close(self) -> None:
         """End the process, even if it hangs."""

@@ -72,6 +72,7 @@ def adopt(engine: EngineDriver, publisher: PublisherProcess, mode: Any = "recomp
     assert report.size_bytes > 0
     adopted = engine.engine.adopt(mode)
     assert adopted.proven
+    assert adopted.layout_root == publisher.layout_root
     assert adopted.version == engine.engine.version == version
     return version
 

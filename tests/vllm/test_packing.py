@@ -130,7 +130,7 @@ def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
             offer = publisher.publish(version, weights)
             report = puller.pull(offer, plan, deadline_s=DEADLINE_S)
             assert report.size_bytes < 0.6 * sum(tensor.nbytes for tensor in weights.values())  # codes, not numbers
-            root = puller.switch_in_parts(packer.layers_to_fill(), offer)
+            root = puller.switch_in_parts(packer.layers_to_fill(), offer).root
             assert (puller.version, root) == (version, offer.root)
             expected = state(load_quantised(folder / str(version), config))
             found = state(module)

@@ -60,7 +60,7 @@ def test_offer_is_sent_when_digests_are_computed(sender: RecordedSender) -> None
 
 def test_send_does_not_wait_for_digests(sender: RecordedSender) -> None:
     digests: Future[RankOffer] = Future()
-    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests))
+    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests, {}))
     assert sender.answers.empty()
     digests.set_result(RANK)
     _, message, (encoded,) = sender.next()
@@ -88,7 +88,7 @@ def test_newest_offer_is_resent_on_request(sender: RecordedSender) -> None:
 def test_offered_version_and_outstanding_offers_are_reported(sender: RecordedSender) -> None:
     digests: Future[RankOffer] = Future()
     assert (sender.offers.offered, sender.offers.waits(0.0)) == (-1, ())
-    sender.offers.send("publish:4:0", PublishedSnapshot(4, 0.25, digests))
+    sender.offers.send("publish:4:0", PublishedSnapshot(4, 0.25, digests, {}))
     now = time.monotonic()
     (wait,) = sender.offers.waits(now)
     assert wait.what == "digests of version 4"
@@ -102,7 +102,7 @@ def test_offered_version_and_outstanding_offers_are_reported(sender: RecordedSen
 
 def test_failed_publication_is_answered_with_its_reason(sender: RecordedSender) -> None:
     digests: Future[RankOffer] = Future()
-    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests))
+    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests, {}))
     digests.set_exception(WeightsError("The memory of rank 0 is gone."))
     failed = wire.LeaseFailed(
         lease="publish:1:0", status=wire.Status.INFRA_LOST, reason="The memory of rank 0 is gone.", fatal=True
@@ -112,7 +112,7 @@ def test_failed_publication_is_answered_with_its_reason(sender: RecordedSender) 
 
 def test_unexpected_exception_is_passed_on(sender: RecordedSender) -> None:
     digests: Future[RankOffer] = Future()
-    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests))
+    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests, {}))
     digests.set_exception(ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         sender.broken.get(timeout=WAIT_S).result()

@@ -100,7 +100,7 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
         member = Member(
             name=name, role="policy", incarnation=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
         )
-        publications.publish(member, number, encoded_offer(number))
+        publications.publish(member, number, encoded_offer(number), {})
         publications.plan(source, here)
         publications.forget(name, source)
     assert size_of(publications._encoded) < 20

@@ -50,9 +50,9 @@ def test_nothing_happens_after_the_end() -> None:
 
 def test_policy_pulls_optimizer_state_only_from_a_policy() -> None:
     script = Script(num_policies=1)
+    join(script, "rollout-0", host="near")
     join(script, "policy-0", host="far", version=0)
     script.joins("reward-0", slots=8)
-    join(script, "rollout-0", host="near")
     script.publishes(0)
     script.adopts("rollout-0", 0)
     lines = join(script, "rollout-1", host="near")
@@ -98,9 +98,9 @@ def test_restarted_replica_has_no_failures() -> None:
 
 def test_rollout_that_hangs_in_a_publication_does_not_delay_publications() -> None:
     script = Script(max_staleness=1)
+    join(script, "rollout-0")
     script.joins("policy-0")
     script.joins("reward-0", slots=8)
-    join(script, "rollout-0")
     script.publishes(0)
     script.adopts("rollout-0", 0)
     script.complete_groups("generate:t0:0", "generate:t1:0")
@@ -329,9 +329,9 @@ def test_torn_rollout_is_not_pinned_before_it_adopts_again() -> None:
 
 def test_rollout_that_hangs_in_a_publication_does_not_delay_the_end() -> None:
     script = Script()
+    join(script, "rollout-0", host="a")
     script.joins("policy-0")
     script.joins("reward-0", slots=8)
-    join(script, "rollout-0", host="a")
     script.publishes(0)
     script.adopts("rollout-0", 0)
     join(script, "rollout-1", host="a")

@@ -6,34 +6,37 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from transcript import Script
+from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.controller.core.compaction import compact
 from starling.controller.core.events import Send
-from starling.controller.core.records import VersionPublished
-from starling.controller.core.weights.publications import RETRY_S
-from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
+from starling.controller.core.machine import Controller
+from starling.controller.core.records import JournalEntry, VersionPublished
+from starling.controller.core.weights import publications
+from starling.controller.core.weights.publications import RETRY_S, Publications
+from starling.sim.replicas.weights import content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.plan.layout import encode
 from starling.weightsync.plan.offer import Offer, decode_offer, digest_of, make_offer
 from starling.weightsync.plan.tickets import ticket
 
 
-def enters(script: Script, name: str, host: str, layout: bytes | None = None) -> list[str]:
+def enters(script: Script, name: str, host: str, layout: bytes | None = None, *, incarnation: int = 1) -> list[str]:
     """`name` joins on `host`, able to offer."""
     role: Any = name.rpartition("-")[0]
     version = 0 if role == "policy" else -1
     hello = wire.Hello(role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True,
                        shares_steps=role == "policy")  # fmt: skip
-    return script.receive(name, hello, layout or encoded_layout(name))
+    return script.receive(name, hello, layout or encoded_layout(name), incarnation=incarnation)
 
 
 def offering(*, num_policies: int = 1) -> Script:
     """Return a run in which `rollout-0` is asked to offer version 0, to `rollout-1` on its host."""
     script = Script(num_policies=num_policies)
+    enters(script, "rollout-0", "b")  # before the policy publishes, which computes its layout root
     for number in range(num_policies):
         enters(script, f"policy-{number}", "a")
     script.joins("reward-0", slots=8)
-    enters(script, "rollout-0", "b")
     script.publishes(0)
     script.adopts("rollout-0", 0)
     enters(script, "rollout-1", "b")
@@ -122,19 +125,126 @@ def test_rollout_can_not_bring_a_root_into_being() -> None:
     assert not script.state.weights.is_root(0, offer.root)
 
 
-def test_root_of_a_rollout_holds_only_for_pulls_from_it() -> None:
+def version_of(script: Script, name: str) -> int:
+    """Return the version that `name` is believed to hold."""
+    return script.state.replicas.membership.members[name].version
+
+
+def test_bytes_of_a_rollout_prove_themselves_whatever_root_it_offers() -> None:
     script = offering()
-    offer = other_offer()
-    offers(script, 0, encode(offer))
-    [adopt] = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
-    assert adopt.message.source == "rollout-0"
-    script.adopts("rollout-1", 0, 1, root=offer.root)
-    assert script.state.replicas.membership.members["rollout-1"].version == 0
-    enters(script, "rollout-2", "a")
-    [adopt] = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
-    assert adopt.message.source == "policy-0"
-    script.adopts("rollout-2", 0, 2, root=offer.root)
-    assert script.state.replicas.membership.members["rollout-2"].version == -1
+    offers(script, 0, encode(other_offer()))  # it splits tensors otherwise than the policy
+    assert pulling(script) == "rollout-0"
+    script.adopts("rollout-1", 0, 1)
+    assert version_of(script, "rollout-1") == 0
+
+
+LIE = b"\x01" + content_of(0)[1:]
+"""Version 0 with a flipped bit."""
+
+
+def accusing() -> Script:
+    """Return a run in which `rollout-0` offers version 0, under the policy's root, and sent `LIE` to `rollout-1`."""
+    script = offering()
+    offers(script, 0, encoded_offer(0))
+    script.adopts("rollout-1", 0, 1, content=LIE)
+    assert version_of(script, "rollout-1") == -1
+    assert "rollout-0" not in script.state.weights.offers
+    script.advance_time(1.1)
+    assert pulling(script) == "policy-0"
+    return script
+
+
+def test_rollout_that_sends_other_bits_under_the_root_of_the_policy_is_evicted_and_counted() -> None:
+    script = accusing()
+    lines = script.adopts("rollout-1", 0, 2)
+    assert "(invalid rollout-0)" in lines
+    assert "rollout-0" not in script.state.replicas.membership.members
+    assert script.state.replicas.membership.num_invalid["rollout-0"] == 1
+    assert version_of(script, "rollout-1") == 0
+    assert not script.state.lifecycle.failure
+    enters(script, "rollout-0", "b", incarnation=2)
+    assert not script.state.replicas.membership.members["rollout-0"].can_offer
+
+
+def test_rollout_that_fails_its_proof_from_a_policy_too_is_at_fault_itself() -> None:
+    script = accusing()
+    script.adopts("rollout-1", 0, 2, content=LIE)
+    assert version_of(script, "rollout-1") == -1
+    assert script.state.replicas.membership.members["rollout-0"].can_offer
+    assert not script.state.replicas.membership.num_invalid["rollout-0"]
+
+
+def test_rollout_can_accuse_only_one_other() -> None:
+    script = accusing()
+    script.adopts("rollout-1", 0, 2)
+    enters(script, "rollout-2", "b")
+    offers(script, 0, encoded_offer(0), "rollout-1")
+    script.adopts("rollout-2", 0, 3)
+    script.disconnect("rollout-1")
+    enters(script, "rollout-1", "b")
+    assert pulling(script) == "policy-0"
+    assert not script.state.replicas.leases.num("rollout-2", "publish")
+    enters(script, "rollout-3", "b")
+    assert script.state.replicas.leases.num("rollout-2", "publish") == 1, "others still pull from a rollout"
+
+
+def test_word_of_a_rollout_about_its_source_does_not_replace_the_proof() -> None:
+    script = offering()
+    offers(script, 0, encoded_offer(0))
+    lease = next(held.id for held in script.state.replicas.leases.all_of("rollout-1") if held.kind == "adopt")
+    answer = wire.WeightsAdopted(lease=lease, version=0, root=offer_of(0).root, pull_s=0.0, pause_s=0.0,
+                                 size_bytes=16, transport="local", source="policy-0", layout="x")  # fmt: skip
+    script.receive("rollout-1", answer)
+    assert version_of(script, "rollout-1") == -1
+
+
+def test_rollout_whose_layout_no_policy_has_digested_pulls_from_policies_until_one_has() -> None:
+    script = Script()
+    enters(script, "policy-0", "a")
+    script.joins("reward-0", slots=8)
+    script.publishes(0)
+    enters(script, "rollout-0", "b")
+    assert pulling(script) == "policy-0"
+    script.adopts("rollout-0", 0)
+    lines = enters(script, "rollout-1", "b")
+    assert pulling(script) == "policy-0"
+    assert "policy-0 <- publish:0:1" in lines, "the policy computes the missing layout root"
+    script.publishes(0, "publish:0:1")
+    script.adopts("rollout-1", 0, 1)
+    lines = enters(script, "rollout-2", "b")
+    assert "rollout-0 <- publish:0:2" in lines
+
+
+def test_journaled_layout_roots_hold_after_a_restart_of_the_controller() -> None:
+    script = offering()
+    entries = [JournalEntry(write.record, write.payload) for write in script.journal]
+    streams, summary = (Stream("train"), Stream("sft")), compact(script.state)
+    assert summary is not None
+    for journal in (entries, [entries[0], JournalEntry(summary)]):
+        after = Controller(script.plan, *streams, script.held_out, journal=journal, incarnation=2).state
+        assert after.weights.layout_roots == script.state.weights.layout_roots
+        assert list(after.weights.layout_roots) == [0]
+
+
+def test_rollout_pulls_from_policies_where_a_policy_made_a_version_again_with_other_bits() -> None:
+    weights = Publications()
+    weights.add_roots(3, "one", {"key": "root"})
+    assert weights.known_layout_roots(3, "key") == ("root",)
+    weights.add_roots(3, "other", {})
+    assert weights.known_layout_roots(3, "key") == (), "holders of the other bits could not prove them"
+    weights.add_roots(3, "other", {"key": "another root"})
+    assert weights.known_layout_roots(3, "key") == ("another root", "root")
+    assert weights.known_layout_roots(2, "key") == ()
+
+
+def test_policy_computes_the_roots_of_the_most_frequent_layouts() -> None:
+    weights, layouts = Publications(), [layout_of("rollout-0", num_ranks=num) for num in (1, 2, 4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publications, "MAX_LAYOUTS", 2)
+        plans = weights.root_plans(layouts[0], [layouts[0], layouts[2], layouts[2], layouts[1], layouts[1]])
+    assert list(plans) == [weights.layout_key(layouts[0], layout) for layout in (layouts[2], layouts[1])]
+    misfit = layout_of("rollout-9", (8,))
+    assert weights.root_plans(layouts[0], [misfit, layouts[1]]).keys() == {weights.layout_key(layouts[0], layouts[1])}
 
 
 @pytest.mark.parametrize("version", [1, 5, -1])
@@ -154,16 +264,12 @@ def pulling(script: Script) -> str:
     return adopts[-1].message.source if adopts else ""
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_rollout_from_which_pulls_keep_failing_offers_no_more(fails: bool) -> None:
+def test_rollout_from_which_pulls_keep_failing_offers_no_more() -> None:
     script = offering()
     offers(script, 0, encoded_offer(0))
     for attempt in range(1, 4):
         assert pulling(script) == "rollout-0"
-        if fails:
-            script.fails("rollout-1", f"adopt:0:{attempt}", "another digest")
-        else:
-            script.adopts("rollout-1", 0, attempt, root="f" * 32)
+        script.fails("rollout-1", f"adopt:0:{attempt}", "another digest")
         script.advance_time(1.1)
     assert pulling(script) == "policy-0"
     member = script.state.replicas.membership.members["rollout-0"]

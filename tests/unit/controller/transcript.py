@@ -37,7 +37,7 @@ from starling.controller.core.records import (
     StepFrozen,
     TeacherLogprobsStored,
 )
-from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
+from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, encoded_plan, published
 
 SMALL = RunPlan(
     seed=0,
@@ -140,6 +140,7 @@ class Script:
         self.now = 0.0
         self.commands: list[Command] = []
         self.log: list[str] = []
+        self._commands_sent: dict[str, Send] = {}
 
     def receive(self, sender: str, message: wire.Up, *buffers: bytes, incarnation: int = 1) -> list[str]:
         """Deliver `message` from `sender`."""
@@ -163,6 +164,7 @@ class Script:
     def _step(self, event: Event) -> list[str]:
         self.commands = self.controller.step(event)
         lines = [line(command, self.aliases) for command in self.commands]
+        self._commands_sent |= {getattr(send.message, "lease", ""): send for send in self.sent}
         self.journal += [command for command in self.commands if isinstance(command, Write)]
         self.log += lines
         return [text for text in lines if not text.startswith("journal")]
@@ -205,21 +207,27 @@ class Script:
     def publishes(self, version: int, lease: str | None = None) -> list[str]:
         """The policy has published a version."""
         lease = lease or f"publish:{version}:0"
-        published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-        return self.receive("policy-0", published, encoded_offer(version))
+        sent = self._commands_sent.get(self.aliases.long(lease))
+        command = wire.PublishWeights(lease=lease, version=version)
+        plans = ()
+        if sent is not None and isinstance(sent.message, wire.PublishWeights):
+            command, plans = msgspec.structs.replace(sent.message, version=version), sent.buffers
+        return self.receive("policy-0", published(command, plans), encoded_offer(version))
 
-    def adopts(self, name: str, version: int, attempt: int = 0, root: str | None = None) -> list[str]:
-        """`name` has adopted a version."""
-        adopted = wire.WeightsAdopted(
-            lease=f"adopt:{version}:{attempt}",
-            version=version,
-            root=offer_of(version).root if root is None else root,
-            pull_s=0.0,
-            pause_s=0.0,
-            size_bytes=16,
-            transport="local",
-        )
-        return self.receive(name, adopted)
+    def adopts(
+        self, name: str, version: int, attempt: int = 0, root: str | None = None, content: bytes | None = None
+    ) -> list[str]:
+        """`name` has adopted a version, and holds `content`, by default that version; it attests `root`."""
+        lease = f"adopt:{version}:{attempt}"
+        sent = self._commands_sent.get(self.aliases.long(lease))
+        if sent is not None and isinstance(sent.message, wire.AdoptWeights):
+            answer = adopted(sent.message, sent.buffers, content)
+        else:
+            command = wire.AdoptWeights(lease=lease, version=version, source="policy-0")
+            answer = adopted(command, (encoded_offer(version), encoded_plan("policy-0", name)))
+        if root is not None:
+            answer = msgspec.structs.replace(answer, root=root, layout_root=root)
+        return self.receive(name, answer)
 
     def generates(self, name: str, lease: str, version: int = 0, num: int = 2) -> list[str]:
         """`name` has generated a group, with all tokens of `version`."""

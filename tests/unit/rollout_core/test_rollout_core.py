@@ -114,6 +114,19 @@ def test_version_in_use_may_be_adopted_again() -> None:
     )
 
 
+def test_engine_with_other_weights_than_were_published_generates_nothing_and_fails_no_lease() -> None:
+    rollout = rollout_at(0)
+    rollout.adopt(adopt(1), BUFFERS)
+    rollout.pulled("adopt:1:0", None)
+    assert rollout.switched("adopt:1:0", proven=False, answered=True) == [], "the answer says what it holds"
+    assert (rollout.adoption, rollout.version) == ("torn", -1)
+    assert not rollout.may_generate
+    rollout.adopt(adopt(1), BUFFERS)  # the same version, from another source
+    rollout.pulled("adopt:1:0", None)
+    rollout.switched("adopt:1:0", proven=True)
+    assert (rollout.adoption, rollout.version) == ("current", 1)
+
+
 def test_torn_engine_generates_nothing_until_proven_version() -> None:
     rollout = rollout_at(0)
     rollout.generate(group("g"))

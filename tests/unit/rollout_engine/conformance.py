@@ -44,7 +44,7 @@ from starling.rollout.engine.embedded.model import live_tensors
 from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutSettings
 from starling.weightsync.plan.offer import Offer, Transport
-from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.tensors.modules import layout_of
 
@@ -114,6 +114,7 @@ class Rig:
         self.facts, self.folder = facts, folder
         self._woken = threading.Event()
         self.models: dict[int, Any] = {0: make_reference(folder)}
+        self._layout_roots: dict[int, str] = {}
         self.engine: Engine = make_engine(spec_of(folder, rollout, self._woken.set))
         self.vocab_size = int(self.models[0].config.vocab_size)
         self.results: dict[str, GroupResult | GroupFailed] = {}
@@ -176,7 +177,13 @@ class Rig:
         """Publish another version."""
         version = max(self.models) + 1
         self.models[version] = make_reference(self.folder, seed=version)
-        return self.publisher.publish(version, live_tensors(self.models[version]))
+        snapshot = self.publisher.snapshot(version, live_tensors(self.models[version]), {"": self.root_plan()})
+        self._layout_roots[version] = snapshot.layout_roots()[""]
+        return snapshot.offer()
+
+    def root_plan(self) -> Plan:
+        """Return a plan whose boxes are smaller than those by which the engine pulls."""
+        return make_plan(self.publisher.layout, self.engine.layout(), bucket_bytes=4096)
 
     def pull(self, offer: Offer, *, in_place: bool = False, cancelled: bool = False) -> None:
         """Make the engine pull in a thread while it generates."""
@@ -185,6 +192,7 @@ class Rig:
             self.engine.pull,
             offer,
             plan,
+            root_plan=self.root_plan(),
             deadline_s=60.0,
             cancelled=lambda: cancelled,
             progress=lambda progress: None,
@@ -205,6 +213,7 @@ class Rig:
         adopted = self.engine.adopt(mode)
         assert adopted.proven
         assert adopted.root == offer.root
+        assert adopted.layout_root == self._layout_roots[offer.version]
         assert adopted.version == self.engine.version == offer.version
         return adopted
 

@@ -34,6 +34,9 @@ class PublishedVersion(Protocol):
             StarlingError: there will be none, or not within `timeout_s`.
         """
 
+    def layout_roots(self, timeout_s: float) -> dict[str, str]:
+        """Return the layout roots that were asked for, by key; waits and raises as `encoded_offer`."""
+
 
 def _ignore() -> None:
     return
@@ -91,6 +94,7 @@ class OfferSender:
     def _send(self, lease: str, publication: PublishedVersion, begin: float) -> None:
         try:
             offer = publication.encoded_offer(max(0.0, begin + OFFER_TIMEOUT_S - time.monotonic()))
+            layout_roots = publication.layout_roots(max(0.0, begin + OFFER_TIMEOUT_S - time.monotonic()))
         except StarlingError as error:
             self._answer(lease, lease_failure(lease, error), ())
             return
@@ -102,6 +106,7 @@ class OfferSender:
             version=publication.version,
             publish_s=publication.stall_s,
             offer_s=time.monotonic() - begin,
+            layout_roots=layout_roots,
         )
         self._answer(lease, published, (offer,))
 

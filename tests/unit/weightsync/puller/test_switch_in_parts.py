@@ -55,7 +55,7 @@ def test_every_part_is_filled_and_attested(per_part: int) -> None:
     ):
         for version in range(3):
             offer = staged(puller, publisher, version)
-            assert puller.switch_in_parts(engine.parts(), offer) == offer.root
+            assert puller.switch_in_parts(engine.parts(), offer).root == offer.root
             assert (puller.version, puller.state) == (version, "current")
             assert same(engine.packed, weights(version))
 
@@ -68,7 +68,7 @@ def test_flipped_bit_in_a_part_fails_the_attestation() -> None:
         offer = staged(puller, publisher, 0)
         assert puller._staging is not None
         puller._staging[0] ^= 1
-        assert puller.switch_in_parts(Engine(2).parts(), offer) != offer.root
+        assert puller.switch_in_parts(Engine(2).parts(), offer).root != offer.root
 
 
 def test_missing_part_leaves_the_replica_torn() -> None:
@@ -81,6 +81,6 @@ def test_missing_part_leaves_the_replica_torn() -> None:
         with pytest.raises(WeightsError, match=f"Nothing was given for {name} of rollout-0"):
             puller.switch_in_parts(Engine(2).parts(but=name), offer)
         assert (puller.version, puller.state) == (-1, "torn")
-        assert puller.switch_in_parts(Engine(2).parts(), offer) == offer.root  # the staged version is kept
+        assert puller.switch_in_parts(Engine(2).parts(), offer).root == offer.root  # the staged version is kept
         with pytest.raises(WeightsError, match="no staged version"):
             puller.switch_in_parts(Engine(2).parts(), offer)

@@ -36,6 +36,7 @@ _WITH_BUFFERS: Final[frozenset[type]] = frozenset(
     {
         messages.GroupGenerated, messages.GroupInterrupted, messages.GenerateGroup, messages.TokensScored,
         messages.ScoreTokens, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights,
+        messages.PublishWeights,
     }
 )  # fmt: skip
 """Messages that buffers may follow; the others skip `expected_sizes`."""
@@ -123,7 +124,9 @@ def expected_sizes(message: object) -> int | list[TensorMeta]:
             return 1 if has_layout else 0
         case messages.WeightsPublished():
             return 1
-        case messages.AdoptWeights():
-            return 2
+        case messages.PublishWeights(layouts=layouts):
+            return len(layouts)
+        case messages.AdoptWeights(has_root_plan=has_root_plan):
+            return 3 if has_root_plan else 2
         case _:
             return 0

@@ -10,11 +10,13 @@ class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="p
     `WeightsPublished`.
 
     The next step may begin as soon as the copy is made. A replica that offers the version already answers with that
-    offer.
+    offer. Buffers, to a policy: the `weightsync` `Plan` of each of `layouts`, in MessagePack.
     """
 
     lease: str
     version: int
+    layouts: tuple[str, ...] = ()
+    """To a policy: keys of the plans to the distinct layouts of the rollouts, whose layout roots it computes."""
 
 
 class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="weights_published"):
@@ -27,12 +29,15 @@ class WeightsPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=
     """Seconds that training waited for the snapshot."""
     offer_s: float = 0.0
     """Seconds from the snapshot to the offer (digests), during which training continues."""
+    layout_roots: dict[str, str] = {}
+    """From a policy: by key of `PublishWeights.layouts`, the layout root, which a rollout of this layout proves."""
 
 
 class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="adopt_weights"):
     """Pull a version and switch to it. Sent when a newer version is on offer; answered by `WeightsAdopted`.
 
-    Buffers: a `weightsync` `Offer`, with tickets for this replica and lease, and a `Plan`, both in MessagePack.
+    Buffers: a `weightsync` `Offer`, with tickets for this replica and lease, and a `Plan`, both in MessagePack; with
+    `has_root_plan` another `Plan`.
     """
 
     lease: str
@@ -41,11 +46,19 @@ class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="ado
     """Replica that offers it."""
     with_state: bool = False
     """To a policy: with the optimizer's state, so that it can train the next step."""
+    layout: str = ""
+    """Key of the layouts of the policy and of this replica, under which layout roots are known."""
+    layout_roots: tuple[str, ...] = ()
+    """To a rollout: the layout roots that policies computed for this version and key: usually one, none where they are
+    not known. A rollout that holds none of them samples nothing, and answers with what it holds."""
+    has_root_plan: bool = False
+    """The last buffer is the plan from the policy's layout, whose boxes the layout root covers: the source is a
+    rollout."""
 
 
 class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="weights_adopted"):
-    """A replica uses `version` now. Sent after the switch; `root` is the digest of the weights that its engine
-    holds."""
+    """A replica uses `version` now. Sent after the switch; `root` and `layout_root` are digests of the weights that its
+    engine holds: the former of what it read, by the offer of its source, the latter independent of the source."""
 
     lease: str
     version: int
@@ -69,3 +82,9 @@ class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="w
     """Tokens whose keys and values were computed again with the new weights."""
     drain_s: float = 0.0
     """Seconds that the switch waited for running requests, under ``finish``."""
+    layout_root: str = ""
+    """Root over the boxes of the plan from the policy's layout."""
+    source: str = ""
+    """As in `AdoptWeights`."""
+    layout: str = ""
+    """As in `AdoptWeights`."""

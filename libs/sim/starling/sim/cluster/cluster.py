@@ -7,6 +7,7 @@ checks the state of the controller, and `Guarantees` its journal, its messages a
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from starling.sim.replicas.replica import Frames, SimulatedReplica
 from starling.sim.replicas.reward import SimulatedReward
 from starling.sim.replicas.rollout import LEAVE_TIMEOUT_S, SimulatedRollout
 from starling.sim.replicas.teacher import SimulatedTeacher
+from starling.sim.replicas.weights import FLIPPED, content_of
 from starling.sim.scenario.scenario import MAX_SLOTS, Scenario
 
 ROLES = ("policy", "rollout", "reward", "teacher")
@@ -70,6 +72,11 @@ class SimulatedCluster:
         self._stopped = False
         self._liars: set[str] = set()
         """Names of the replicas that lie."""
+        self.forger = ""
+        """Name of the rollout that sends other weights than were published."""
+        self.accused_by = Counter[str]()
+        self.num_false_pulls = 0
+        """Pulls from a replica that sent other weights than were published."""
         self.host = ControllerHost(
             scenario, self.clock, self.rng, self.network, self.invariants, self.guarantees, self._find_peer
         )
@@ -137,6 +144,14 @@ class SimulatedCluster:
             return f"{source} has version {holder.offered} on offer now"
         return "the connection broke" if self.rng.random() < self.faults.pull_failures else None
 
+    def sent_by(self, source: str, version: int) -> bytes:
+        """Return the bytes of `version` as `source` sends them: others, if it lies."""
+        holder = self.replicas[source]
+        if holder.forges_weights:
+            self.num_false_pulls += 1
+            return FLIPPED
+        return holder.content if isinstance(holder, SimulatedRollout) else content_of(version)
+
     def record_step(self, items: dict[str, StepItem]) -> None:
         """Record a step of reinforcement learning that was made for the first time."""
         staleness = tuple(value for item in items.values() for value in item.staleness)
@@ -159,6 +174,9 @@ class SimulatedCluster:
             if role in self._roles:
                 self._liars.add(f"{role}-{self._num_started[role]}")
                 self._start(role)
+        if self.faults.lies and "rollout" in self._roles:
+            self.forger = f"rollout-{self._num_started['rollout']}"
+            self._start("rollout")
 
     def _start(self, role: str, name: str = "", incarnation: int = 1) -> None:
         """Start a replica, under the next free name of its role unless one is given."""
@@ -179,6 +197,7 @@ class SimulatedCluster:
         else:
             replica = SimulatedTeacher(self, name, incarnation, num_slots)
         replica.lies = self.faults.lies if name in self._liars else 0.0
+        replica.forges_weights = name == self.forger
         self.replicas[name] = replica
         self.clock.after(self.plan.heartbeat_s * self.rng.random(), replica.begin)
 

@@ -37,7 +37,8 @@ def lie(message: wire.Up, buffers: Buffers, rng: random.Random) -> Lie:
         case wire.WeightsAdopted():
             other = message.version + rng.choice((-1, 1, 1000))
             root = rng.choice(("", "f" * 32, offer_of(max(0, other)).root))
-            return replace(message, version=rng.choice((other, message.version)), root=root), buffers
+            version = rng.choice((other, message.version))
+            return replace(message, version=version, root=root, layout_root=rng.choice(("", root))), buffers
         case wire.Heartbeat():
             made_up = tuple(wire.HeldLease(lease=_made_up(rng), phase="answered") for _ in range(rng.randint(1, 4)))
             return replace(message, leases=(*message.leases, *made_up)), buffers

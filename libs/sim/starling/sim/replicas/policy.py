@@ -18,8 +18,7 @@ from starling.sim.checks.guarantees import buffers_by_group, check_tokens
 from starling.sim.errors import require
 from starling.sim.replicas.collective import StepItem, StepShare
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
-from starling.sim.replicas.rollout import adopted
-from starling.sim.replicas.weights import checked_plan, encoded_offer, offer_of
+from starling.sim.replicas.weights import adopted, checked_plan, encoded_offer, offer_of, published
 
 COLLECTIVE_S: Final = 30.0
 """A policy that has waited this long for the other shares of a step fails the step."""
@@ -169,7 +168,7 @@ class SimulatedPolicy(SimulatedReplica):
             case wire.TrainStep():
                 self._train(message, buffers)
             case wire.PublishWeights():
-                self._publish(message)
+                self._publish(message, buffers)
             case wire.SaveCheckpoint():
                 self._work(work.save_s, lambda: self._save(message))
             case wire.AdoptWeights():
@@ -231,21 +230,20 @@ class SimulatedPolicy(SimulatedReplica):
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    def _publish(self, message: wire.PublishWeights) -> None:
-        lease, version = message.lease, message.version
+    def _publish(self, message: wire.PublishWeights, plans: Buffers) -> None:
+        version = message.version
         if version == self._offered:
-            self._offer(lease, version)
+            self._offer(message, plans)
             self._done()
             return
         self.state.published, self._offer_digest = version, self.digest
-        self._work(self.cluster.scenario.workload.publish_s, lambda: self._offer(lease, version))
+        self._work(self.cluster.scenario.workload.publish_s, lambda: self._offer(message, plans))
         self._work(self.cluster.scenario.workload.publish_s / 4, self._done)
 
-    def _offer(self, lease: str, version: int) -> None:
-        if version == self.state.published:
-            self._offered = version
-        published = wire.WeightsPublished(lease=lease, version=version, publish_s=0.0)
-        self.answer(lease, published, (encoded_offer(version),))
+    def _offer(self, message: wire.PublishWeights, plans: Buffers) -> None:
+        if message.version == self.state.published:
+            self._offered = message.version
+        self.answer(message.lease, published(message, plans), (encoded_offer(message.version),))
 
     def _save(self, message: wire.SaveCheckpoint) -> None:
         if message.state:
@@ -267,7 +265,7 @@ class SimulatedPolicy(SimulatedReplica):
             checked_plan(buffers[1], message.source, self.name)
             self.state.version, self.digest = message.version, holder.offer_digest
             self.cluster.guarantees.on_copied(message.version, self.digest)
-            self.answer(message.lease, adopted(message.lease, message.version))
+            self.answer(message.lease, adopted(message, buffers))
         self._done()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Final, Protocol
 
 from starling.common.ids import Role, lease_order
@@ -16,7 +17,7 @@ from starling.sim.environment.clock import SimulatedClock
 from starling.sim.errors import Violation, require
 from starling.sim.replicas.collective import Collective, StepItem
 from starling.sim.replicas.lies import lie
-from starling.sim.replicas.weights import encoded_layout
+from starling.sim.replicas.weights import encoded_layout, num_ranks_of
 from starling.sim.scenario.faults import Faults
 from starling.sim.scenario.scenario import Scenario
 
@@ -45,12 +46,17 @@ class Cluster(Protocol):
     """Digest of each state that a policy saved, by version."""
     busy_s: dict[str, float]
     """Seconds of work by role."""
+    accused_by: Counter[str]
+    """By replica that a liar had evicted: the newest incarnation of the controller that believed it."""
 
     def to_controller(self, name: str, frames: Frames) -> None:
         """Send the message of a replica to the controller."""
 
     def pull_problem(self, source: str, incarnation: int, version: int) -> str | None:
         """Return why `version` could not be pulled from this incarnation of `source`, or None if it was."""
+
+    def sent_by(self, source: str, version: int) -> bytes:
+        """Return the bytes of `version` as `source` sends them: others, if it lies."""
 
     def record_step(self, items: dict[str, StepItem]) -> None:
         """Record a step of reinforcement learning that was made for the first time."""
@@ -75,6 +81,8 @@ class SimulatedReplica:
         """Factor on the duration of its work."""
         self.lies = 0.0
         """Share of its messages that are false."""
+        self.forges_weights = False
+        """It sends other weights to rollouts that pull from it than were published."""
         self.awake = not cluster.plan.colocate
         """It holds its devices. Where these are shared, a replica starts without them."""
         self.membership = MembershipLease(f"{name}/{incarnation}/")
@@ -111,9 +119,11 @@ class SimulatedReplica:
 
     def _send_hello(self) -> None:
         has_layout = self.role in ("policy", "rollout")
+        # Rollouts of one host pull from each other: also from the one that lies.
+        is_near = self.role == "rollout" and self.cluster.faults.lies
         hello = wire.Hello(
             role=self.role,
-            host=f"host-{sum(self.name.encode()) % NUM_HOSTS}",
+            host="host-of-liars" if is_near else f"host-{sum(self.name.encode()) % NUM_HOSTS}",
             pid=1,
             num_slots=self.num_slots,
             version=self.version,
@@ -121,7 +131,7 @@ class SimulatedReplica:
             serves=has_layout,
             shares_steps=self.role == "policy",
         )
-        self.send(hello, (encoded_layout(self.name),) if has_layout else ())
+        self.send(hello, (encoded_layout(self.name, num_ranks=num_ranks_of(self.name)),) if has_layout else ())
 
     def send(self, message: wire.Up, buffers: Buffers = ()) -> None:
         """Send a message to the controller."""
@@ -178,8 +188,21 @@ class SimulatedReplica:
         self.alive = False
 
     def on_refused(self, reason: str) -> None:
-        """The controller refused the membership of this replica. One that lies is started again."""
-        if self.lies:
+        """The controller refused the membership of this replica. One that lies is started again.
+
+        One that a liar accuses of having sent other weights is, too: once in the life of a controller.
+        """
+        if "than were published" in reason and self.cluster.faults.lies and not (self.lies or self.forges_weights):
+            by = self._controller_incarnation
+            require(
+                self.cluster.accused_by[self.name] < by,
+                f"{self.name} was evicted twice on the word of others: {reason}",
+            )
+            self.cluster.accused_by[self.name] = by
+            self.die()
+            self.cluster.restart_later(self)
+            return
+        if self.lies or self.forges_weights:
             self.die()
             self.cluster.restart_later(self)
             return

@@ -12,8 +12,8 @@ from starling.common.wire import messages as wire
 from starling.rollout.core import machine as core
 from starling.sim.errors import Violation, require
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
-from starling.sim.replicas.weights import checked_plan, encoded_offer, offer_of
-from starling.weightsync.plan.offer import decode_offer
+from starling.sim.replicas.weights import adopted, checked_plan, content_of, encoded_offer
+from starling.weightsync.plan.offer import decode_offer, digest_of
 
 MAX_OVER_MEAN = 8
 """Longest completion, in units of the mean length."""
@@ -56,12 +56,15 @@ class SimulatedRollout(SimulatedReplica):
         self.core = core.RolloutMachine() if cluster.plan.kind.trains else core.RolloutMachine(version=0)
         self.core.asleep = not self.awake
         self.engine: dict[str, EngineGroup] = {}
-        self._weights = "nothing" if cluster.plan.kind.trains else offer_of(0).root
+        self.content = b"nothing" if cluster.plan.kind.trains else content_of(0)
+        """Bytes of the engine's weights."""
+        self._pulled_content = b""
         if not cluster.plan.kind.trains:
             cluster.guarantees.on_adopted(name, incarnation, 0)
         self._offered = -1
         self._current_pull: tuple[str, float, str] | None = None
         """The pull in progress: its name, when it began, and from which replica."""
+        self._pulled_buffers: Buffers = ()
         self._commands: dict[str, tuple[wire.GenerateGroup, Buffers]] = {}
         """The groups that are not answered yet, by lease."""
         self.busy_s = 0.0
@@ -82,7 +85,7 @@ class SimulatedRollout(SimulatedReplica):
     @property
     def root(self) -> str:
         """Root digest of the engine's weights."""
-        return self._weights
+        return digest_of(self.content)
 
     def current_waits(self) -> list[wire.Wait]:
         """Return the pull in progress, if there is one."""
@@ -230,7 +233,7 @@ class SimulatedRollout(SimulatedReplica):
     def _record_tokens(self, group: EngineGroup, num_tokens: int) -> None:
         require(self.awake, f"{self.name} samples while it sleeps")
         version = self.core.version
-        proven = self._weights == offer_of(version).root
+        proven = self.content == content_of(version)
         require(proven, f"{self.name} samples with weights that are not version {version}")
         num = num_tokens - len(group.versions)
         self.cluster.busy_s["rollout"] += num * self._token_s
@@ -260,35 +263,28 @@ class SimulatedRollout(SimulatedReplica):
             f"{self.name} adopts version {message.version} from another offer",
         )
         problem = self.cluster.pull_problem(source, incarnation, message.version)
+        self._pulled_content = b"" if problem is not None else self.cluster.sent_by(source, message.version)
+        self._pulled_buffers = buffers
         self._apply(self.core.pulled(message.lease, problem))
 
     def _switch(self, lease: str) -> None:
         assert self.core.adopting is not None, "a switch follows a pull"
         self._interrupt()
-        version = self.core.adopting.version
-        proven = self.cluster.rng.random() >= self.cluster.faults.torn
-        self._weights = offer_of(version).root if proven else "torn"
+        message = self.core.adopting
+        is_whole = self.cluster.rng.random() >= self.cluster.faults.torn
+        self.content = self._pulled_content if is_whole else b"torn"
         self._offered = -1
-        actions = self.core.switched(lease, proven=proven)
+        answer = adopted(message, self._pulled_buffers, self._pulled_content)
+        is_published = not message.layout_roots or answer.layout_root in message.layout_roots
+        proven = is_whole and is_published
+        actions = self.core.switched(lease, proven=proven, answered=is_whole)
+        if is_whole:
+            self.answer(lease, answer)
         if proven:
-            self.cluster.guarantees.on_adopted(self.name, self.incarnation, version)
-            self.answer(lease, adopted(lease, version))
+            self.cluster.guarantees.on_adopted(self.name, self.incarnation, message.version)
             for held in self.engine:
                 self._sample(held)
         self._apply(actions)
-
-
-def adopted(lease: str, version: int) -> wire.WeightsAdopted:
-    """Return the answer of a replica that has adopted `version`, with its proof."""
-    return wire.WeightsAdopted(
-        lease=lease,
-        version=version,
-        root=offer_of(version).root,
-        pull_s=0.0,
-        pause_s=0.0,
-        size_bytes=16,
-        transport="local",
-    )
 
 
 def _tensors(group: EngineGroup) -> tuple[tuple[wire.TensorMeta, ...], Buffers]:

@@ -47,7 +47,8 @@ class Faults:
     torn: float = 0.0
     """Share of the switches to another version after which the engine holds wrong weights."""
     lies: float = 0.0
-    """Share of the messages of one more rollout, and of one more reward replica, that are well-formed and false."""
+    """Share of the messages of one more rollout, and of one more reward replica, that are well-formed and false. Above
+    0 another rollout is honest in its messages, and sends other weights than were published."""
 
 
 CALM: Final = Faults()
@@ -72,7 +73,7 @@ MIXES: Final[dict[str, Faults]] = {
     "preemptions": Faults(preempt_every_s=1.0, controller_crash_every_s=10.0),
     "controller": Faults(controller_crash_every_s=4.0, request_every_s=3.0),
     "power_cuts": Faults(power_cut_every_s=4.0, request_every_s=3.0, pull_failures=0.05),
-    "lies": Faults(lies=0.3, rollout_crash_every_s=8.0, controller_crash_every_s=8.0),
+    "lies": Faults(lies=0.3, rollout_crash_every_s=4.0, controller_crash_every_s=8.0),
     "partitions": Faults(partition_every_s=3.0, silent_deaths=0.5, stragglers=0.1),
 }
 """The mixes of related faults, by name."""

@@ -9,6 +9,11 @@ of the requested boxes together with the boxes. A destination attests the versio
 the boxes that it read, one from the sources' digests and one from digests of the weights that its engine holds
 (`attested_root`): it equals the version's root exactly when these two are equal.
 
+This says that the engine holds what the source sent. A source that is not trusted, such as a replica that passes a
+version on, could send other bits with their digests. So there is a second root, the *layout root*, over the boxes of
+the plan from the publisher's layout to the destination's: the publisher computes it from its snapshot, the destination
+from what its engine holds, from wherever that came. Equal layout roots mean equal bits.
+
 This guards against errors, not against an adversary; tokens control read access.
 """
 
@@ -142,6 +147,20 @@ def joined_root(offer: Offer, roots: Sequence[str]) -> str:
         roots: `attested_root` of each rank, at least one.
     """
     return offer.root if {*roots} == {offer.root} else digest_of("".join(roots).encode())
+
+
+def rank_root(boxes: Iterable[tuple[int, Box, bytes]]) -> str:
+    """Return the root of what one destination rank holds: of shard, box and digest of each box that fills its shards.
+
+    It does not depend on the order of the boxes, nor on the names that a tensor has at the source.
+    """
+    ordered = sorted((shard, box.offset, box.size, digest) for shard, box, digest in boxes if box.volume)
+    return digest_of(msgspec.msgpack.encode(ordered))
+
+
+def layout_root(rank_roots: Sequence[str]) -> str:
+    """Return the layout root of a destination, from `rank_root` of each of its ranks, in their order."""
+    return digest_of("".join(rank_roots).encode())
 
 
 def _root(version: int, ranks: Sequence[RankOffer]) -> str:

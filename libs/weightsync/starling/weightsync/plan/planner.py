@@ -369,6 +369,10 @@ class PlanCache:
         _store(self._renamed, name, found)
         return found[1]
 
+    def key(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> str:
+        """Return a key that is equal for plans that move the same boxes, whatever the replicas' names and places."""
+        return f"{self._digest(source)}-{self._digest(destination)}"
+
     def _digest(self, layout: Layout | CompactLayout) -> str:
         """Return a digest of a layout without its name and the places of its ranks."""
         if isinstance(layout, CompactLayout):

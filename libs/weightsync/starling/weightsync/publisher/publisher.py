@@ -9,17 +9,29 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.format import DeltaTotal
 from starling.weightsync.memory.arena import Arena, WhenBusy
-from starling.weightsync.memory.arrays import Array, packed_arrays
+from starling.weightsync.memory.arrays import Array, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
-from starling.weightsync.plan.layout import Layout, check_layout, encode, pieces_of
-from starling.weightsync.plan.offer import Offer, RankOffer, Transport, digest_of, holds_of, make_offer, root_of
+from starling.weightsync.plan.boxes import contains
+from starling.weightsync.plan.layout import Box, Layout, check_layout, encode, pieces_of
+from starling.weightsync.plan.offer import (
+    Offer,
+    RankOffer,
+    Transport,
+    digest_of,
+    holds_of,
+    layout_root,
+    make_offer,
+    rank_root,
+    root_of,
+)
+from starling.weightsync.plan.planner import Plan
 from starling.weightsync.publisher.delta_history import DeltaHistory
 from starling.weightsync.quantise.recipe import QuantRecipe
 from starling.weightsync.tensors.quantiser import MaximaExchange, Quantiser
@@ -39,12 +51,35 @@ class PublishedSnapshot:
     """One version in a snapshot, whose digests are being computed in another thread."""
 
     def __init__(
-        self, version: int, stall_s: float, rank: Future[RankOffer], changes: Future[DeltaTotal | None] | None = None
+        self,
+        version: int,
+        stall_s: float,
+        rank: Future[RankOffer],
+        layout_roots: dict[str, Future[str]],
+        changes: Future[DeltaTotal | None] | None = None,
     ) -> None:
         self.version = version
         self.stall_s = stall_s
         """Seconds that the snapshot took: the only part of publishing that blocks training."""
-        self._rank, self._changes = rank, changes
+        self._rank, self._layout_roots, self._changes = rank, layout_roots, changes
+
+    def layout_roots(self, timeout_s: float = DIGEST_TIMEOUT_S) -> dict[str, str]:
+        """Return the layout roots by the keys under which their plans were given; those that failed are left out.
+
+        Raises:
+            WeightsError: not within `timeout_s`, or a later version or `close` has ended it.
+        """
+        deadline = time.monotonic() + timeout_s
+        roots: dict[str, str] = {}
+        for key, future in list(self._layout_roots.items()):  # more may be asked for meanwhile
+            try:
+                if future.exception(max(0.0, deadline - time.monotonic())) is None:
+                    roots[key] = future.result()
+            except TimeoutError as error:
+                raise WeightsError(f"Version {self.version} was not digested within {timeout_s:g} s.") from error
+            except CancelledError as error:
+                raise WeightsError(f"Version {self.version} is gone: a later one was published, or none.") from error
+        return roots
 
     def offer(self, timeout_s: float = DIGEST_TIMEOUT_S) -> Offer:
         """Return the offer, once the root of the version is known.
@@ -137,7 +172,12 @@ class Publisher:
         self._views = tuple(packed_views(layout, rank, slot) for slot in self._arena.slots)
         self._arrays = tuple(packed_arrays(self._pieces, slot) for slot in self._arena.slots)
         self._source = SnapshotSource(self._arena, self._pieces)
-        self._digesting: dict[int, Future[RankOffer]] = {}
+        self._digesting: dict[int, list[Future[Any]]] = {}
+        """By slot, what the digesting thread computes from it."""
+        self._layout_roots: dict[str, Future[str]] = {}
+        """The layout roots of the newest version."""
+        self._snapshot = 0
+        """Number of the snapshot of the newest version."""
         self._history: DeltaHistory | None = None
         self._comparing: Future[DeltaTotal | None] | None = None
         self._stop_comparing = threading.Event()
@@ -175,12 +215,16 @@ class Publisher:
         """
         return self.snapshot(version, tensors).offer()
 
-    def snapshot(self, version: int, tensors: Mapping[str, torch.Tensor]) -> PublishedSnapshot:
+    def snapshot(
+        self, version: int, tensors: Mapping[str, torch.Tensor], root_plans: Mapping[str, Plan] | None = None
+    ) -> PublishedSnapshot:
         """Copy this rank's shards into a snapshot, or quantise them into it; digests follow in another thread.
 
         Args:
             version: greater than any published before.
             tensors: the storages of the layout by name, for plain modules the mapping given to `layout_of`.
+            root_plans: plans to destinations whose layout roots are computed, by any keys. The digests of their boxes
+                are kept for the readers, which need the same ones.
 
         Raises:
             SnapshotsBusyError: both snapshots are being read, and `when_busy` forbids to revoke one.
@@ -208,11 +252,27 @@ class Publisher:
         if self._history is not None:
             self._history.begin(snapshot, version, base)
         future = self._pool.submit(self._digest, version, snapshot, token, self._arrays[slot])
-        self._digesting[slot] = future
+        self._digesting[slot] = [future]
+        self._snapshot, self._layout_roots = snapshot, {}
+        self.add_layout_roots(root_plans or {})  # before the comparison, for which the offer does not wait
         if self._history is not None and base >= 0:
             self._stop_comparing.clear()
             self._comparing = self._pool.submit(self._compare, before, slot)
-        return PublishedSnapshot(version, time.perf_counter() - begin, future, self._comparing)
+        return PublishedSnapshot(version, time.perf_counter() - begin, future, self._layout_roots, self._comparing)
+
+    def add_layout_roots(self, root_plans: Mapping[str, Plan]) -> None:
+        """Compute these layout roots of the newest version, too; see `snapshot`. Known keys are not computed again.
+
+        Raises:
+            WeightsError: nothing was published yet, or the publisher is closed.
+        """
+        if self._last_slot < 0 or self._arena is None:
+            raise WeightsError("There is no version whose layout roots could be computed.")
+        for key, plan in root_plans.items():
+            if key not in self._layout_roots:
+                future = self._pool.submit(self._layout_root, plan, self._version, self._snapshot, self._last_slot)
+                self._layout_roots[key] = future
+                self._digesting[self._last_slot].append(future)
 
     def close(self, deadline_s: float = CLOSE_TIMEOUT_S) -> None:
         """End serving and free the snapshots. May be called twice.
@@ -240,9 +300,9 @@ class Publisher:
 
     def _await_digests(self, slot: int) -> None:
         """Wait until the digesting thread no longer reads the slot."""
-        future = self._digesting.pop(slot, None)
-        if future is not None and not future.cancel():
-            future.exception(DIGEST_TIMEOUT_S)
+        for future in self._digesting.pop(slot, ()):
+            if not future.cancel():
+                future.exception(DIGEST_TIMEOUT_S)
 
     def _end_comparing(self) -> None:
         """Interrupt the comparison, which reads the slot to be overwritten: publishing does not wait for deltas."""
@@ -269,6 +329,33 @@ class Publisher:
         server = self._server
         if server is not None:
             server.wake()
+
+    def _layout_root(self, plan: Plan, version: int, snapshot: int, slot: int) -> str:
+        """Return the layout root of the destination of `plan`, in the digesting thread.
+
+        Raises:
+            WeightsError: the plan is not one from this rank alone.
+        """
+        cache, arrays = self._source.cache(snapshot), self._arrays[slot]
+        salt = version if self._digests == "sampled" else 0
+
+        def digest(shard: int, box: Box) -> bytes:
+            if not 0 <= shard < len(self._pieces) or not contains(self._pieces[shard].box, box):
+                raise WeightsError(f"The plan to {plan.destination} reads {box} of shard {shard}, which is not here.")
+            piece, array = self._pieces[shard], arrays[shard]
+            if self._digests == "off":
+                return b""
+            compute = partial(digest_of_array, part_of(array, piece.box, box), self._digests, salt)
+            return cache.get_or_compute((piece.names[0], box, self._digests, salt), compute)
+
+        roots: list[str] = []
+        for rank in plan.ranks:
+            buckets = plan.of_destination(rank)
+            if any(bucket.source_rank != self._rank for bucket in buckets):
+                raise WeightsError(f"The plan to {plan.destination} reads from other ranks than rank {self._rank}.")
+            transfers = [transfer for bucket in buckets for transfer in bucket.transfers]
+            roots.append(rank_root((t.destination_shard, t.box, digest(t.source_shard, t.box)) for t in transfers))
+        return layout_root(roots)
 
     def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
         """Digest a snapshot, in the digesting thread."""

@@ -29,7 +29,7 @@ from starling.weightsync.plan.buckets import most_at_once
 from starling.weightsync.plan.layout import Layout, check_layout, packed_offsets, pieces_of
 from starling.weightsync.plan.offer import Offer, RankOffer, Transport, check_offer
 from starling.weightsync.plan.planner import Plan
-from starling.weightsync.puller.attestation import Attestation, split_digests
+from starling.weightsync.puller.attestation import Attestation, AttestedRoots, split_digests
 from starling.weightsync.puller.deadline import Deadline, never
 from starling.weightsync.puller.fetch import BucketFetcher, FetchOptions, FetchStats, ReceivedDelta
 from starling.weightsync.puller.relay import Relay
@@ -171,21 +171,24 @@ class Puller:
                 destination.copy_(source)
         return self.version
 
-    def switch_in_parts(self, parts: Iterable[Mapping[str, torch.Tensor]], offer: Offer) -> str:
+    def switch_in_parts(
+        self, parts: Iterable[Mapping[str, torch.Tensor]], offer: Offer, root_plan: Plan | None = None
+    ) -> AttestedRoots:
         """Switch and attest part by part, for an engine that repacks each part after it was filled.
 
         Args:
             parts: tensors by the names of storages, each storage once; the tensors of a part have been filled and
                 digested when the next part is requested.
             offer: the version that is staged.
+            root_plan: as in `attest_roots`.
 
-        Returns: as `attest`.
+        Returns: as `attest_roots`.
 
         Raises:
-            WeightsError: as `switch` and `attest`, or a storage that was in no part; then the replica is torn.
+            WeightsError: as `switch` and `attest_roots`, or a storage that was in no part; then the replica is torn.
         """
         with self._switching() as staged:
-            attestation = self._attestation(offer)
+            attestation = self._attestation(offer, root_plan)
             storages = [shard.storage for shard in self._layout.ranks[self._rank].shards]
             left = set(range(len(storages)))
             for tensors in parts:
@@ -199,7 +202,7 @@ class Puller:
             if left:
                 raise WeightsError(f"Nothing was given for {storages[min(left)]} of {self._layout.replica}.")
             sent = self._sent  # the next pull, which may begin at once, replaces it
-        return attestation.root(sent)
+        return attestation.roots(sent)
 
     def attest(self, tensors: Mapping[str, torch.Tensor], offer: Offer) -> str:
         """Return the root of what the live tensors really hold of the version of `offer`.
@@ -209,10 +212,27 @@ class Puller:
         Raises:
             WeightsError: that version is not the one pulled last.
         """
-        attestation = self._attestation(offer)
+        return self.attest_roots(tensors, offer).root
+
+    def attest_roots(
+        self, tensors: Mapping[str, torch.Tensor], offer: Offer, root_plan: Plan | None = None
+    ) -> AttestedRoots:
+        """Return the roots of what the live tensors really hold of the version of `offer`.
+
+        Args:
+            tensors: the live tensors.
+            offer: the version that was pulled last.
+            root_plan: the plan from the publisher's layout to this one, whose boxes the layout root covers; by default
+                the plan of the pull. Boxes that the pull has, too, are digested once.
+
+        Raises:
+            WeightsError: that version is not the one pulled last, or `root_plan` is not for this layout.
+        """
+        attestation = self._attestation(offer, root_plan)
         live = live_views(self._layout, self._rank, tensors)
         list(self._pool.map(lambda index: attestation.add_bucket(index, live), range(len(self._sent))))
-        return attestation.root(self._sent)
+        list(self._pool.map(lambda shard: attestation.add_others(shard, live[shard]), attestation.shards_of_others))
+        return attestation.roots(self._sent)
 
     @contextmanager
     def _switching(self) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -234,11 +254,14 @@ class Puller:
         self.state, self.version = "torn", -1
         self._read_versions.pop(True, None)
 
-    def _attestation(self, offer: Offer) -> Attestation:
+    def _attestation(self, offer: Offer, root_plan: Plan | None) -> Attestation:
         schedule = self._schedule
         if schedule is None or self._offer != offer or len(self._sent) != len(schedule.reads):
             raise WeightsError(f"Version {offer.version} is not the one pulled last: there is nothing to attest.")
-        return Attestation(schedule, self._pieces, self._digests, offer)
+        root_schedule = schedule
+        if root_plan is not None and root_plan != schedule.plan:
+            root_schedule = make_schedule(root_plan, self._layout, self._rank, (None,) * len(self._pieces))
+        return Attestation(schedule, self._pieces, self._digests, offer, root_schedule)
 
     def close(self) -> None:
         """Close every connection; waits for a pull in progress to end, which its deadline ensures."""

@@ -192,10 +192,12 @@ class StepCommitted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="st
 
 
 class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="version_published"):
-    """A version was put on offer; a replica that adopts it proves this `root`."""
+    """A policy put a version on offer; a replica that adopts it proves its layout root, or this `root`."""
 
     version: int
     root: str
+    layout_roots: dict[str, str] = {}
+    """By key of the policy's and the rollout's layout; old journals lack it."""
 
 
 class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="version_adopted"):
@@ -360,6 +362,8 @@ class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     version: int
     roots: tuple[tuple[int, tuple[str, ...]], ...]
+    layout_roots: tuple[tuple[int, dict[str, tuple[str, ...]]], ...] = ()
+    """As `roots`; by key of two layouts."""
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):

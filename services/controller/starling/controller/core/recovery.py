@@ -79,8 +79,8 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             state.buffer.reopen(step)
         case records.StepCommitted() as committed:
             _commit(state, committed)
-        case records.VersionPublished(version=version, root=root):
-            _publish(state, version, root)
+        case records.VersionPublished() as published:
+            _publish(state, published)
         case records.SettingChanged(key=key, value=value, step=step, request=request):
             training.change_setting(state.buffer, key, value, step, request)
         case records.CheckpointWritten(step=step, state=True):
@@ -123,10 +123,10 @@ def _commit(state: ControllerState, committed: records.StepCommitted) -> None:
     state.training.metrics.note_step(committed.metrics)
 
 
-def _publish(state: ControllerState, version: int, root: str) -> None:
+def _publish(state: ControllerState, published: records.VersionPublished) -> None:
     before = state.weights.version
-    state.weights.add_root(version, root)
-    for step in range(before + 1, version + 1):
+    state.weights.add_roots(published.version, published.root, published.layout_roots)
+    for step in range(before + 1, published.version + 1):
         state.buffer.retire(step)
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
     from starling.policy.train.learner import Learner
     from starling.weightsync.plan.layout import Layout
+    from starling.weightsync.plan.planner import Plan
     from starling.weightsync.publisher.publisher import Publisher
 
 log = structlog.get_logger(__name__)
@@ -99,6 +100,8 @@ class Shell:
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
         self._saver.connect(self._link.answer, self._link.put, self._report)
+        self._plans: dict[str, tuple[bytes, Plan]] = {}
+        """The plans of the last publication to the layouts of rollouts, by key, encoded and decoded."""
         self._copying_since: float | None = None
         self._report_lock = threading.Lock()
         log.info(
@@ -231,7 +234,7 @@ class Shell:
                 case wire.TrainStep():
                     self._link.answer(message.lease, self._train(message, buffers))
                 case wire.PublishWeights():
-                    self._publish(message)
+                    self._publish(message, buffers)
                 case wire.SaveCheckpoint():
                     with self._clock.within("checkpoint"):
                         self._saver.save(message)
@@ -299,7 +302,10 @@ class Shell:
             changes=message.settings,
         )
 
-    def _publish(self, message: wire.PublishWeights) -> None:
+    def _publish(self, message: wire.PublishWeights, buffers: tuple[bytes, ...]) -> None:
+        plans = self._decode_plans(message.layouts, buffers)
+        if self._state.published == message.version:
+            self._publisher.add_layout_roots(plans)
         if self._offers.resend(message.lease, message.version):
             return
         self._learner.check_whole()
@@ -307,11 +313,27 @@ class Shell:
         self._report()
         try:
             with self._clock.within("publish_exposed"):
-                publication = self._publisher.snapshot(message.version, self._learner.tensors)
+                publication = self._publisher.snapshot(message.version, self._learner.tensors, plans)
         finally:
             self._copying_since = None
         self._state.published = message.version
         self._offers.send(message.lease, publication)
+
+    def _decode_plans(self, keys: tuple[str, ...], buffers: tuple[bytes, ...]) -> dict[str, Plan]:
+        """Return the plans to the layouts of rollouts, which seldom change.
+
+        Raises:
+            WeightsError: not a plan for each key.
+        """
+        from starling.weightsync.plan.planner import decode_plan
+
+        if len(keys) != len(buffers):
+            raise WeightsError(f"{len(buffers)} plans came for {len(keys)} layouts.")
+        known, self._plans = self._plans, {}
+        for key, data in zip(keys, buffers, strict=True):
+            before = known.get(key)
+            self._plans[key] = before if before is not None and before[0] == data else (data, decode_plan(data))
+        return {key: plan for key, (_, plan) in self._plans.items()}
 
     def _answer_offer(self, lease: str, message: wire.Up, buffers: tuple[bytes, ...]) -> None:
         """Answer with the result of an offer, in the offering thread, while training continues."""

@@ -181,13 +181,21 @@ class RolloutMachine:
             return []
         return self._switch()
 
-    def switched(self, lease: str, *, proven: bool) -> list[Action]:
-        """The switch is done; `proven` says whether the digests of the engine's weights match the published ones."""
+    def switched(self, lease: str, *, proven: bool, answered: bool = False) -> list[Action]:
+        """The switch is done.
+
+        Args:
+            lease: that of the adoption.
+            proven: the digests of the engine's weights match the published ones.
+            answered: the lease is answered with these digests, because the source may be at fault.
+        """
         assert self.adopting is not None, "a switch follows a pull"
         assert self.adopting.lease == lease, "a switch follows its own pull"
         version, self.adopting = self.adopting.version, None
         if not proven:
             self.adoption, self.version = "torn", -1
+            if answered:
+                return []
             return [FailLease(lease, f"after the switch the engine does not hold version {version} bit for bit")]
         self.adoption, self.version, self._newest = "current", version, version
         return self._admit()

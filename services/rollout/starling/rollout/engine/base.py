@@ -161,7 +161,9 @@ class AdoptionReport:
     proven: bool
     """Whether the weights in place are bitwise equal to the published ones, by their digests."""
     root: str
-    """Digest of the weights in place."""
+    """Digest of the weights in place, by the offer that was pulled."""
+    layout_root: str
+    """Digest of the weights in place, whatever their source: `weightsync.plan.offer.layout_root` over the ranks."""
     recomputed_tokens: int = 0
     """Tokens whose keys and values were computed again, or have to be before their sequences continue."""
 
@@ -269,6 +271,7 @@ class Engine(Protocol):
         offer: Offer,
         plan: Plan,
         *,
+        root_plan: Plan | None = None,
         deadline_s: float,
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
@@ -279,6 +282,7 @@ class Engine(Protocol):
         Args:
             offer: the version, from all source ranks that the plan reads.
             plan: computed from the source's layout and this engine's.
+            root_plan: the plan from the policy's layout, whose boxes the layout root covers; None for `plan`.
             deadline_s: seconds from now until the pull fails.
             cancelled: polled between any two steps; True ends the pull.
             progress: called now and then with the progress over all workers.

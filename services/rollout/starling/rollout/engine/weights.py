@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
+from starling.weightsync.plan.offer import layout_root
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullReport
 
@@ -36,19 +37,21 @@ class LiveWeights:
         self._puller = Puller(layout, digests=digests)
         self._pulled: tuple[Offer, bool] | None = None
         """The offer that was pulled last, and whether its weights are in place already."""
+        self._root_plan: Plan | None = None
 
     def pull(
         self,
         offer: Offer,
         plan: Plan,
         *,
+        root_plan: Plan | None = None,
         deadline_s: float,
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
     ) -> PullReport:
         """See `Engine.pull`; called from another thread than the rest."""
-        self._pulled = None
+        self._pulled, self._root_plan = None, root_plan
         report = self._puller.pull(
             offer,
             plan,
@@ -74,9 +77,10 @@ class LiveWeights:
         self._pulled = None
         return offer
 
-    def attest(self, offer: Offer) -> str:
-        """Return the root digest of the live weights, computed like that of `offer`, which was pulled last."""
-        return self._puller.attest(self._tensors(), offer)
+    def attest(self, offer: Offer) -> tuple[str, str]:
+        """Return root and layout root of the live weights, into which the version of `offer` was pulled last."""
+        roots = self._puller.attest_roots(self._tensors(), offer, self._root_plan)
+        return roots.root, layout_root([roots.rank_root])
 
     def close(self) -> None:
         """Close all connections; waits for a running pull to end, at the latest by its deadline."""

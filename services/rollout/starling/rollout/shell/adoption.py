@@ -64,6 +64,7 @@ class Adoptions:
             return engine.pull(
                 decode_offer(buffers[0]),
                 decode_plan(buffers[1]),
+                root_plan=decode_plan(buffers[2]) if message.has_root_plan else None,
                 deadline_s=self._timeout_s,
                 cancelled=cancel.is_set,
                 progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
@@ -98,25 +99,28 @@ class Adoptions:
         Raises:
             EngineLostError: a part of `engine` is gone.
         """
-        begin = time.perf_counter()
+        begin, message = time.perf_counter(), core.adopting
+        assert message is not None, "a switch follows a pull"
         try:
             adopted = engine.adopt(order.mode)
         except WeightsError as error:
             return core.switch_failed(str(error))
         switch_s = time.perf_counter() - begin
-        actions = core.switched(order.lease, proven=adopted.proven)
+        # What the source sent is in place; whether it is what was published, the layout root says.
+        is_published = not message.layout_roots or adopted.layout_root in message.layout_roots
+        actions = core.switched(order.lease, proven=adopted.proven and is_published, answered=adopted.proven)
         self._link.report(version=core.version)
         if adopted.proven:
-            self._link.answer(order.lease, self._answer(order.lease, adopted, switch_s))
+            self._link.answer(order.lease, self._answer(message, adopted, switch_s))
         return actions
 
-    def _answer(self, lease: str, adopted: AdoptionReport, switch_s: float) -> wire.WeightsAdopted:
+    def _answer(self, message: wire.AdoptWeights, adopted: AdoptionReport, switch_s: float) -> wire.WeightsAdopted:
         """Return the answer for an adoption whose switch took `switch_s`."""
         report, drain_s = self._report, self._drain_s
         assert report is not None, "an adoption follows a pull"
         self._drain_s = 0.0
         return wire.WeightsAdopted(
-            lease=lease,
+            lease=message.lease,
             version=adopted.version,
             root=adopted.root,
             pull_s=report.seconds,
@@ -129,6 +133,9 @@ class Adoptions:
             mode=self._mode,
             recomputed_tokens=adopted.recomputed_tokens,
             drain_s=drain_s,
+            layout_root=adopted.layout_root,
+            source=message.source,
+            layout=message.layout,
         )
 
     def cancel(self) -> None:

@@ -12,6 +12,7 @@ from starling.controller.core.records import EvaluationClosed, EvaluationOpened,
 from starling.controller.core.replicas.assignments import revoke
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
+from starling.controller.core.weights.distribution import find_source
 from starling.controller.core.weights.versions import check_outdated
 
 
@@ -170,12 +171,14 @@ def _revoke_all(state: ControllerState) -> None:
 
 
 def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: list[Member]) -> None:
-    """Unpin rollouts that wait for a version that is no longer on offer."""
-    if evaluation.version == state.weights.version or state.weights.is_offered(evaluation.version):
+    """Unpin rollouts that wait for a version that is no longer on offer to them."""
+    if evaluation.version == state.weights.version:
         return
     for member in rollouts:
-        is_pinned = member.name in evaluation.pinned
-        if is_pinned and member.version != evaluation.version and not state.replicas.leases.num(member.name, "adopt"):
+        if member.name not in evaluation.pinned or member.version == evaluation.version:
+            continue
+        is_adopting = state.replicas.leases.num(member.name, "adopt") > 0
+        if not is_adopting and find_source(state, member, evaluation.version) is None:
             evaluation.pinned.discard(member.name)
             evaluation.routing.drop(member)
             check_outdated(state, member)
@@ -183,14 +186,13 @@ def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: lis
 
 def _pin_more(state: ControllerState, evaluation: Evaluation, num: int, rollouts: list[Member]) -> None:
     version, leases, free = evaluation.version, state.replicas.leases, []
-    on_offer = state.weights.is_offered(version)
     for member in rollouts:
         if member.name in evaluation.pinned:
             continue
         adopting = leases.num(member.name, "adopt") > 0
         holds = member.version == version and not adopting
-        may_adopt = on_offer and member.version < version and not (adopting and version != state.weights.version)
-        if holds or may_adopt:
+        may_adopt = member.version < version and not (adopting and version != state.weights.version)
+        if holds or (may_adopt and find_source(state, member, version) is not None):
             free.append((not holds, leases.num(member.name, "generate"), member.name, member))
     for _, _, name, member in sorted(free, key=lambda entry: entry[:3])[:num]:
         evaluation.pinned.add(name)

@@ -42,6 +42,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
     else:
+        state.weights.policy_layout = layout
         version, member.version = member.version, min(member.version, state.version)
         on_policy_version(state, member, version)
     state.dirty = Dirty.ALL

@@ -59,6 +59,10 @@ class Membership:
     """When the controller stops waiting for them."""
     num_invalid: Counter[str] = field(default_factory=Counter)
     """Invalid results and offers by replica, of all its incarnations since the controller started."""
+    accusers: dict[str, None] = field(default_factory=dict)
+    """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published."""
+    accused: dict[str, None] = field(default_factory=dict)
+    """Rollouts, also after they left, that were evicted because of that. They offer no more."""
     missing_since: float | None = None
     """Since when a role that the run needs has had no replica."""
     _incarnations: dict[str, int] = field(default_factory=dict)
@@ -128,7 +132,7 @@ class Membership:
             heard_at=now,
             version=version,
             host=hello.host,
-            can_offer=hello.serves,
+            can_offer=hello.serves and name not in self.accused,
             shares_steps=hello.shares_steps,
             layout=layout,
             has_reported=not known,
@@ -177,7 +181,7 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            for known in (self.proven, self._incarnations, self._banned, self.num_invalid):
+            for known in (self.proven, self._incarnations, self._banned, self.num_invalid, self.accusers, self.accused):
                 known.pop(oldest, None)
 
     def known_incarnations(self) -> dict[str, int]:

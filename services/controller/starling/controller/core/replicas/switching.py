@@ -19,6 +19,7 @@ from starling.controller.core.replicas.assignments import grant
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.time_sharing import DeviceRole
 from starling.controller.core.state import ControllerState
+from starling.controller.core.weights.distribution import find_source
 from starling.controller.core.weights.versions import target_version
 
 POLICY_WORK = ("train", "publish", "adopt", "save", "checkpoint")
@@ -77,9 +78,10 @@ def side_due(state: ControllerState) -> DeviceRole:
 
 def _only_policies_can_offer(state: ControllerState) -> bool:
     """Say whether some rollout needs the newest version, and only a policy can offer it."""
+    version = state.weights.version
     outdated = (state.replicas.membership.members[name] for name in state.weights.outdated)
-    return not state.weights.is_offered(state.weights.version) and any(
-        target_version(state, member) == state.weights.version for member in outdated
+    return any(
+        target_version(state, member) == version and find_source(state, member, version) is None for member in outdated
     )
 
 

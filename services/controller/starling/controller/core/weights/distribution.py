@@ -15,7 +15,7 @@ from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.files import fetch_step, take_fetched
 from starling.controller.core.records import VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
-from starling.controller.core.replicas.departure import evict
+from starling.controller.core.replicas.departure import distrust, evict
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
@@ -26,7 +26,7 @@ from starling.weightsync.plan.layout import encode
 from starling.weightsync.plan.tickets import offer_for
 
 MAX_BAD_PULLS: Final = 3
-"""Number of consecutive failed or mismatched pulls from a rollout after which it is no longer used as a source."""
+"""Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
 
 
 # --- publication ------------------------------------------------------------------------------------------------------
@@ -46,8 +46,16 @@ def publish(state: ControllerState) -> None:
 
 
 def _request_offer(state: ControllerState, member: Member, version: int) -> None:
-    """Have a replica offer the version that it holds."""
-    grant(state, member, "publish", version, lambda lease: wire.PublishWeights(lease=lease, version=version))
+    """Have a replica offer the version that it holds; a policy also computes the layout roots of the rollouts."""
+    plans = dict[str, bytes]()
+    if member.role == "policy" and member.layout is not None:
+        rollouts = state.replicas.membership.of("rollout")
+        plans = state.weights.root_plans(member.layout, (one.layout for one in rollouts if one.layout is not None))
+
+    def command(lease: str) -> wire.PublishWeights:
+        return wire.PublishWeights(lease=lease, version=version, layouts=tuple(plans))
+
+    grant(state, member, "publish", version, command, tuple(plans.values()))
 
 
 def on_published(
@@ -61,12 +69,13 @@ def on_published(
             raise WeightsError(f"Version {message.version} came in answer to {lease.id}.")
         if member.role == "rollout" and member.version != message.version:
             return  # it has adopted another version since it was asked
-        root, is_new = state.weights.publish(member, message.version, event.buffers[0])
+        root, is_new = state.weights.publish(member, message.version, event.buffers[0], message.layout_roots)
     except WeightsError as error:
         _offer_failed(state, member, f"the offer of version {message.version} by {member.name} is not usable: {error}")
         return
     if is_new:
-        state.outbox.write(VersionPublished(version=message.version, root=root))
+        record = VersionPublished(version=message.version, root=root, layout_roots=message.layout_roots)
+        state.outbox.write(record)
     if message.version <= before:
         state.outbox.note("offered", replica=member.name, version=message.version)
         return
@@ -93,20 +102,21 @@ def _offer_failed(state: ControllerState, member: Member, reason: str) -> None:
 
 def adopt(state: ControllerState) -> None:
     """Have every outdated rollout pull the version that it should hold."""
-    unavailable = set[int]()
+    unavailable = set[tuple[int, bool]]()
     for name in list(state.weights.outdated):
         member = state.replicas.membership.members.get(name)
         if member is None:
             continue  # it was evicted as the source of another
         version = target_version(state, member)
-        if version in unavailable or not state.weights.may_try(name, state.now):
+        wanted = version, _of_policies_only(state, member, version)
+        if wanted in unavailable or not state.weights.may_try(name, state.now):
             continue
         if not state.replicas.sharing.has_devices(member):  # it pulls when it wakes; an offer is arranged now
-            if not state.weights.is_offered(version):
-                _find_holder(state, version)
-                unavailable.add(version)
+            if find_source(state, member, version) is None:
+                _find_holder(state, *wanted)
+                unavailable.add(wanted)
             continue
-        offer = state.weights.source(member, version)
+        offer = find_source(state, member, version)
         nearer = _holder_on_host(state, member, version, offer)
         if nearer is not None:
             if not state.replicas.leases.num(nearer.name, "publish"):
@@ -114,9 +124,23 @@ def adopt(state: ControllerState) -> None:
         elif offer is not None:
             _pull(state, member, offer)
         else:
-            _find_holder(state, version)
-            if not state.weights.is_offered(version):
-                unavailable.add(version)  # for all rollouts that wait for it
+            _find_holder(state, *wanted)
+            unavailable.add(wanted)  # for all rollouts that wait for it
+
+
+def _of_policies_only(state: ControllerState, member: Member, version: int) -> bool:
+    """Say whether `member` may pull `version` from policies only.
+
+    If it is a policy: rollouts have no optimizer state. If it is a rollout: because it could not prove what a rollout
+    sends, or because it has already accused one.
+    """
+    membership = state.replicas.membership
+    return member.role == "policy" or member.name in membership.accusers or not state.weights.can_prove(member, version)
+
+
+def find_source(state: ControllerState, member: Member, version: int) -> PublishedOffer | None:
+    """Return the offer that `member` should pull from."""
+    return state.weights.source(member, version, of_policies_only=_of_policies_only(state, member, version))
 
 
 def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with_state: bool = False) -> None:
@@ -125,18 +149,32 @@ def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with
     source = state.replicas.membership.members[offer.holder]
     assert source.layout is not None, "a replica that offers weights joined with its layout"
     assert member.layout is not None, "a replica that holds weights joined with its layout"
+    origin = state.weights.policy_layout if source.role == "rollout" else source.layout
+    assert origin is not None, "a rollout may prove a version only by the layout of a policy"
     try:
-        plan = state.weights.plan(source.layout, member.layout)
+        plans = [state.weights.plan(source.layout, member.layout)]
+        if source.role == "rollout":
+            plans.append(state.weights.plan(origin, member.layout))
     except WeightsError as error:
         # A rollout that offers with an impossible layout must not cost those that would pull from it their membership.
         evict(state, member if source.role == "policy" else source, str(error))
         return
+    key = state.weights.layout_key(origin, member.layout)
+    layout_roots = () if member.role == "policy" else state.weights.known_layout_roots(version, key)
 
     def command(lease: str) -> wire.AdoptWeights:
-        return wire.AdoptWeights(lease=lease, version=version, source=source.name, with_state=with_state)
+        return wire.AdoptWeights(
+            lease=lease,
+            version=version,
+            source=source.name,
+            with_state=with_state,
+            layout=key,
+            layout_roots=layout_roots,
+            has_root_plan=source.role == "rollout",
+        )
 
     def buffers(lease: str) -> Buffers:
-        return encode(offer_for(offer.offer, member.name, lease)), plan
+        return encode(offer_for(offer.offer, member.name, lease)), *plans
 
     grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)
@@ -152,11 +190,27 @@ def _holder_on_host(
     """
     if offer is not None and offer.host == member.host:
         return None
-    return _able_to_offer(state, version, state.weights.holders.get((version, member.host), {}))
+    holder = _able_to_offer(state, version, state.weights.holders.get((version, member.host), {}))
+    if holder is None or not _of_policies_only(state, member, version):
+        return holder
+    if member.name not in state.replicas.membership.accusers:
+        _request_layout_roots(state, version)  # for the next one: this one does not wait
+    return None
 
 
-def _find_holder(state: ControllerState, version: int) -> None:
-    """Have any holder of `version` offer it again, when no replica does."""
+def _request_layout_roots(state: ControllerState, version: int) -> None:
+    """Have a policy compute the layout roots of rollouts that joined since it published, while it has the version."""
+    replicas = state.replicas
+    if version != state.version or replicas.leases.has("publish") or not replicas.policies_have_devices():
+        return
+    for member in replicas.current_policies(version):
+        if not replicas.leases.num(member.name, "train"):
+            _request_offer(state, member, version)
+            return
+
+
+def _find_holder(state: ControllerState, version: int, policies_only: bool) -> None:
+    """Have any holder of `version` offer it again, when no replica does from which a rollout may pull."""
     replicas = state.replicas
     if replicas.leases.has("publish"):
         return
@@ -165,6 +219,8 @@ def _find_holder(state: ControllerState, version: int) -> None:
             if member.can_offer and not replicas.leases.num(member.name, "train"):
                 _request_offer(state, member, version)
                 return
+    if policies_only:
+        return
     for host in sorted(host for held, host in state.weights.holders if held == version):
         holder = _able_to_offer(state, version, state.weights.holders[version, host])
         if holder is not None:
@@ -185,13 +241,9 @@ def _able_to_offer(state: ControllerState, version: int, names: dict[str, None])
 
 
 def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wire.WeightsAdopted) -> None:
-    """Note that a replica switched. It holds the version only if it has proven the root of an offer."""
+    """Note that a replica switched. It holds the version only if it has proven a root that a policy computed."""
     source = source_of(lease)
-    # An older version than the newest was proven by the rollout against its own offer, and checked here when newest.
-    proven = lease_subject(lease.id) == str(message.version) and (
-        state.weights.is_root(message.version, message.root)
-        or (member.role == "rollout" and state.weights.is_vouched_for(message.version, message.root, source))
-    )
+    proven = lease_subject(lease.id) == str(message.version) and _is_proven(state, member, lease, message)
     state.outbox.note(
         "adopted",
         replica=member.name,
@@ -212,8 +264,8 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
     if proven:
         state.weights.failing_since.pop(member.name, None)
         del state.weights.num_bad_pulls[source]
-    else:
-        note_bad_pull(state, source)
+    if member.role == "rollout":
+        _judge(state, member, source, proven=proven)
     if proven and member.role == "policy":
         member.version = message.version
         state.dirty = Dirty.ALL
@@ -233,14 +285,71 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         set_held_version(state, member, -1)
 
 
+def _is_proven(state: ControllerState, member: Member, lease: Lease, message: wire.WeightsAdopted) -> bool:
+    """Say whether a replica has proven to hold a version.
+
+    By its layout root, which does not depend on the source. Only where policies have computed none, by the root that
+    the offer of a policy had: that root says no more than that the replica holds what its source sent, so it proves
+    nothing about a pull from a rollout, which can copy the root.
+    """
+    weights, version, command = state.weights, message.version, _command_of(lease)
+    if member.role == "policy":
+        return weights.is_root(version, message.root)
+    # What the replica says of the command counts after a restart of the controller: a false word is at its own cost.
+    source, key = (command.source, command.layout) if command is not None else (message.source, message.layout)
+    known = weights.known_layout_roots(version, key)
+    if known:
+        return message.layout_root in known
+    return source.startswith("policy-") and weights.is_root(version, message.root)
+
+
+def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool) -> None:
+    """Find out who is at fault where `reader` pulled something else than was published, or says so.
+
+    A rollout that it was pulled from offers no more. The reader then pulls from a policy. If that proves the version,
+    the rollout is evicted, and never offers again; if not, the reader is at fault, and the rollout may offer again. A
+    reader that has accused a rollout pulls from policies from then on. So by false accusations one replica can have
+    no more than one other evicted, and none is evicted twice.
+    """
+    weights, membership = state.weights, state.replicas.membership
+    rollout = membership.members.get(source)
+    if not proven and rollout is not None and rollout.role == "rollout":
+        membership.accusers[reader.name] = None
+        weights.suspects[reader.name] = (source, rollout.incarnation)
+        rollout.can_offer = False
+        weights.withdraw(source)
+        reason = f"{reader.name} pulled other weights from {source} than were published"
+        state.outbox.note("offers_no_more", replica=source, reason=reason)
+        return
+    name, incarnation = weights.suspects.get(reader.name, ("", 0))
+    suspect = membership.members.get(name)
+    if not source.startswith("policy-") or not name:
+        return
+    del weights.suspects[reader.name]
+    if suspect is None or suspect.incarnation != incarnation:
+        return
+    if proven:
+        reason = f"{reader.name} pulled other weights from {name} than were published, and the right ones from {source}"
+        membership.accused[name] = None
+        distrust(state, suspect, reason)
+    elif (name, incarnation) not in weights.suspects.values():
+        suspect.can_offer = True
+
+
 def source_of(lease: Lease) -> str:
     """Return the replica that a pull is from; empty for one of an earlier incarnation of the controller."""
+    command = _command_of(lease)
+    return command.source if command is not None else ""
+
+
+def _command_of(lease: Lease) -> wire.AdoptWeights | None:
+    """Return the command of an adoption; None if an earlier incarnation of the controller sent it."""
     message = lease.send.message if lease.send is not None else None
-    return message.source if isinstance(message, wire.AdoptWeights) else ""
+    return message if isinstance(message, wire.AdoptWeights) else None
 
 
 def note_bad_pull(state: ControllerState, source: str) -> None:
-    """Count a pull that failed, or brought other weights. A rollout that several such pulls were from offers no more.
+    """Count a pull that failed. A rollout that several such pulls in a row were from offers no more.
 
     It stays a member, because the destinations may be at fault.
     """
@@ -251,7 +360,7 @@ def note_bad_pull(state: ControllerState, source: str) -> None:
     if state.weights.num_bad_pulls[source] >= MAX_BAD_PULLS:
         member.can_offer = False
         state.weights.withdraw(source)
-        reason = f"{MAX_BAD_PULLS} pulls in a row from {source} did not bring the version that it offers"
+        reason = f"{MAX_BAD_PULLS} pulls in a row from {source} failed"
         state.outbox.note("offers_no_more", replica=source, reason=reason)
 
 
@@ -269,7 +378,7 @@ def catch_up(state: ControllerState) -> None:
         if replicas.leases.num(member.name, "adopt") or replicas.leases.num(member.name, "train"):
             continue
         if current and state.weights.may_try(member.name, state.now):
-            offer = state.weights.source(member, state.version, with_state=True)
+            offer = find_source(state, member, state.version)
             if offer is not None:
                 _pull(state, member, offer, with_state=True)
             else:

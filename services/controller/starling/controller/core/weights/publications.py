@@ -1,14 +1,17 @@
 """Publications of weight versions: the newest, the replicas that offer, hold or still need a version, and the plans.
 
-Stops 9 and 10 of the walk. A policy offers a version. Each rollout gets a plan and pulls for itself. Only a replica
-whose attested root digest equals the root of an offer counts as holding the version. A rollout that holds a version can
-offer it to others, too: it brings neither versions nor roots into being, and vouches only for what is pulled from it.
+Stops 9 and 10 of the walk. A policy offers a version, and computes its layout root for each distinct layout of the
+rollouts. Each rollout gets a plan and pulls for itself. Only a rollout that attests the layout root of its own layout
+counts as holding the version, wherever it pulled from. A rollout that holds a version can offer it to others, too: its
+bytes are used, and nothing that it says about them. Where a layout root is not known, the rollout pulls from a policy,
+whose own root then counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from starling.common.errors import WeightsError
@@ -22,6 +25,9 @@ RETRY_S = 1.0
 """Seconds after which a failed adoption, or one without a source, is retried."""
 MAX_VERSIONS = 1000
 """Number of publications whose roots are remembered: the adoption of an older version is not accepted."""
+MAX_LAYOUTS = 16
+"""Number of distinct layouts of rollouts whose roots a policy computes: those of most rollouts. Each may take a pass
+over the weights; rollouts of further layouts pull from policies only."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class Publications:
     roots: dict[int, set[str]] = field(default_factory=dict)
     """The root digests under which policies put each version on offer that may still be adopted. There may be several:
     of policies that split tensors otherwise, and of one that made the version again."""
+    layout_roots: dict[int, dict[str, set[str]]] = field(default_factory=dict)
+    """By version, and by key of the policy's and the rollout's layout: the layout roots that policies computed."""
+    policy_layout: Layout | None = None
+    """Layout of the policy that joined or published last; None before any has."""
     offers: dict[str, PublishedOffer] = field(default_factory=dict)
     """By holder."""
     holders: dict[tuple[int, str], dict[str, None]] = field(default_factory=dict)
@@ -57,7 +67,9 @@ class Publications:
     failing_since: dict[str, float] = field(default_factory=dict)
     """Since when a replica has failed repeatedly to adopt or to offer weights."""
     num_bad_pulls: Counter[str] = field(default_factory=Counter)
-    """By rollout: pulls from it in a row after which the destination did not hold the version."""
+    """By rollout: pulls from it in a row that failed."""
+    suspects: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """By rollout: the rollout, and its incarnation, from which it pulled something else than was published."""
     _retry_at: dict[str, float] = field(default_factory=dict)
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
@@ -68,10 +80,12 @@ class Publications:
 
     # --- offers -----------------------------------------------------------------------------------------------------
 
-    def publish(self, member: Member, version: int, encoded: bytes) -> tuple[str, bool]:
+    def publish(
+        self, member: Member, version: int, encoded: bytes, layout_roots: Mapping[str, str]
+    ) -> tuple[str, bool]:
         """Add the offer of a replica; one of a policy of a new version is a new publication.
 
-        Returns its root, and whether that root is new.
+        Returns its root, and whether that, or a layout root, is new.
 
         Raises:
             WeightsError: the offer cannot be decoded, or is of another version.
@@ -85,32 +99,49 @@ class Publications:
         published = PublishedOffer(member.name, member.host, member.role == "policy", version, offered.root, offered)
         self.offers[member.name] = published
         self._places.setdefault(version, {}).setdefault(member.host, {})[member.name] = published
-        is_new = published.is_policy and not self.is_root(version, offered.root)
-        if published.is_policy:
-            self._of_policies[member.name] = published
-            self.add_root(version, offered.root)
+        if not published.is_policy:
+            return offered.root, False
+        known = self.layout_roots.get(version, {})
+        is_new = not self.is_root(version, offered.root) or any(
+            root not in known.get(key, ()) for key, root in layout_roots.items()
+        )
+        self._of_policies[member.name] = published
+        self.policy_layout = member.layout
+        self.add_roots(version, offered.root, layout_roots)
         return offered.root, is_new
 
-    def add_root(self, version: int, root: str) -> None:
-        """Note that a version was on offer under this root."""
+    def add_roots(self, version: int, root: str, layout_roots: Mapping[str, str]) -> None:
+        """Note that a policy put a version on offer under these roots."""
         self.roots.setdefault(version, set()).add(root)
+        for key, one in layout_roots.items():
+            self.layout_roots.setdefault(version, {}).setdefault(key, set()).add(one)
         if version > self.version:
             self.version, self.requested = version, max(self.requested, version)
             while (oldest := next(iter(self.roots))) <= version - MAX_VERSIONS:
                 del self.roots[oldest]
+                self.layout_roots.pop(oldest, None)
             self._retry_at.clear()
 
     def is_root(self, version: int, root: str) -> bool:
-        """Say whether a policy offered `version` under `root`: a replica that attests it holds that version."""
+        """Say whether a policy offered `version` under `root`: a replica that pulled it from a policy holds it."""
         return root in self.roots.get(version, ())
 
-    def is_vouched_for(self, version: int, root: str, source: str) -> bool:
-        """Say whether `root` is that of the rollout `source`, which offers `version`.
+    def layout_key(self, source: Layout | None, destination: Layout | None) -> str:
+        """Return the key of two layouts, under which their layout root is known; empty without either."""
+        return self._plans.key(source, destination) if source is not None and destination is not None else ""
 
-        It splits tensors otherwise than a policy does, so its root is another one.
+    def known_layout_roots(self, version: int, key: str) -> tuple[str, ...]:
+        """Return the layout roots that policies computed for this version and key.
+
+        None if one of them did not: where arithmetic is not deterministic, a policy that made the version again holds
+        other bits than the rollouts that adopted it before.
         """
-        offer = self.offers.get(source)
-        return offer is not None and (offer.version, offer.root) == (version, root) and version in self.roots
+        roots = self.layout_roots.get(version, {}).get(key, ())
+        return tuple(sorted(roots)) if len(roots) >= len(self.roots.get(version, ())) else ()
+
+    def can_prove(self, destination: Member, version: int) -> bool:
+        """Say whether `destination` can prove `version` without its source: whether it may pull from a rollout."""
+        return bool(self.known_layout_roots(version, self.layout_key(self.policy_layout, destination.layout)))
 
     def withdraw(self, name: str) -> None:
         """Remove the offer of a replica."""
@@ -119,7 +150,12 @@ class Publications:
     def summary(self) -> WeightsSummary:
         """Return the newest publication and the known roots, which no replica can report."""
         return WeightsSummary(
-            version=self.version, roots=tuple((version, tuple(sorted(roots))) for version, roots in self.roots.items())
+            version=self.version,
+            roots=tuple((version, tuple(sorted(roots))) for version, roots in self.roots.items()),
+            layout_roots=tuple(
+                (version, {key: tuple(sorted(roots)) for key, roots in sorted(by_key.items())})
+                for version, by_key in self.layout_roots.items()
+            ),
         )
 
     def restore(self, summary: WeightsSummary) -> None:
@@ -127,24 +163,20 @@ class Publications:
         if summary.roots:
             self.version, self.requested = summary.version, max(self.requested, summary.version)
         self.roots = {version: set(roots) for version, roots in summary.roots}
+        self.layout_roots = {
+            version: {key: set(roots) for key, roots in by_key.items()} for version, by_key in summary.layout_roots
+        }
 
-    def is_offered(self, version: int) -> bool:
-        """Say whether any replica has `version` on offer."""
-        return version in self._places
-
-    def source(self, destination: Member, version: int, *, with_state: bool = False) -> PublishedOffer | None:
-        """Return the offer of `version` that is nearest to `destination`: of its host, else of a policy, else any.
-
-        `with_state`: of policies only, because rollouts have no optimizer state.
-        """
+    def source(self, destination: Member, version: int, *, of_policies_only: bool = False) -> PublishedOffer | None:
+        """Return the offer of `version` that is nearest to `destination`: of its host, else of a policy, else any."""
         hosts = self._places.get(version, {})
         near = hosts.get(destination.host)
-        if near is not None and (found := _preferred(near.values(), destination, with_state=with_state)) is not None:
+        if near is not None and (found := _preferred(near.values(), destination, of_policies_only)) is not None:
             return found
         of_policies = [offer for offer in self._of_policies.values() if offer.version == version]
-        if of_policies and (found := _preferred(of_policies, destination, with_state=with_state)) is not None:
+        if of_policies and (found := _preferred(of_policies, destination, of_policies_only)) is not None:
             return found
-        if with_state:
+        if of_policies_only:
             return None
         everywhere = (offer for at_host in hosts.values() for offer in at_host.values())
         return next((offer for offer in everywhere if offer.holder != destination.name), None)
@@ -160,6 +192,23 @@ class Publications:
         if found is None or found[0] is not source or found[1] is not destination:
             found = plans[id(source)] = (source, destination, encode(self._plans.plan(source, destination)))
         return found[2]
+
+    def root_plans(self, source: Layout, destinations: Iterable[Layout]) -> dict[str, bytes]:
+        """Return the encoded plans from `source` to the most frequent layouts of `destinations`, by key.
+
+        A layout to which there is no plan is left out.
+        """
+        examples: dict[str, Layout] = {}
+        numbers: Counter[str] = Counter()
+        for layout in destinations:
+            key = self.layout_key(source, layout)
+            examples.setdefault(key, layout)
+            numbers[key] += 1
+        plans: dict[str, bytes] = {}
+        for key, _ in numbers.most_common(MAX_LAYOUTS):
+            with suppress(WeightsError):
+                plans[key] = self.plan(source, examples[key])
+        return plans
 
     # --- holders ----------------------------------------------------------------------------------------------------
 
@@ -188,6 +237,7 @@ class Publications:
         """Remove a replica that left: its offer, and the plans from and to its layout."""
         self.outdated.pop(name, None)
         self.failing_since.pop(name, None)
+        self.suspects.pop(name, None)
         del self.num_bad_pulls[name]
         offered = self._withdraw(name)
         self._retry_at.pop(name, None)
@@ -209,7 +259,7 @@ class Publications:
         return offered
 
 
-def _preferred(offers: Iterable[PublishedOffer], destination: Member, *, with_state: bool) -> PublishedOffer | None:
+def _preferred(offers: Iterable[PublishedOffer], destination: Member, of_policies_only: bool) -> PublishedOffer | None:
     """Return the offer that `destination` should pull from: of a policy if there is one; names break ties."""
-    fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not with_state)]
+    fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not of_policies_only)]
     return min(fit, key=lambda offer: (not offer.is_policy, offer.holder)) if fit else None

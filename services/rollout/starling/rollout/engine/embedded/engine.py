@@ -372,6 +372,7 @@ class TransformersEngine:
         offer: Offer,
         plan: Plan,
         *,
+        root_plan: Plan | None = None,
         deadline_s: float,
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
@@ -379,7 +380,13 @@ class TransformersEngine:
     ) -> PullReport:
         """Pull a version into staging buffers, or into the live weights; see `Engine.pull`."""
         return self._weights.pull(
-            offer, plan, deadline_s=deadline_s, cancelled=cancelled, progress=progress, in_place=in_place
+            offer,
+            plan,
+            root_plan=root_plan,
+            deadline_s=deadline_s,
+            cancelled=cancelled,
+            progress=progress,
+            in_place=in_place,
         )
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:
@@ -393,8 +400,8 @@ class TransformersEngine:
         offer = self._weights.switch()
         self.set_version(offer.version)
         recomputed = self._recompute() if mode == "recompute" else 0
-        root = self._weights.attest(offer)
-        return AdoptionReport(offer.version, root == offer.root, root, recomputed)
+        root, layout_root = self._weights.attest(offer)
+        return AdoptionReport(offer.version, root == offer.root, root, layout_root, recomputed)
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are in place now; the KV cache is kept."""

@@ -24,7 +24,7 @@ from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
 from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature, num_logprobs
 from starling.rollout.engine.vllm.pull_progress import await_workers
 from starling.weightsync.plan.layout import Layout, encode
-from starling.weightsync.plan.offer import Offer, joined_root
+from starling.weightsync.plan.offer import Offer, joined_root, layout_root
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.report import PullProgress, PullReport
 
@@ -168,6 +168,7 @@ class VllmEngine:
         offer: Offer,
         plan: Plan,
         *,
+        root_plan: Plan | None = None,
         deadline_s: float,
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
@@ -181,7 +182,8 @@ class VllmEngine:
         thread = self._llm_thread
         self._staged = None
         self._num_pulls += 1
-        arguments = (self._num_pulls, encode(offer), encode(plan), deadline_s, in_place)
+        encoded_root_plan = b"" if root_plan is None else encode(root_plan)
+        arguments = (self._num_pulls, encode(offer), encode(plan), encoded_root_plan, deadline_s, in_place)
         try:
             thread.call(thread.call_workers("starling_pull", *arguments))
             report = await_workers(
@@ -231,8 +233,14 @@ class VllmEngine:
             await thread.restart_unstarted()
         if not self._paused:
             await thread.resume()
-        root = joined_root(offer, roots)
-        return AdoptionReport(version=offer.version, proven=root == offer.root, root=root, recomputed_tokens=cached)
+        root = joined_root(offer, [root for root, _ in roots])
+        return AdoptionReport(
+            version=offer.version,
+            proven=root == offer.root,
+            root=root,
+            layout_root=layout_root([rank_root for _, rank_root in roots]),
+            recomputed_tokens=cached,
+        )
 
     def sleep(self) -> None:
         """Free the device memory of weights and cache until `wake_up`; does nothing on CPUs.

@@ -94,12 +94,14 @@ class WorkerWeights:
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
         self._offer: Offer | None = None
+        self._root_plan: Plan | None = None
 
-    def pull(self, number: int, offer: bytes, plan: bytes, deadline_s: float, in_place: bool) -> None:
-        """Start a pull in a thread, which sends progress messages."""
+    def pull(self, number: int, offer: bytes, plan: bytes, root_plan: bytes, deadline_s: float, in_place: bool) -> None:
+        """Start a pull in a thread, which sends progress messages; `root_plan` may be empty."""
         self.cancel()
         before, self._cancelled = self._thread, threading.Event()
         self._offer = decode_offer(offer)
+        self._root_plan = decode_plan(root_plan) if root_plan else None
         arguments = (before, number, decode_plan(plan), deadline_s, in_place, self._cancelled)
         self._thread = threading.Thread(target=self._pull, args=arguments, name="pull", daemon=True)
         self._thread.start()
@@ -108,8 +110,11 @@ class WorkerWeights:
         """Cancel a running pull."""
         self._cancelled.set()
 
-    def adopt(self, version: int) -> str:
-        """Switch to the version that was pulled, unless it is in place already; return the digest of this worker."""
+    def adopt(self, version: int) -> tuple[str, str]:
+        """Switch to the version that was pulled, unless it is in place already.
+
+        Returns: root and rank root of this worker.
+        """
         if self._packer is not None:
             return self._pack(self._packer, version)
         if self._puller.version != version:
@@ -118,16 +123,17 @@ class WorkerWeights:
                 raise WeightsError(f"Version {switched} was staged, not {version}.")
         self._apply()
         assert self._offer is not None
-        return self._puller.attest(self._tensors(), self._offer)
+        roots = self._puller.attest_roots(self._tensors(), self._offer, self._root_plan)
+        return roots.root, roots.rank_root
 
-    def _pack(self, packer: Packer, version: int) -> str:
-        """Switch to a staged version of quantised weights, layer by layer; return the digest of this worker."""
+    def _pack(self, packer: Packer, version: int) -> tuple[str, str]:
+        """Switch to a staged version of quantised weights, layer by layer; returns as `adopt`."""
         assert self._offer is not None
-        root = self._puller.switch_in_parts(packer.layers_to_fill(), self._offer)
+        roots = self._puller.switch_in_parts(packer.layers_to_fill(), self._offer, self._root_plan)
         if self._puller.version != version:
             raise WeightsError(f"Version {self._puller.version} was staged, not {version}.")
         self._apply()
-        return root
+        return roots.root, roots.rank_root
 
     def close(self) -> None:
         """Stop a running pull and close all connections."""
@@ -238,9 +244,11 @@ class WorkerExtension:
         return packer.layer_bytes if packer else 0
 
     @returns_errors
-    def starling_pull(self, number: int, offer: bytes, plan: bytes, deadline_s: float, in_place: bool) -> None:
+    def starling_pull(
+        self, number: int, offer: bytes, plan: bytes, root_plan: bytes, deadline_s: float, in_place: bool
+    ) -> None:
         """Start a pull; see `WorkerWeights.pull`."""
-        self.starling_weights.pull(number, offer, plan, deadline_s, in_place)
+        self.starling_weights.pull(number, offer, plan, root_plan, deadline_s, in_place)
 
     @returns_errors
     def starling_cancel(self) -> None:
@@ -248,7 +256,7 @@ class WorkerExtension:
         self.starling_weights.cancel()
 
     @returns_errors
-    def starling_adopt(self, version: int) -> str:
+    def starling_adopt(self, version: int) -> tuple[str, str]:
         """Switch to a version; see `WorkerWeights.adopt`."""
         return self.starling_weights.adopt(version)
 
