@@ -126,3 +126,17 @@ def test_timelines_are_read_from_the_metrics_of_a_run() -> None:
     assert first.adoptions[1].parts == pytest.approx(
         {"prepare": 0.0, "read": 0.4, "confirm": 0.0, "switch": 0.1, "wait": 2.0}
     )
+
+
+def test_only_the_last_publications_are_returned() -> None:
+    """An adoption of an earlier version, which comes late, is left out with it."""
+    adopted = {"kind": "adopted", "replica": "r", "pull_s": 0.1, "pause_s": 0.1, "size_bytes": 8, "split": {}}
+    adopted |= {"transport": "ucx", "lanes": [], "attested": True}
+    lines = []
+    for version in range(1, 8):
+        lines.append({"kind": "published", "time": float(version), "version": version, "publish_s": 0.1})
+        lines += [{**adopted, "time": version + 0.5, "version": late} for late in (version, max(1, version - 2))]
+    whole = publication_timelines(lines)
+    for last in (1, 2, 5, 7, 9):
+        assert publication_timelines(lines, last) == whole[-last:]
+    assert publication_timelines(lines, 0) == whole

@@ -8,45 +8,43 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from starling.cli.run.attempt import Attempt, read_metrics
+from starling.cli.report.statistics import FileStatistics, RunStatistics, gather
+from starling.cli.run.attempt import Attempt, iter_metrics
 from starling.cli.run.screen import short_path
 from starling.controller.data.trajectories import FOLDER
 
 
 def report(attempt: Attempt, seconds: float, console: Console) -> None:
     """Print the table of a finished run and draw its curve."""
-    lines = read_metrics(attempt.metrics)
-    steps = [line for line in lines if line["kind"] == "step" and "staleness_max" in line]
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
-    adopted = [line for line in lines if line["kind"] == "adopted"]
+    run = gather(iter_metrics(attempt.metrics))
     table = Table(title=f"{attempt.folder.parent.name}: {seconds:.0f} s", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    files = [line for line in lines if line["kind"] == "step" and "num_prompts" in line]
-    for name, text in file_rows(files) if files else _rows(lines, steps, evaluations, adopted):
+    for name, text in file_rows(run.files) if run.files.num else _rows(run):
         table.add_row(name, text)
     if (attempt.folder / FOLDER).is_dir():
         table.add_row("trajectories", short_path(attempt.folder / FOLDER))
-    if steps:
+    if run.num_rl_steps:
         curve = attempt.folder / "reward.png"
-        draw_curve(steps, evaluations, curve)
+        draw_curve(run.rewards.points(), run.held_out.points(), curve)
         table.add_row("reward curve", short_path(curve))
     table.add_row("metrics", short_path(attempt.metrics))
-    for line in lines:
-        if line["kind"] == "checkpoint":
-            table.add_row("checkpoint", short_path(Path(line["path"])))
+    for path in run.checkpoints:
+        table.add_row("checkpoint", short_path(Path(path)))
     console.print(table)
-    tasks = task_table(evaluations)
+    tasks = task_table(run.last_evaluation)
     if tasks is not None:
         console.print(tasks)
 
 
-def task_table(evaluations: list[dict[str, Any]]) -> Table | None:
-    """Return the last evaluation by task, or None when its prompts name no tasks (``metadata.task``)."""
-    tasks: dict[str, dict[str, Any]] = evaluations[-1].get("tasks", {}) if evaluations else {}
+def task_table(last: dict[str, Any]) -> Table | None:
+    """Return the last evaluation by task, or None when its prompts name no tasks (``metadata.task``).
+
+    `last`: its line, empty without an evaluation.
+    """
+    tasks: dict[str, dict[str, Any]] = last.get("tasks", {})
     if not tasks:
         return None
-    last = evaluations[-1]
     rates = [name for name in last if name == "reward_mean" or (name.startswith("pass_at_") and last["k"])]
     table = Table(title=f"held-out prompts under version {last['version']}, by task", title_justify="left")
     for column in ("task", "prompts", *rates):
@@ -58,107 +56,61 @@ def task_table(evaluations: list[dict[str, Any]]) -> Table | None:
     return table
 
 
-def _rows(
-    lines: list[dict[str, Any]],
-    steps: list[dict[str, Any]],
-    evaluations: list[dict[str, Any]],
-    adopted: list[dict[str, Any]],
-) -> list[tuple[str, str]]:
-    rows = [("steps", f"{sum(line['kind'] == 'step' for line in lines)}, {len(steps)} of them by reinforcement")]
-    if steps:
-        tenth = max(1, len(steps) // 10)
-        first, last = (sum(map(reward_of, part)) / tenth for part in (steps[:tenth], steps[-tenth:]))
+def _rows(run: RunStatistics) -> list[tuple[str, str]]:
+    rows = [("steps", f"{run.num_steps}, {run.num_rl_steps} of them by reinforcement")]
+    if run.num_rl_steps:
+        rewards = [reward for _, reward in run.rewards.points()]
+        tenth = max(1, len(rewards) // 10)
+        first, last = (sum(part) / tenth for part in (rewards[:tenth], rewards[-tenth:]))
         rows.append(("training reward", f"{first:.3f} -> {last:.3f} (first and last tenth of the steps)"))
-        stale = max(step["staleness_max"] for step in steps)
-        mean = sum(step["staleness_mean"] for step in steps) / len(steps)
-        rows.append(("staleness", f"mean {mean:.2f}, most {stale}"))
-    if len(evaluations) > 1:
-        scores = [name for name in evaluations[0] if name == "reward_mean" or name.startswith("score/")]
-        for name in scores:
-            before, after = evaluations[0][name], evaluations[-1][name]
+        mean = run.staleness_sum / run.num_rl_steps
+        rows.append(("staleness", f"mean {mean:.2f}, most {run.staleness_max:g}"))
+    if run.num_evaluations > 1:
+        begin, end = run.first_evaluation, run.last_evaluation
+        for name in (name for name in begin if name == "reward_mean" or name.startswith("score/")):
+            before, after = begin[name], end[name]
             if before is not None and after is not None:
                 label = "reward" if name == "reward_mean" else name.removeprefix("score/")
                 rows.append((f"held-out {label}", f"{before:.3f} -> {after:.3f} ({after - before:+.3f})"))
-    rows += alarm_rows(lines)
-    rows += [(f"logger {line['logger']}", f"{line['dropped']} dropped: {line['reason']}") for line in _lost(lines)]
-    if adopted:
-        pull = sorted(line["pull_s"] for line in adopted)[len(adopted) // 2]
-        pause = sorted(line["pause_s"] for line in adopted)[len(adopted) // 2]
-        proven = sum(line["attested"] for line in adopted)
+    rows += run.alarms.rows()
+    rows += [(f"logger {line['logger']}", f"{line['dropped']} dropped: {line['reason']}") for line in run.losses]
+    adopted = run.adoptions
+    if adopted.num:
         rows.append(
             (
                 "weight sync",
-                f"{len(adopted)} adoptions over {adopted[0]['transport']}, {proven} attested; "
-                f"median pull {pull * 1e3:.1f} ms, pause {pause * 1e3:.1f} ms",
+                f"{adopted.num} adoptions over {adopted.transport}, {adopted.num_attested} attested; "
+                f"median pull {adopted.pull_s.median() * 1e3:.1f} ms, pause {adopted.pause_s.median() * 1e3:.1f} ms",
             )
         )
     return rows
 
 
-def file_rows(files: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def file_rows(files: FileStatistics) -> list[tuple[str, str]]:
     """Return the rows of a run without a policy, from the metrics of its files."""
-    total = {name: sum(file[name] for file in files) for name in ("num_prompts", "num_failed", "num_tokens")}
     rows = [
-        ("prompts", f"{total['num_prompts']} in {len(files)} files, {total['num_failed']} of them without an answer"),
-        ("tokens", f"{total['num_tokens']:,}"),
+        ("prompts", f"{files.num_prompts} in {files.num} files, {files.num_failed} of them without an answer"),
+        ("tokens", f"{files.num_tokens:,}"),
     ]
-    rewards = [
-        (file["reward_mean"], file["num_prompts"] - file["num_failed"]) for file in files if "reward_mean" in file
-    ]
-    if rewards:
-        mean = sum(reward * num for reward, num in rewards) / sum(num for _, num in rewards)
-        rows.append(("reward", f"mean {mean:.3f}"))
+    if files.num_rewarded:
+        rows.append(("reward", f"mean {files.reward_sum / files.num_rewarded:.3f}"))
     return rows
 
 
-def alarm_rows(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return one row for each kind of alarm: the steps, the first value with its bound, and the meaning."""
-    spans: dict[str, list[str]] = {}
-    meanings: dict[str, str] = {}
-    for line in lines:
-        if line["kind"] == "alarm":
-            spans.setdefault(line["name"], []).append(f"since step {line['step']}")
-            meanings.setdefault(
-                line["name"], f"{line['value']:.3g} against a bound of {line['bound']:g}: {line['text']}"
-            )
-        elif line["kind"] == "alarm_over" and line["name"] in spans:
-            began = spans[line["name"]][-1].removeprefix("since step ")
-            spans[line["name"]][-1] = f"steps {began} to {line['step'] - 1}"
-    return [(f"alarm {name}", f"{_listed(spans[name])}; {meanings[name]}") for name in spans]
-
-
-def _listed(spans: list[str], most: int = 3) -> str:
-    """Join the first `most` spans, and count the others."""
-    more = len(spans) - most
-    return ", ".join(spans[:most]) + (f", and {more} times more" if more > 0 else "")
-
-
-def _lost(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [line for line in lines if line["kind"] == "logger"]
-
-
-def reward_of(step: dict[str, Any]) -> float:
-    """Return the mean reward of a step; with dynamic sampling that of all sampled groups, also the filtered ones."""
-    reward: float = step.get("sampled_reward_mean", step["reward_mean"])
-    return reward
-
-
-def draw_curve(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Draw reward against step, with the evaluations on held-out prompts."""
+def draw_curve(rewards: list[tuple[float, float]], held_out: list[tuple[float, float]], path: Path) -> None:
+    """Draw reward against step, with the evaluations on held-out prompts by version."""
     # The import of matplotlib takes most of a second.
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    x = [step["step"] for step in steps]
-    y = [reward_of(step) for step in steps]
+    x, y = [step for step, _ in rewards], [reward for _, reward in rewards]
     figure, axes = plt.subplots(figsize=(8, 4.2), dpi=120, layout="constrained")
     axes.plot(x, y, color="#9ecae1", linewidth=1, label="step")
     axes.plot(x, _smooth(y), color="#08519c", linewidth=2, label="moving mean")
-    points = [(e["version"], e["reward_mean"]) for e in evaluations if e["reward_mean"] is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), "o--", color="#d95f0e", label="held-out prompts")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o--", color="#d95f0e", label="held-out prompts")
     axes.set(xlabel="step", ylabel="mean reward", title="Reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from starling.cli.run.attempt import Attempt, read_metrics
+from starling.cli.run.attempt import Attempt, iter_metrics
 from starling.common.errors import ConfigError
 from starling.weightsync.plan.timeline import PART_MEANINGS, PART_REMEDIES, TimeSplit, publication_timelines, time_split
 
@@ -19,7 +19,7 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
         raise ConfigError(f"--last {last} is not a number of publications; give one from 0 on, 0 for all")
     attempt = Attempt.find(folder)
     try:
-        split = time_split(publication_timelines(read_metrics(attempt.metrics, "published", "adopted"))[-last:])
+        split = time_split(publication_timelines(iter_metrics(attempt.metrics, "published", "adopted"), last))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"{attempt.metrics} has a damaged line of a publication or an adoption ({error!r}); remove the line"

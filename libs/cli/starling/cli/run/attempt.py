@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ class Attempt:
 
     def num_steps(self) -> int:
         """Return the number of the newest step, 0 before the first."""
-        return max((line.get("step", 0) for line in read_metrics(self.metrics, "step")), default=0)
+        return max((line.get("step", 0) for line in iter_metrics(self.metrics, "step")), default=0)
 
     def is_over(self) -> bool:
         """Return whether a supervisor on this machine ran the attempt and has exited."""
@@ -186,19 +187,26 @@ class Attempt:
         return self.folder / "lock"
 
 
-def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl of these kinds, or of all kinds.
+def iter_metrics(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl of these kinds, or of all kinds: those of a long run do not fit into memory.
 
     A line that cannot be read is left out: a full disk, a crash or a power cut may have damaged it. Raises ConfigError
     when `path` is something else than a file.
     """
     if not path.exists():
-        return []
+        return
     if not path.is_file():
         raise ConfigError(f"{path} is not a regular file; move it away")
     with path.open("rb") as file:
-        lines = [line for text in file if (line := parse_line(text)) is not None and isinstance(line.get("kind"), str)]
-    return [line for line in lines if not kinds or line["kind"] in kinds]
+        for text in file:
+            line = parse_line(text)
+            if line is not None and isinstance(kind := line.get("kind"), str) and (not kinds or kind in kinds):
+                yield line
+
+
+def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the lines of `iter_metrics`, of a run that is known to be short."""
+    return list(iter_metrics(path, *kinds))
 
 
 def attempts_in(parent: Path) -> list[Path]:

@@ -26,7 +26,7 @@ import time
 from types import FrameType
 
 from starling.cli.recipe.schema import MODEL_FOLDER, Recipe
-from starling.cli.run.attempt import OBSERVER, Attempt, read_metrics
+from starling.cli.run.attempt import OBSERVER, Attempt, iter_metrics
 from starling.cli.run.gpus import devices_of
 from starling.cli.run.processes import ServiceProcess, ServiceProcesses
 from starling.cli.run.restarts import Restarts
@@ -311,7 +311,7 @@ class Supervisor:
             # A replica's own error explains more than the controller's report of its loss.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
             raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
-        if self._interrupts and self.recipe.kind.trains and not read_metrics(self.attempt.metrics, "checkpoint"):
+        if self._interrupts and self.recipe.kind.trains and not any(iter_metrics(self.attempt.metrics, "checkpoint")):
             raise InterruptedRunError("stopped before the first step; there is nothing to save")
         for child in self.children.running():
             if child.name not in self._joined:  # restarted too late to join: no message would end it

@@ -98,8 +98,8 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     """A key of `PART_REMEDIES`."""
 
 
-def publication_timelines(lines: Iterable[Mapping[str, Any]]) -> list[PublicationTimeline]:
-    """Return the publications in a run's metrics, oldest first.
+def publication_timelines(lines: Iterable[Mapping[str, Any]], last: int = 0) -> list[PublicationTimeline]:
+    """Return the publications in a run's metrics, oldest first; only the `last` ones are in memory, 0 for all.
 
     Args:
         lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
@@ -113,6 +113,9 @@ def publication_timelines(lines: Iterable[Mapping[str, Any]]) -> list[Publicatio
         if line["kind"] == "published":
             published[line["version"]] = line
             adoptions[line["version"]] = []
+            if 0 < last < len(published):
+                oldest = next(iter(published))
+                del published[oldest], adoptions[oldest]
         elif line["kind"] == "adopted" and line["version"] in published:
             adoptions[line["version"]].append(_adoption(line, published[line["version"]]["time"]))
     return [
