@@ -94,3 +94,9 @@ def test_interruptible_block_is_interrupted_by_the_signal() -> None:
         finally:
             process.kill()
     assert (process.returncode, output) == (0, "broken off by SIGTERM\nnot begun\n")
+
+
+def test_name_that_is_no_text_is_no_obstacle_to_the_title() -> None:
+    """The command line's own check then names it."""
+    code = "from starling.common.observe.process import run_service as run; raise SystemExit(run('a-\\udcff', print))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zipfile
 from pathlib import Path
@@ -49,7 +50,8 @@ def record_run(path: Path, out: Path | None) -> None:
             archive.writestr("controller.log", _tail(folder / "logs" / "controller.log"))
         partial.rename(out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk may be read-only
+            partial.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {out}: {error.strerror}; give another file with --out") from None
     numbers = ", ".join(str(number) for number in sorted(recordings))
     print(

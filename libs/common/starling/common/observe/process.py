@@ -102,7 +102,7 @@ def die_with_parent() -> None:
 
 def run_service(name: str, body: Callable[[], None]) -> int:
     """Run `body` as the service `name`. Returns the exit code; a `StarlingError` is one sentence on stderr."""
-    setproctitle.setproctitle(f"starling: {name}")
+    setproctitle.setproctitle(f"starling: {name}".encode("utf-8", "replace").decode())
     log.configure(name)
     try:
         body()

@@ -148,8 +148,8 @@ def _add_code(view: View, place: str) -> None:
         return
     with os.scandir(place) as found:
         for entry in sorted(found, key=lambda entry: entry.name):
-            if (entry.is_dir() and _is_package(entry.path, entry.name)) or (
-                entry.is_file() and entry.name.endswith(_SUFFIXES)
+            if (os.path.isdir(entry.path) and _is_package(entry.path, entry.name)) or (
+                os.path.isfile(entry.path) and entry.name.endswith(_SUFFIXES)
             ):
                 view.show(entry.path)
 
