@@ -19,6 +19,7 @@ SCRATCH = {
     "model_type": "qwen3",
     "alphabet": "ab>",
     "max_length": 16,
+    "chat_template": "{{ messages[0].content }}>",
     "config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 

@@ -50,3 +50,49 @@ def test_transport_that_cannot_encrypt_is_refused_where_weights_must_be_encrypte
 def test_colocated_vllm_without_sleep_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = False"):
         load_recipe([RECIPE], [*COLOCATED, "--rollout.vllm.engine-args", "{enable_sleep_mode = false}"])
+
+
+CONVERSATIONS = ("--data.format", "", "--data.source", "rows.jsonl")
+
+
+def test_conversations_need_a_chat_template() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.source = 'rows.jsonl' gives conversations, .*model.scratch.chat_templ"
+    ):
+        load_recipe([RECIPE], CONVERSATIONS)
+    load_recipe([RECIPE], (*CONVERSATIONS, "--model.scratch.chat-template", "{{ messages[0].content }}"))
+    load_recipe([RECIPE], ("--data.format", "", "--data.source", "prompts:make"))  # rows of a function may be texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "accepted"),
+    [
+        ("tokenizer_config.json", "{}", False),
+        ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}', True),
+        ("chat_template.jinja", "{{ messages }}", True),
+    ],
+)
+def test_chat_template_is_found_in_the_model_folder(tmp_path: Path, name: str, content: str, accepted: bool) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""[model]
+path = "{tmp_path}"
+[data]
+source = "rows.jsonl"
+[[reward.scorers]]
+name = "exact_match"
+"""
+    )
+    for file, text in (
+        ("config.json", "{}"),
+        ("model.safetensors", ""),
+        ("tokenizer_config.json", "{}"),
+        (name, content),
+    ):
+        (tmp_path / file).write_text(text)
+    if accepted:
+        load_recipe([recipe], ())
+        return
+    with pytest.raises(ConfigError, match=r"no chat template; add a chat_template.jinja to the model folder, or make"):
+        load_recipe([recipe], ())
+    load_recipe([recipe], ("--data.format", "{question}"))

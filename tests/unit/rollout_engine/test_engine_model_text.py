@@ -162,6 +162,10 @@ def test_end_token_ids_are_those_of_tokenizer_and_folder(tmp_path: Path) -> None
     assert end_token_ids(tokenizer, tmp_path) == (1, 7)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert end_token_ids(tokenizer, tmp_path) == (1, 9)
+    (tmp_path / "generation_config.json").unlink()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="has no end-of-sequence token, so every completion would go on"):
+        end_token_ids(tokenizer, tmp_path)
 
 
 def test_built_model_returns_no_router_logits(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from starling.cli.model.scratch import ScratchSettings
+from starling.cli.recipe.chat_template import check_chat_template
 from starling.common.errors import WeightsError
 from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
@@ -184,6 +185,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained, reads_weights=False)
     if recipe.teacher is not None:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
+    check_chat_template(recipe)
     launched = recipe.replicas
     counts = {"num_rollouts": launched.get("rollout", 1), "num_teachers": launched.get("teacher", 0)}
     counts["num_rewards"] = launched.get("reward", 1)

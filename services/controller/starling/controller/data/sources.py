@@ -55,7 +55,7 @@ def load_rows(settings: DataSettings) -> Rows:
     elif settings.source.startswith("reasoning_gym:"):
         task = settings.source.removeprefix("reasoning_gym:")
         rows = Rows([*_read_reasoning_gym(task, settings, limit)], version("reasoning-gym"))
-    elif _names_a_function(settings.source):
+    elif names_a_function(settings.source):
         rows = Rows(_read_factory(settings.source, limit))
     else:
         rows = Rows([*_read_file(Path(settings.source).expanduser(), limit)])
@@ -256,7 +256,8 @@ def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str
 # --- functions of the user -----------------------------------------------------------------------------------------
 
 
-def _names_a_function(source: str) -> bool:
+def names_a_function(source: str) -> bool:
+    """Return whether `source` is MODULE:FACTORY or FILE.py:FACTORY."""
     place, _, attribute = source.rpartition(":")
     return all(map(str.isidentifier, attribute.split("."))) and (
         place.endswith(".py") or all(map(str.isidentifier, place.split(".")))

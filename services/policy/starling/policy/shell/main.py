@@ -74,8 +74,7 @@ class Shell:
             settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
         )
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
-        from transformers import AutoTokenizer
-
+        from starling.algo.tokenizer import check_end_token, load_tokenizer
         from starling.policy.train.metrics.step import StepMetrics
         from starling.weightsync.plan.layout import encode
         from starling.weightsync.tensors.adapters import base_digest
@@ -87,7 +86,11 @@ class Shell:
         self._step_metrics = StepMetrics(
             self._learner.tensors, self._clock, self._learner.model.device, settings.policy
         )
-        self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.model.trust_remote_code)
+        self._tokenizer = load_tokenizer(
+            path, self._learner.model.config, trust_remote_code=settings.model.trust_remote_code
+        )
+        if settings.run.kind in ("sft", "dpo", "reward_model"):
+            check_end_token(self._tokenizer, path)
         self._saver = self._create_saver(path, arguments.folder)
         version = self._saver.resume()
         base = base_digest(self._learner.model, settings.model.lora)

@@ -37,6 +37,9 @@ def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     """Return the ids that end a completion: the tokenizer's and those of `generation_config.json` in folder `path`.
 
     The defaults of the model's configuration class are ignored: they name tokens of another vocabulary.
+
+    Raises:
+        ConfigError: there is none, so that every completion would be truncated.
     """
     found: set[int] = set()
     if tokenizer.eos_token_id is not None:
@@ -44,6 +47,11 @@ def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     if (Path(path) / "generation_config.json").is_file():
         declared = GenerationConfig.from_pretrained(str(path)).eos_token_id
         found.update([declared] if isinstance(declared, int) else declared or [])
+    if not found:
+        raise ConfigError(
+            f"the model in {path} has no end-of-sequence token, so every completion would go on to its token limit; "
+            "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
+        )
     return tuple(sorted(found))
 
 

@@ -10,20 +10,20 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from starling.algo.architecture import context_length
+from starling.algo.tokenizer import load_tokenizer
 from starling.common.errors import ConfigError, StarlingError
 from starling.rollout.engine.model_config import read_config
 
 ROWS_AT_ONCE: Final = 1024
 """Tokens whose logits are converted to float32 together: bounds the memory beyond the logits themselves."""
-TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model")
 """Name patterns of tokenizer files."""
 
 
@@ -209,13 +209,5 @@ def num_shared_token_ids(teacher: str | Path, model: str | Path, *, trust_remote
 
 
 def _vocabulary(path: str | Path, *, trust_remote_code: bool = False) -> dict[str, int]:
-    # For a folder without a tokenizer, transformers would return a nearly empty one.
-    if not any(True for pattern in TOKENIZER_FILES for _ in Path(path).glob(pattern)):
-        raise ConfigError(f"the model folder {path} has no tokenizer; add its tokenizer.json")
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).split("\n", 1)[0].rstrip(".")
-        raise ConfigError(f"the model folder {path} has no tokenizer that can be read: {reason}") from error
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    vocabulary: dict[str, int] = load_tokenizer(Path(path), trust_remote_code=trust_remote_code).get_vocab()
     return vocabulary

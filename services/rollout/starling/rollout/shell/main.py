@@ -53,15 +53,14 @@ class Shell:
         own = settings.rollout
         path = check_model_folder(settings.model.path, weights=own.load_weights or settings.model.lora is not None)
         # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
-        from transformers import AutoTokenizer
-
+        from starling.algo.tokenizer import load_tokenizer
         from starling.rollout.engine.model_config import read_config
 
         self._settings, self._arguments = settings, arguments
         trusted = settings.model.trust_remote_code
         config = read_config(path, trust_remote_code=trusted)
         self._environment = make_environment(own.environment)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        self._tokenizer: Any = load_tokenizer(path, config, trust_remote_code=trusted)
         self._wake: Callable[[], None] = lambda: None  # until the link exists
         spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
         self._engine_factory = EngineFactory(spec)
