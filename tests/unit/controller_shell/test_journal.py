@@ -190,6 +190,18 @@ def test_journal_keeps_the_second_generation_of_a_group(path: Path) -> None:
     assert num_contents(path) == 4
 
 
+def test_reopened_journal_replaces_the_contents_of_a_group(path: Path) -> None:
+    partial = PartialCompletionsStored(
+        key="t1", partial=(), tensors=(), oldest_version=0, newest_version=0, temperature=1.0
+    )
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, generated("t0", "a"), JournalEntry(partial, (b"b",)))
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, generated("t0", "c"), generated("t1", "d"))
+        assert list(journal.read())[2:] == [generated("t0", "c"), generated("t1", "d")]
+    assert num_contents(path) == 2 * 4
+
+
 def test_journal_deletes_evaluation_texts_after_scoring(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         write(journal, generated("e0", "a"), generated("e1", "b"), scored("e0"))

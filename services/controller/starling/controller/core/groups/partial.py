@@ -25,7 +25,7 @@ class PartialCompletions:
     @property
     def num_tokens(self) -> int:
         """Tokens of all completions together."""
-        return sum(completion.num_tokens for completion in self.completions)
+        return sum([completion.num_tokens for completion in self.completions])
 
     def is_within(self, oldest: int, newest: int) -> bool:
         """Say whether no token is of a version before `oldest` or after `newest`."""

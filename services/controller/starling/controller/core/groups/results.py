@@ -139,7 +139,7 @@ def _update_estimates(state: ControllerState, member: Member, lease: Lease, grou
     num_tokens = group.num_tokens
     state.replicas.lengths.note(group.prompt.id, group.purpose, num_tokens / len(group.trajectories))
     if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
-        resumed = sum(completion.num_tokens for completion in lease.send.message.partial)
+        resumed = sum([completion.num_tokens for completion in lease.send.message.partial])
         state.replicas.slots.rates.note(member.name, num_tokens - resumed, state.now - lease.begun_at)
 
 

@@ -72,6 +72,9 @@ _DIGEST_BYTES: Final = 8
 _FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 """Disk full: for the file or its log, and for the index of the log."""
 
+WITH_CONTENTS: Final = (CompletionsStored, TeacherLogprobsStored, PartialCompletionsStored)
+"""Records with contents, as a tuple: `isinstance` takes ten times as long with a union."""
+
 Operation = tuple[str, tuple[Any, ...]]
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -108,6 +111,8 @@ class Journal:
                 self._seq = self._last_seq()
                 marks = _marks(self._db)
                 self._compacted, self._owner = marks.get("compacted", 0), marks.get("owner", 0)
+                self._stored = _keys(self._db)
+                """Groups that may have contents, those of appended records among them."""
                 self._file = _identity(path)
         except BaseException:  # the caller cannot close what was not constructed
             os.close(self._lock)
@@ -122,7 +127,7 @@ class Journal:
 
     def append(self, record: Record, payload: Buffers = ()) -> None:
         """Add `record`, which is durable once `commit` has returned. Only results of groups have a payload."""
-        has_contents = isinstance(record, CompletionsStored | TeacherLogprobsStored | PartialCompletionsStored)
+        has_contents = isinstance(record, WITH_CONTENTS)
         assert not payload or has_contents, f"{type(record).__name__} has no payload"
         self._seq += 1
         if has_contents:
@@ -132,7 +137,7 @@ class Journal:
             self._contents += [(first + part, buffer) for part, buffer in enumerate((whole, *payload))]
         body = _encode(_without_texts(record) if isinstance(record, CompletionsStored) else record)
         self._records.append((self._seq, body))
-        self._operations += _operations(self._seq, record, body)
+        self._operations += self._operations_of(record, body)
 
     def prune(self, step: int) -> None:
         """Delete the contents of the groups of steps up to `step`, a few with each commit from the next one on."""
@@ -233,6 +238,24 @@ class Journal:
         finally:
             os.close(self._lock)
 
+    def _operations_of(self, record: Record, body: bytes) -> list[Operation]:
+        """Return the changes of a record to the other tables.
+
+        Nearly all completions are the first of their group. Then there is nothing to delete, which would take five
+        statements.
+        """
+        match record:
+            case CompletionsStored(key=key) if key not in self._stored:
+                self._stored.add(key)
+                return [_insert(key, self._seq)]
+            case PartialCompletionsStored(key=key):
+                self._stored.add(key)
+            case GroupRequeued(key=key) | GroupDiscarded(key=key):
+                self._stored.discard(key)
+            case EvaluationOpened() | EvaluationClosed():
+                self._stored = {key for key in self._stored if not key.startswith("e")}
+        return _operations(self._seq, record, body)
+
     def _write(self) -> bool:
         """Execute the transaction. Returns whether there is more to prune."""
         db = self._db
@@ -248,6 +271,7 @@ class Journal:
                 db.execute(operation, values)
         db.execute("COMMIT")
         self._token = token
+        self._stored.difference_update(prunable)
         return len(prunable) == PRUNED_PER_COMMIT
 
     def _check_owner(self) -> int:
@@ -339,7 +363,7 @@ def _operations(seq: int, record: Record, body: bytes) -> list[Operation]:
     """Return the changes of a record, and of its encoding, to the other tables."""
     match record:
         case CompletionsStored(key=key):
-            return [*_drop(key), *_drop_partial(key), ("INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq))]
+            return [*_drop(key), *_drop_partial(key), _insert(key, seq)]
         case RewardsStored(key=key) if key.startswith("e"):
             return _drop(key)  # evaluations are not trained, and the scorers have seen the texts
         case RewardsStored(key=key):
@@ -368,6 +392,11 @@ def _operations(seq: int, record: Record, body: bytes) -> list[Operation]:
             ]
         case _:
             return []
+
+
+def _insert(key: str, seq: int) -> Operation:
+    """Note where the completions of a group are."""
+    return "INSERT INTO groups (key, generated) VALUES (?, ?)", (key, seq)
 
 
 def _drop(key: str) -> list[Operation]:
@@ -413,8 +442,13 @@ def _marks(db: sqlite3.Connection) -> dict[str, int]:
     return dict(db.execute("SELECT name, value FROM marks").fetchall())
 
 
+def _keys(db: sqlite3.Connection) -> set[str]:
+    """Return the groups that have contents."""
+    return {key for (key,) in db.execute("SELECT key FROM groups UNION SELECT key FROM partials")}
+
+
 def _without_texts(record: CompletionsStored) -> CompletionsStored:
-    return replace(record, trajectories=tuple(replace(t, text="") for t in record.trajectories))
+    return replace(record, trajectories=tuple([replace(t, text="") for t in record.trajectories]))
 
 
 def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
