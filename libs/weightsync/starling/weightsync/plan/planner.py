@@ -62,6 +62,8 @@ MAX_IN_FLIGHT: Final = 1024
 """Maximum number of buckets in flight of one destination rank."""
 MAX_PLANS: Final = 1024
 """Plans that a `PlanCache` keeps; the least recently used ones are dropped."""
+MAX_DISTANCES: Final = 64
+"""Pairs of places whose distances a `PlanCache` remembers. Rollouts join host by host."""
 MAX_LAYOUT_DIGESTS: Final = 65_536
 
 K = TypeVar("K")
@@ -346,6 +348,7 @@ class PlanCache:
         self._plans: OrderedDict[tuple[str, str, bytes], Plan] = OrderedDict()
         self._renamed: OrderedDict[tuple[int, str, str], tuple[Plan, Plan]] = OrderedDict()
         self._digests: OrderedDict[int, tuple[Layout | CompactLayout, str]] = OrderedDict()
+        self._distances: OrderedDict[tuple[tuple[Place, ...], tuple[Place, ...]], bytes] = OrderedDict()
 
     def plan(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> Plan:
         """Return the plan from `source` to `destination`; the same object as before if neither changed.
@@ -353,7 +356,7 @@ class PlanCache:
         Raises:
             WeightsError: as `make_plan`.
         """
-        distance = distances(_places(source), _places(destination), self._topology).tobytes()
+        distance = self._distance(_places(source), _places(destination))
         key = (self._digest(source), self._digest(destination), distance)
         plan = self._plans.pop(key, None)
         if plan is None:
@@ -372,6 +375,16 @@ class PlanCache:
     def key(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> str:
         """Return a key that is equal for plans that move the same boxes, whatever the replicas' names and places."""
         return f"{self._digest(source)}-{self._digest(destination)}"
+
+    def _distance(self, sources: tuple[Place, ...], destinations: tuple[Place, ...]) -> bytes:
+        """Return a digest of the distances between ranks. Replicas of one host often name their places equally."""
+        digest = self._distances.pop((sources, destinations), None)
+        if digest is None:
+            digest = xxhash.xxh3_128_digest(distances(sources, destinations, self._topology).tobytes())
+        self._distances[sources, destinations] = digest
+        while len(self._distances) > MAX_DISTANCES:
+            self._distances.popitem(last=False)
+        return digest
 
     def _digest(self, layout: Layout | CompactLayout) -> str:
         """Return a digest of a layout without its name and the places of its ranks."""
