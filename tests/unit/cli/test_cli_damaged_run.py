@@ -23,7 +23,7 @@ from starling.controller.core.records import RunEnded
 from starling.controller.shell.journal.journal import Journal
 
 CONFIG = '[run]\nid = "x"\nkind = "rl"\n[network]\ncurve = true\n'
-RECIPE = '[data]\nsource = "p.jsonl"\n[model.scratch]\n[[reward.scorers]]\nname = "math"\n'
+RECIPE = '[data]\nsource = "p.jsonl"\nformat = "{question}"\n[model.scratch]\n[[reward.scorers]]\nname = "math"\n'
 ADDRESS = {"address": "tcp://127.0.0.1:1", "telemetry": "tcp://127.0.0.1:1"}
 ASK = ("--timeout", "0.2")
 Damage = Callable[[Path], object]
