@@ -102,9 +102,9 @@ class NetworkSettings(SettingsSection):
     curve: bool = True
     """Encrypt and authenticate every connection to the controller."""
     encrypt_weights: bool | None = None
-    """Encrypt weights that travel between replicas of several hosts (AES-256-GCM), which only `tcp` can. Unset, `tcp`
-    does, and the other transports are possible; `true` refuses them; `false` is for a network that nobody else
-    reaches."""
+    """Encrypt weights that travel between hosts (AES-256-GCM), which only the transport `tcp` can. Unset: `tcp`
+    encrypts, and other transports are allowed. `true`: others between hosts are refused. `false`: weights are not
+    encrypted, for a private network."""
     heartbeat_s: Seconds = 1.0
     """Interval at which each replica reports its state."""
     lease_s: Seconds = 10.0

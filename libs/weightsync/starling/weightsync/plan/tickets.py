@@ -9,9 +9,9 @@ presents, so it needs to know nothing of its readers:
     rank key  = HMAC-SHA256(key, rank)                a reader of several ranks opens the snapshot once with each
     presented = claims, rank, nonce, HMAC-SHA256(rank key, snapshot, nonce)
 
-The keys never travel over the network of the weights: who listens there learns none. The source accepts each pair of
+The keys never travel over the network of the weights: an eavesdropper learns none. The source accepts each pair of
 claims and rank once, so what was presented is worth nothing afterwards; and another snapshot has another secret. The
-rank key also is what a connection's encryption begins from (RFC 2104; the scheme is that of a Kerberos ticket).
+keys of an encrypted connection are derived from the rank key, too (RFC 2104; the scheme is that of a Kerberos ticket).
 """
 
 from __future__ import annotations

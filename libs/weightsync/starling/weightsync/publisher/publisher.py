@@ -137,11 +137,11 @@ class Publisher:
         quantise: which tensors are published quantised, and how; by default none.
         exchange: how the ranks exchange the maxima of scale groups that are cut between them; every rank then takes
             the snapshots of the same versions in the same order, and `layout` is that of all ranks.
+        encrypt: encrypt what readers get; the transport must be ``tcp``.
 
     Raises:
-        WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available,
-            or a recipe that does not fit the layout.
-        encrypt: encrypt what readers get; the transport must be ``tcp``.
+        WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available or
+            cannot encrypt, or a recipe that does not fit the layout.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ def is_loopback(host: str) -> bool:
 def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None) -> tuple[Transport, bool]:
     """Return the transport of weights that are offered at an address, and whether it encrypts them.
 
-    Who reaches a port of UCX, NIXL, NCCL or gloo has the process, and they cannot encrypt: between hosts the default is
-    encrypted `tcp`, and the others are for networks that nobody else reaches.
+    UCX, NIXL, NCCL and gloo cannot encrypt, and anyone who can connect to a port of theirs can take over the process.
+    So the default between hosts is encrypted `tcp`, and the others are for private networks.
 
     Args:
         choice: the transport; `auto`: `ucx` where the address is of this machine only, else `tcp`.

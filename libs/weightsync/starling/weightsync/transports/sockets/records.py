@@ -20,7 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.plan.tickets import Presented
 
 RECORD_BYTES: Final = 1 << 20
-"""Longest content of a record: a channel needs as much memory for each direction."""
+"""Longest content of a record. A channel needs three times as much memory: to send, to receive and to decrypt."""
 HEAD: Final = struct.Struct("<I")
 TAG_BYTES: Final = 16
 _NONCE: Final = struct.Struct("<4xQ")

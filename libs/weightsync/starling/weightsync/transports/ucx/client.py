@@ -155,7 +155,8 @@ class UcxClient:
             except (WeightsError, OSError, self._worker.error) as error:
                 connection.broken = True
                 self._worker.unwatch(connection.channel)
-                events.append(ConnectionLost(source, f"{type(error).__name__}: {error}"))
+                reason = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+                events.append(ConnectionLost(source, reason))
         return events
 
     def _advance(self, connection: _Connection) -> list[SourceAnswer]:
