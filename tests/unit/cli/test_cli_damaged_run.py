@@ -106,8 +106,8 @@ DAMAGES: dict[str, tuple[Damage, list[str], tuple[str, ...], int]] = {
         ("controller.json cannot be read: Is a directory",),
         1,
     ),
-    "key that is none": (key("x"), ["status", "run", *ASK], ("something else than keys", "`starling keys`"), 2),
-    "key of other letters": (key("ü" * 40), ["status", "run", *ASK], ("something else than keys",), 2),
+    "key that is none": (key("x"), ["status", "run", *ASK], ("something other than keys", "`starling keys`"), 2),
+    "key of other letters": (key("ü" * 40), ["status", "run", *ASK], ("something other than keys",), 2),
     "key that is no text": (write("keys/operator-0.json", b"\xff"), ["why", "run", *ASK], ("is not a key file",), 2),
     "key that is a folder": (
         folder_at("keys/operator-0.json"),

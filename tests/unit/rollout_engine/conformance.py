@@ -383,6 +383,7 @@ class EngineConformance:
             return
         # Rows with other parameters in the same batch.
         others = [rig.request(rig.prompt(7, 3), 2, max_tokens=20, **SAMPLINGS[kind]) for kind in SAMPLINGS]
+        others.append(rig.request(rig.prompt(8, 3), max_tokens=20, temperature=0.0, top_p=0.5))  # nothing is drawn
         results = rig.run(*asked, *others)
         for one, result in zip([*asked, *others], results, strict=True):
             rig.check(one, result)

@@ -81,7 +81,7 @@ def kept_problem(kept: KeptTokens, token_ids: IntArray, sampled: npt.NDArray[np.
     if len(counts) != len(token_ids):
         return f"{len(counts)} sets of kept tokens came with {len(token_ids)} tokens"
     if counts.min(initial=0) < 0 or counts.sum(dtype=np.int64) != len(ids):
-        return f"its kept tokens are {len(ids)}, and their counts do not add up to that"
+        return f"it has {len(ids)} kept tokens, and their counts do not add up to that"
     if sampled is not None and counts[~sampled].any():
         return "a token that was not sampled came with kept tokens"
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -232,7 +232,7 @@ def complete_sentence(attempt: Attempt) -> str:
     """Return that the run is complete, and what can be done with it."""
     folder = attempt.folder
     next_steps = (
-        f"`starling export {folder} OUT` writes its model, `starling run RECIPE.toml --from {folder}` trains on"
+        f"`starling export {folder} OUT` writes its model, `starling run RECIPE.toml --from {folder}` trains it further"
     )
     return f"the run in {folder} is complete; {next_steps if attempt.trains() else 'its results are in that folder'}"
 

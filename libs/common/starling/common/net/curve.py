@@ -106,7 +106,7 @@ def load_key(path: Path) -> KeyFile:
     key: KeyFile = read_private(path, KeyFile)
     for text in (key.public, key.secret, key.controller_public):
         if not _is_key(text):
-            raise ConfigError(f"{path} has something else than keys in it; make keys with `starling keys`")
+            raise ConfigError(f"{path} has something other than keys in it; make keys with `starling keys`")
     return key
 
 

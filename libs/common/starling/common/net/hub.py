@@ -4,10 +4,9 @@ Names are not routing ids: ROUTER assigns those at random, and a peer is known o
 the key of the connection. No peer can therefore send, or receive, under the name of another.
 
 Peers are bounded (`limits`): the role determines which messages, of which size; an allowance determines the rate.
-Messages beyond them are dropped and counted, and a peer that keeps flooding, or sends more without completing a message
-(`traffic`), loses its connection. A peer that does not
-read costs one log line a minute and the memory of `SEND_HIGH_WATER` messages. Changes of the allow-list take effect
-during the run.
+Messages beyond them are dropped and counted. A peer that keeps flooding, or that sends too much without completing a
+message (`traffic`), loses its connection. A peer that does not read costs one log line a minute and the memory of
+`SEND_HIGH_WATER` messages. Changes of the allow-list take effect during the run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from starling.rollout.engine.model_config import read_config
 
 ROWS_AT_ONCE: Final = 1024
 """Tokens whose logits are converted to float32 together: bounds the memory beyond the logits themselves."""
-"""Name patterns of tokenizer files."""
 
 
 class TeacherRequestError(StarlingError, ValueError):

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 NUM_KEPT: Final = 8
 """Recordings in a folder, the new one included: a run that is restarted again and again does not fill the disk."""
 FLUSH_BYTES: Final = 1 << 20
-"""Maximum bytes that are entry in memory between two ticks."""
+"""Maximum number of bytes that are kept in memory between two ticks."""
 
 
 def recording_path(folder: Path, incarnation: int) -> Path:

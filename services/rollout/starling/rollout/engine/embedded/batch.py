@@ -249,7 +249,8 @@ class RunningRows:
             kept: the kept tokens of each row; None if no row records them.
             sampled: bool [rows]: rows that have sampled, see `record`.
         """
-        counted = sampled & ((self.table["top_p"] < 1.0) | (self.table["top_k"] > 0) | (self.table["min_p"] > 0.0))
+        counted = (self.table["top_p"] < 1.0) | (self.table["top_k"] > 0) | (self.table["min_p"] > 0.0)
+        counted &= sampled & (self.table["temperature"] > 0.0)
         self.table["log_mass"][counted] += log_mass[counted]
         self.table["num_truncated"] += counted
         if kept is not None:
