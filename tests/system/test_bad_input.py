@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("sft.num_steps = 0, but run.kind = 'sft'", "set it"),
     ),
     "bytes that are no text": ([*RUN, "--run.folder", "\udcff"], (r"run.folder = '\udcff' is not UTF-8", "another")),
-    "a zero character": ([*RUN, "--run.folder", '"a\\u0000"'], (r"run.folder = 'a\x00' has a zero character",)),
+    "a null character": ([*RUN, "--run.folder", '"a\\u0000"'], (r"run.folder = 'a\x00' has a zero character",)),
     "an absurd length": ([*RUN, "--sampling.max-tokens", "1" + "0" * 30], ("sampling.max_tokens = 1000", "16777216")),
     "an infinite temperature": ([*RUN, "--sampling.temperature", "inf"], ("sampling.temperature = inf", "finite")),
     "a temperature near 0": ([*RUN, "--sampling.temperature", "1e-9"], ("sampling.temperature: 1e-09", "give 0")),
@@ -131,7 +132,15 @@ UNUSABLE_INPUTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no such logger": (["--logging.loggers", '["none.py:log"]'], ("there is no file", "none.py")),
     "a model without a tokenizer": (
         ["--model.path", "bare", "--policy.init", "random"],
-        ("the tokenizer in bare knows nothing of the first prompt", "give another model.path"),
+        ("the model folder bare has no tokenizer", "add its tokenizer.json"),
+    ),
+    "a model with fewer embeddings than its tokenizer has tokens": (
+        ["--model.path", "small", "--policy.init", "random"],
+        ("the tokenizer in small gives", "the model has embeddings for 8 tokens"),
+    ),
+    "a model without an end token": (
+        ["--model.path", "endless", "--policy.init", "random"],
+        ("the model in endless has no end-of-sequence token",),
     ),
 }
 """Flags of `starling run --dry-run`, and parts of the sentence."""
@@ -146,8 +155,17 @@ def write_inputs(folder: Path) -> None:
     )
     (folder / "broken.py").write_text("{}['missing']\n")
     make_model_folder(ScratchSettings(config={"hidden_size": 32, "num_hidden_layers": 1}), folder / "bare")
+    for name in ("small", "endless"):
+        shutil.copytree(folder / "bare", folder / name)
     for path in (folder / "bare").glob("tokenizer*"):
         path.unlink()
+    _edit(folder / "small" / "config.json", vocab_size=8)
+    _edit(folder / "endless" / "tokenizer_config.json", eos_token=None)
+    (folder / "endless" / "generation_config.json").unlink()
+
+
+def _edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.mark.parametrize("mistake", UNUSABLE_INPUTS)

@@ -13,7 +13,8 @@ import os
 import shutil
 import string
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -62,6 +63,18 @@ class ScratchSettings(SettingsSection):
         if repeated:
             raise ValueError(f"alphabet repeats {''.join(repeated)!r}: write each character once")
         return alphabet
+
+
+@contextmanager
+def model_folder(path: str, scratch: ScratchSettings | None) -> Iterator[Path]:
+    """Yield the model folder at `path`, or a temporary one made of `scratch`. Raises ConfigError."""
+    if scratch is None:
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "model"
+        make_model_folder(scratch, folder)
+        yield folder
 
 
 def make_model_folder(settings: ScratchSettings, folder: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
-from pathlib import Path
 
 from starling.algo.algorithm import defaults
 from starling.algo.staleness import num_slots
-from starling.cli.model.scratch import make_model_folder
+from starling.cli.model.scratch import model_folder
 from starling.cli.recipe.schema import Recipe
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
@@ -160,11 +158,7 @@ def num_parameters(recipe: Recipe) -> int:
     # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.model.load import count_parameters
 
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(recipe.model.path)
-        if recipe.model.scratch is not None:
-            folder = Path(made) / "model"
-            make_model_folder(recipe.model.scratch, folder)
+    with model_folder(recipe.model.path, recipe.model.scratch) as folder:
         try:
             return count_parameters(json.loads((folder / "config.json").read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -6,17 +6,16 @@ and none of their functions is called but that of a dataset.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from starling.algo.text import encode_prompt
-from starling.cli.model.scratch import make_model_folder
+from starling.algo.tokenizer import check_end_token, load_tokenizer
+from starling.cli.model.scratch import model_folder
 from starling.cli.recipe.schema import Recipe
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
-from starling.common.raised import describe_type
 from starling.common.wire.messages import Prompt
 from starling.controller.data.prompts import Needs, load_prompts, make_prompt
 from starling.controller.data.settings import DataSettings
@@ -81,23 +80,17 @@ def _first_rows(settings: DataSettings, needs: Needs) -> tuple[int, Prompt]:
 
 
 def _tokenizer(recipe: Recipe) -> Any:
-    """Return the tokenizer of the recipe's model. Raises ConfigError."""
-    from transformers import AutoTokenizer
+    """Return the tokenizer of the recipe's model, checked as by the processes that load it. Raises ConfigError."""
+    from starling.rollout.engine.model_config import end_token_ids, read_config  # they import transformers
 
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(recipe.model.path)
-        if recipe.model.scratch is not None:
-            folder = Path(made) / "model"
-            make_model_folder(recipe.model.scratch, folder)
-        try:
-            return AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=recipe.model.trust_remote_code
-            )
-        except Exception as error:  # noqa: BLE001 - transformers raises many kinds, and the folder's own code any
-            raise ConfigError(
-                f"the tokenizer in {folder} cannot be loaded ({describe_type(error)}); add its files, or give another "
-                "model.path"
-            ) from None
+    trust = recipe.model.trust_remote_code
+    with model_folder(recipe.model.path, recipe.model.scratch) as folder:
+        tokenizer = load_tokenizer(folder, read_config(folder, trust_remote_code=trust), trust_remote_code=trust)
+        if recipe.generates:
+            end_token_ids(tokenizer, folder)
+        if recipe.kind.learns_from_examples_only:
+            check_end_token(tokenizer, folder)
+        return tokenizer
 
 
 def _length(prompt: Prompt, tokenizer: Any, recipe: Recipe) -> str:
@@ -105,7 +98,7 @@ def _length(prompt: Prompt, tokenizer: Any, recipe: Recipe) -> str:
     if prompt.media:
         return "the first with images or videos"
     num = len(encode_prompt(tokenizer, prompt))
-    if num == 0:  # transformers makes an empty tokenizer for a folder without one
+    if num == 0:
         where = recipe.model.path or "[model.scratch]"
         raise ConfigError(
             f"the tokenizer in {where} knows nothing of the first prompt; add its files, or give another model.path"

@@ -89,7 +89,7 @@ class Shell:
         self._tokenizer = load_tokenizer(
             path, self._learner.model.config, trust_remote_code=settings.model.trust_remote_code
         )
-        if settings.run.kind in ("sft", "dpo", "reward_model"):
+        if KINDS[settings.run.kind].learns_from_examples_only:
             check_end_token(self._tokenizer, path)
         self._saver = self._create_saver(path, arguments.folder)
         version = self._saver.resume()
