@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("sft.num_steps = 0, but run.kind = 'sft'", "set it"),
     ),
     "bytes that are no text": ([*RUN, "--run.folder", "\udcff"], (r"run.folder = '\udcff' is not UTF-8", "another")),
-    "a null character": ([*RUN, "--run.folder", '"a\\u0000"'], (r"run.folder = 'a\x00' has a zero character",)),
+    "a null character": ([*RUN, "--run.folder", '"a\\u0000"'], (r"run.folder = 'a\x00' has a null character",)),
     "an absurd length": ([*RUN, "--sampling.max-tokens", "1" + "0" * 30], ("sampling.max_tokens = 1000", "16777216")),
     "an infinite temperature": ([*RUN, "--sampling.temperature", "inf"], ("sampling.temperature = inf", "finite")),
     "a temperature near 0": ([*RUN, "--sampling.temperature", "1e-9"], ("sampling.temperature: 1e-09", "give 0")),

@@ -284,17 +284,17 @@ def shown(value: object) -> str:
 def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) -> Tree:
     """Return `tree` without the sections of other services. Raises ConfigError for an unknown key."""
     own = {key: value for key, value in tree.items() if key not in foreign}
-    problem = _unknown_key(schema, own, ()) or find_no_text(own)
+    problem = _unknown_key(schema, own, ()) or unusable_text(own)
     if problem is not None:
         raise ConfigError(f"{problem} (in {origin})")
     return own
 
 
-def find_no_text(value: Any, path: tuple[str, ...] = ()) -> str | None:
+def unusable_text(value: Any, path: tuple[str, ...] = ()) -> str | None:
     """Return what is wrong with the first string that neither a recipe nor a path can contain."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = (find_no_text(item, (*path, str(key))) for key, item in items)
+        found = (unusable_text(item, (*path, str(key))) for key, item in items)
         return next((problem for problem in found if problem is not None), None)
     if isinstance(value, str) and ("\0" in value or not value.isprintable()):
         try:
@@ -302,7 +302,7 @@ def find_no_text(value: Any, path: tuple[str, ...] = ()) -> str | None:
         except UnicodeEncodeError:
             return f"{'.'.join(path)} = {shown(value)} is not UTF-8, as a recipe has to be; give another value"
         if "\0" in value:
-            return f"{'.'.join(path)} = {shown(value)} has a zero character; remove it"
+            return f"{'.'.join(path)} = {shown(value)} has a null character; remove it"
     return None
 
 

@@ -20,7 +20,7 @@ from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.cli.run.gpus import num_instances, visible_gpus
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_GROUPS
-from starling.common.settings import find_no_text
+from starling.common.settings import unusable_text
 from starling.controller.settings import ControllerSettings
 from starling.rollout.settings import RolloutSettings
 
@@ -117,7 +117,7 @@ def _load(
         "rollout": {"engine": model.engine, "num_slots": num_slots, "vllm": {"tensor_parallel_size": model.tp_size}},
         **sections,
     }
-    problem = find_no_text(tree)
+    problem = unusable_text(tree)
     if problem is not None:
         raise ConfigError(f"{problem} (from the command line)")
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,7 @@ def _cause(state: ControllerState) -> Cause:
         return Cause(missing, ("missing",))
     switch = _device_switch(state)
     if switch is not None:
-        return Cause(switch, ("sleep", "wake", *WORK) if switch.endswith("are due") else ("wake",))
+        return switch
     outdated = state.replicas.outdated_policies(state.version)
     if outdated:
         name, version = outdated[0].name, outdated[0].version
@@ -104,14 +104,16 @@ def _cause(state: ControllerState) -> Cause:
     )
 
 
-def _device_switch(state: ControllerState) -> str | None:
+def _device_switch(state: ControllerState) -> Cause | None:
     """Return what the side that is due waits for before it has the devices, or None when it has them."""
     sharing, membership = state.replicas.sharing, state.replicas.membership
     if not sharing.shared or all(map(sharing.has_devices, membership.of(sharing.active))):
         return None
     plural = "policies" if sharing.active == "policy" else "rollouts"
     obstacle = sharing.obstacle(membership.of(sharing.inactive), state.now)
-    return f"{obstacle} to sleep: the {plural} are due" if obstacle else f"the {plural} to wake"
+    if obstacle:
+        return Cause(f"{obstacle} to sleep: the {plural} are due", tuple(WORK))
+    return Cause(f"the {plural} to wake", ("wake",))
 
 
 def _scoring(plan: RunPlan) -> str:
