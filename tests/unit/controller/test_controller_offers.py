@@ -215,6 +215,20 @@ def test_rollout_whose_layout_no_policy_has_digested_pulls_from_policies_until_o
     assert "rollout-0 <- publish:0:2" in lines
 
 
+def test_policy_is_asked_once_for_a_layout_root_that_it_does_not_compute() -> None:
+    script = Script()
+    enters(script, "policy-0", "a")
+    script.joins("reward-0", slots=8)
+    script.publishes(0)
+    enters(script, "rollout-0", "b")
+    script.adopts("rollout-0", 0)
+    assert "policy-0 <- publish:0:1" in enters(script, "rollout-1", "b")
+    offers(script, 0, encoded_offer(0), "policy-0")
+    script.adopts("rollout-1", 0, 1)
+    assert not [line for line in enters(script, "rollout-2", "b") if "publish" in line]
+    assert pulling(script) == "policy-0"
+
+
 def test_journaled_layout_roots_hold_after_a_restart_of_the_controller() -> None:
     script = offering()
     entries = [JournalEntry(write.record, write.payload) for write in script.journal]

@@ -194,18 +194,22 @@ def _holder_on_host(
     if holder is None or not _of_policies_only(state, member, version):
         return holder
     if member.name not in state.replicas.membership.accusers:
-        _request_layout_roots(state, version)  # for the next one: this one does not wait
+        _request_layout_roots(state, member, version)  # for the next one: this one does not wait
     return None
 
 
-def _request_layout_roots(state: ControllerState, version: int) -> None:
-    """Have a policy compute the layout roots of rollouts that joined since it published, while it has the version."""
-    replicas = state.replicas
+def _request_layout_roots(state: ControllerState, rollout: Member, version: int) -> None:
+    """Have a policy compute the layout roots of rollouts that joined since it published, while it has the version.
+
+    Only once for the layout of `rollout`: a policy may be unable to compute its root.
+    """
+    replicas, weights = state.replicas, state.weights
     if version != state.version or replicas.leases.has("publish") or not replicas.policies_have_devices():
         return
     for member in replicas.current_policies(version):
         if not replicas.leases.num(member.name, "train"):
-            _request_offer(state, member, version)
+            if weights.request_layout_root(version, weights.layout_key(weights.policy_layout, rollout.layout)):
+                _request_offer(state, member, version)
             return
 
 

@@ -70,6 +70,8 @@ class Publications:
     """By rollout: pulls from it in a row that failed."""
     suspects: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By rollout: the rollout, and its incarnation, from which it pulled something else than was published."""
+    _requested_roots: tuple[int, set[str]] = field(default_factory=lambda: (-1, set()))
+    """A version, and the keys of layouts whose roots a policy was asked for since it published it."""
     _retry_at: dict[str, float] = field(default_factory=dict)
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
@@ -138,6 +140,16 @@ class Publications:
         """
         roots = self.layout_roots.get(version, {}).get(key, ())
         return tuple(sorted(roots)) if len(roots) >= len(self.roots.get(version, ())) else ()
+
+    def request_layout_root(self, version: int, key: str) -> bool:
+        """Note that a policy is asked for the layout root of this key. Returns False if one was asked before."""
+        if self._requested_roots[0] != version:
+            self._requested_roots = version, set()
+        keys = self._requested_roots[1]
+        if key in keys or len(keys) >= MAX_LAYOUTS:
+            return False
+        keys.add(key)
+        return True
 
     def can_prove(self, destination: Member, version: int) -> bool:
         """Say whether `destination` can prove `version` without its source: whether it may pull from a rollout."""
