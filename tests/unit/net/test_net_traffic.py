@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import struct
@@ -17,7 +18,7 @@ from hub_harness import DEADLINE_S, HubHarness, envelope, running_link, socket_o
 from structlog.testing import capture_logs
 from test_net_restart import hub_process
 
-from starling.common.net import curve, traffic
+from starling.common.net import connections, curve, traffic
 from starling.common.net.keyring import make_keys
 from starling.common.net.telemetry import TelemetrySubscriber
 from starling.common.wire import codec
@@ -136,6 +137,23 @@ def test_subscriber_that_sends_much_is_closed(open_hub: HubHarness) -> None:
     subscription = frame_of(b"\x01" + bytes(1000), 0) * 64
     with raw_connection(open_hub.hub.telemetry_address, b"SUB") as line:
         sent_until_closed(open_hub, line, subscription, most=256 * MIB)
+
+
+def test_connection_that_closes_while_it_is_noted_is_forgotten(
+    open_hub: HubHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def address_and_close(descriptor: int) -> object | None:
+        address = connections.peer_address(descriptor)
+        os.close(descriptor)  # as a thread of ZeroMQ does
+        return address
+
+    monkeypatch.setattr(traffic, "peer_address", address_and_close)
+    guard = open_hub.hub._traffic
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        descriptor = server.accept()[0].detach()
+        guard._add(descriptor, now=0.0)
+    assert descriptor not in guard._connections
+    guard.check(now=1.0)
 
 
 def test_messages_that_wait_for_a_busy_controller_are_kept(harness: HubHarness, keys: Path) -> None:

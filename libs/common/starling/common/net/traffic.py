@@ -151,7 +151,10 @@ class TrafficGuard:
         address = peer_address(descriptor)
         if address is None:  # it has closed again
             return
-        line = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+        try:
+            line = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+        except OSError:  # it has closed since, and its number may be that of a file by now
+            return
         connection = ConnectionTraffic(descriptor, address, line, checked_at=now, limit=self._fixed_limit)
         self._connections[descriptor] = connection
         self._due.append(connection)
