@@ -14,7 +14,8 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
-from starling.reward.score.scorers.code import make_code, program_of
+from starling.reward.score.scorers.code import program_of
+from starling.reward.score.scorers.registry import check_executor, resolve_scorer
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
@@ -143,7 +144,14 @@ def test_program_knows_nothing_of_its_judge(judge: Judge) -> None:
 
 def test_programs_need_a_worker() -> None:
     with pytest.raises(ConfigError, match="no sandbox for them: install bubblewrap"):
-        make_code()
+        check_executor("code")
+    check_executor("math")
+
+
+def test_code_is_resolved_outside_of_a_worker() -> None:  # as the dry run does
+    resolve_scorer("code", {"partial": True})
+    with pytest.raises(ConfigError, match="'code': timeout_s must be a number above 0"):
+        resolve_scorer("code", {"timeout_s": 0})
 
 
 @pytest.mark.parametrize(

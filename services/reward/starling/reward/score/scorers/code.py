@@ -7,7 +7,7 @@ import re
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
-from starling.common.sandbox.execution import has_executor, run_python
+from starling.common.sandbox.execution import run_python
 from starling.reward.score.scorers.registry import Scorer
 
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -26,13 +26,8 @@ def make_code(timeout_s: float = 5.0, memory_mb: int = 1024, partial: bool = Fal
         partial: return the share of tests that pass, instead of 1 for all and 0 otherwise.
 
     Raises:
-        ConfigError: a limit is not above 0, or programs of a model cannot be run safely here.
+        ConfigError: a limit is not above 0.
     """
-    if not has_executor():
-        raise ConfigError(
-            "Scorer 'code' runs programs that a model wrote, in the reward service's workers, and this machine offers "
-            "no sandbox for them: install bubblewrap, or set reward.sandbox to 'process' to run them all the same."
-        )
     for name, value in (("timeout_s", timeout_s), ("memory_mb", memory_mb)):
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
             raise ConfigError(f"Scorer 'code': {name} must be a number above 0, not {value!r}.")

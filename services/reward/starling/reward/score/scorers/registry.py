@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
+from starling.common.sandbox.execution import has_executor
 
 Scorer = Callable[..., float]
 
@@ -40,6 +41,7 @@ BUILT_IN: Final[dict[str, str]] = {
 }
 """The function that makes each built-in scorer from its options, as ``module:function``."""
 _REASONING_GYM: Final = f"{_PACKAGE}.gym:make_gym"
+_RUNS_PROGRAMS: Final = "code"
 
 
 def check_name(name: str) -> None:
@@ -63,6 +65,16 @@ def resolve_scorer(name: str, options: dict[str, Any]) -> Scorer:
     scorer = _import_scorer(name)
     check_arguments(name, scorer, ("completion", "reference", "prompt_text", {}), options, wanted_fields(scorer))
     return partial(scorer, **options) if options else scorer
+
+
+def check_executor(name: str) -> None:
+    """Raise ConfigError when scorer `name` runs programs of a model and this process, a worker, cannot."""
+    if name == _RUNS_PROGRAMS and not has_executor():
+        raise ConfigError(
+            f"Scorer {name!r} runs programs that a model wrote, in the reward service's workers, and this machine "
+            "offers no sandbox for them: install bubblewrap, or set reward.sandbox to 'process' to run them all the "
+            "same."
+        )
 
 
 def wanted_fields(scorer: Scorer) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from starling.common.raised import describe_raised
 from starling.common.sandbox.execution import start_executor
 from starling.common.sandbox.inside import give_up_privileges, settle
 from starling.common.wire.messages import CompletionText
-from starling.reward.score.scorers.registry import Scorer, resolve_scorer, wanted_fields
+from starling.reward.score.scorers.registry import Scorer, check_executor, resolve_scorer, wanted_fields
 from starling.reward.score.workers.protocol import (
     CallChunk,
     CallReport,
@@ -88,6 +88,7 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
     give_up_privileges()
     try:
         for spec in setup.scorers:
+            check_executor(spec.name)
             function = resolve_scorer(spec.name, spec.options)
             scorers[spec.index] = _Scorer(function, wanted_fields(function))
     except ConfigError as error:
