@@ -128,6 +128,7 @@ UNUSABLE_INPUTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ['--reward.scorers=[{name = "mine.py:reward", options = {widht = 1}}]'],
         ("mine.py:reward", "widht"),
     ),
+    "no such engine": (["--rollout.engine", "vlm"], ("rollout.engine = 'vlm' is not an engine; did you mean 'vllm'",)),
     "no such environment": (["--rollout.environment.kind", "none.py:play"], ("there is no file", "none.py")),
     "no such logger": (["--logging.loggers", '["none.py:log"]'], ("there is no file", "none.py")),
     "a model without a tokenizer": (

@@ -20,6 +20,7 @@ from starling.common.settings import ModelSettings, Seconds, SettingsSection, We
 from starling.controller.settings import ControllerProcess
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.reward.settings import RewardSettings
+from starling.rollout.engine.registry import check_name as check_engine
 from starling.rollout.settings import RolloutSettings, TeacherSettings
 from starling.weightsync.transports.endpoints import choose_transport
 
@@ -180,6 +181,8 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     """Read a recipe and resolve what follows from it. Raises ConfigError."""
     recipe = load(Recipe, files, flags)
     untrained = not recipe.kind.trains
+    if recipe.generates:
+        check_engine(recipe.rollout.engine)
     if recipe.model.scratch is None:
         wanted = untrained or recipe.policy.init == "pretrained"
         check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained, reads_weights=False)

@@ -18,6 +18,15 @@ ENGINES: Final = {
 """Import path of what builds each engine from an `EngineSpec`; imported on use, as each needs its own libraries."""
 
 
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is built in or has the form of a user's engine; does not import it."""
+    if name in ENGINES or is_import_path(name):
+        return
+    like = nearest(name, list(ENGINES))
+    hint = f"did you mean {like!r}?" if like else f"choose {', '.join(ENGINES)}, or `module:Class` for your own"
+    raise ConfigError(f"rollout.engine = {name!r} is not an engine; {hint}")
+
+
 def make_engine(spec: EngineSpec) -> Engine:
     """Build the engine that `rollout.engine` names.
 
@@ -25,9 +34,6 @@ def make_engine(spec: EngineSpec) -> Engine:
         ConfigError: there is no engine of that name, or it cannot be built from `spec`.
     """
     name = spec.rollout.engine
-    if name not in ENGINES and not is_import_path(name):
-        like = nearest(name, list(ENGINES))
-        hint = f"did you mean {like!r}?" if like else f"choose {', '.join(ENGINES)}, or `module:Class` for your own"
-        raise ConfigError(f"rollout.engine = {name!r} is not an engine; {hint}")
+    check_name(name)
     engine: Engine = import_object(ENGINES.get(name, name), "Engine")(spec)
     return engine
