@@ -85,6 +85,7 @@ class Command:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=_heed_hangup,
             )
 
     @property
@@ -191,6 +192,11 @@ def wait_until(condition: Callable[[], bool], description: str, command: Command
             f"waited {timeout_s:g} s for {description}: {command.processes()}\n" + command.transcript()
         )
         time.sleep(0.05)
+
+
+def _heed_hangup() -> None:
+    """Undo what `nohup` did to the tests: their children would ignore SIGHUP, too."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _command_line(process: psutil.Process) -> list[str]:
