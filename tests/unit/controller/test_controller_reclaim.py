@@ -8,6 +8,7 @@ import pytest
 from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.controller.core.explain import pull_of
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry
@@ -176,6 +177,40 @@ def test_publication_requested_before_the_crash_is_reclaimed() -> None:
     published = wire.WeightsPublished(lease="publish:0:1.1", version=0, publish_s=0.0)
     script.receive("policy-0", published, encoded_offer(0))
     assert script.state.weights.offers["policy-0"].version == 0
+
+
+LONG = "9" * 5000
+"""More digits than Python converts to a number."""
+
+
+@pytest.mark.parametrize(
+    ("name", "lease"),
+    [
+        ("rollout-0", f"generate:t0:1.{LONG}"),
+        ("rollout-0", f"generate:t0:{LONG}.1"),
+        ("rollout-0", f"generate:t{LONG}:1.5"),
+        ("rollout-0", "generate:t²:1.5"),
+        ("rollout-0", "generate:t0:1.²"),
+        ("rollout-0", "adopt::1.5"),
+        ("reward-0", f"score:t0:1.{LONG}"),
+        ("reward-0", "score:t²:1.5"),
+        ("policy-0", f"train:{LONG}:1.5"),
+        ("policy-0", "train:²:1.5"),
+        ("policy-0", "save:²:1.5"),
+        ("policy-0", "save:soon:1.5"),
+    ],
+)
+def test_lease_that_is_no_number_is_released(name: str, lease: str) -> None:
+    """A replica may send any text as a lease, in a heartbeat and as the subject of a failure."""
+    script = generating()
+    version = script.state.replicas.membership.members[name].version
+    progress = wire.LeaseProgress(bytes_done=1, bytes_total=2)
+    script.heartbeats(name, lease, version=version, progress=progress)
+    assert [send.message.leases for send in script.sent if isinstance(send.message, wire.ReleaseLeases)] == [(lease,)]
+    failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="none")
+    script.receive(name, failed)
+    assert script.state.replicas.leases.get(lease) is None
+    assert pull_of(script.state, script.state.replicas.membership.members[name]) is None
 
 
 @pytest.mark.parametrize("lease", ["generate:t2:1.999", "generate:t2:1.1", "generate:t0:1.3"])

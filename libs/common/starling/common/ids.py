@@ -26,6 +26,11 @@ LEASE_KINDS: Final[tuple[LeaseKind, ...]] = (
     "generate", "score", "teach", "train", "publish", "adopt", "checkpoint", "save", "sleep", "wake",
 )  # fmt: skip
 
+MAX_DIGITS: Final = 19
+"""Digits of a number in an id: those of 64 bits. A peer may send any text, and Python converts no more than 4,300."""
+MAX_LEASE_CHARACTERS: Final = 128
+"""Characters of a lease id; those that a controller grants have less than half of them."""
+
 
 def lease_id(kind: LeaseKind, subject: int | str, incarnation: int, number: int) -> str:
     """Return the id of lease `number` of the controller's `incarnation`.
@@ -35,18 +40,21 @@ def lease_id(kind: LeaseKind, subject: int | str, incarnation: int, number: int)
     return f"{kind}:{subject}:{incarnation}.{number}"
 
 
+def whole_number(text: str) -> int:
+    """Return the number that `text` is, in ASCII digits; -1 if it is none, or has more than `MAX_DIGITS`."""
+    return int(text) if len(text) <= MAX_DIGITS and text.isascii() and text.isdigit() else -1
+
+
 def lease_incarnation(lease: str) -> int:
     """Return the incarnation of the controller that granted `lease`; -1 if it is not a lease id."""
-    text = lease.rpartition(":")[2].partition(".")[0]
-    return int(text) if text.isascii() and text.isdigit() else -1
+    return whole_number(lease.rpartition(":")[2].partition(".")[0])
 
 
 def lease_order(lease: str) -> tuple[int, int]:
     """Return a key that sorts leases in the order in which they were granted; (-1, -1) if it is not a lease id."""
     incarnation, _, number = lease.rpartition(":")[2].partition(".")
-    if not all(part.isascii() and part.isdigit() for part in (incarnation, number)):
-        return -1, -1
-    return int(incarnation), int(number)
+    order = whole_number(incarnation), whole_number(number)
+    return order if min(order) >= 0 else (-1, -1)
 
 
 def lease_kind(lease: str) -> LeaseKind | None:

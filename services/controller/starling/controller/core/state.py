@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starling.common.ids import whole_number
 from starling.common.wire.messages import Down, Prompt
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.evaluation import Evaluations
@@ -93,7 +94,8 @@ class ControllerState:
     def find_group(self, key: str) -> tuple[Groups, Group] | None:
         """Return the live group of this key, and the groups that it belongs to."""
         groups: Groups | None = self.buffer if key.startswith("t") else self.evaluations.current
-        group = groups.get(int(key[1:])) if groups is not None and key[1:].isdigit() else None
+        ordinal = whole_number(key[1:])
+        group = groups.get(ordinal) if groups is not None and ordinal >= 0 else None
         return (groups, group) if groups is not None and group is not None else None
 
     def group_of_lease(self, lease: str) -> tuple[Groups, Group] | None:

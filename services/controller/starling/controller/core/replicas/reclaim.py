@@ -6,7 +6,15 @@ that fits the state is put in force again, so that it is not done twice. All oth
 
 from __future__ import annotations
 
-from starling.common.ids import LEASE_KINDS, lease_incarnation, lease_kind, lease_order, lease_subject
+from starling.common.ids import (
+    LEASE_KINDS,
+    MAX_LEASE_CHARACTERS,
+    lease_incarnation,
+    lease_kind,
+    lease_order,
+    lease_subject,
+    whole_number,
+)
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.admission import required_version
 from starling.controller.core.groups.group import Group, GroupState, is_unscored, lacks_teacher
@@ -21,6 +29,8 @@ from starling.controller.core.weights.versions import target_version
 
 def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
     """Put `lease`, which `member` reports, in force if it fits the state. Returns False when it does not."""
+    if len(lease) > MAX_LEASE_CHARACTERS:
+        return False
     kind = lease_kind(lease)
     if kind is None or lease.count(":") != 2 or not 0 < lease_incarnation(lease) <= state.incarnation:
         return False
@@ -46,10 +56,10 @@ def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
                 state.weights.requested = max(state.weights.requested, member.version)
         case "adopt", "rollout":
             target = target_version(state, member)
-            wanted = str(target) if member.version != target else ""
-            fits = subject == wanted and not state.replicas.leases.num(member.name, "adopt")
+            fits = member.version != target and subject == str(target)
+            fits = fits and not state.replicas.leases.num(member.name, "adopt")
         case "save", "policy":
-            fits = is_older
+            fits = is_older and whole_number(subject) >= 0
     if fits:
         restore_lease(state, member, kind, lease)
         if kind == "adopt":
@@ -104,9 +114,9 @@ def _is_of_these_completions(group: Group, lease: str) -> bool:
 
 def _train(state: ControllerState, member: Member, subject: str, lease: str) -> bool:
     """Reclaim a step. A policy that shares steps gets it again, because the other shares are not known."""
-    if member.shares_steps or not subject.isdigit() or int(subject) != member.version + 1:
+    step = whole_number(subject)
+    if member.shares_steps or step < 0 or step != member.version + 1:
         return False
-    step = int(subject)
     if step == state.version + 1:
         if not can_be_dispatched(state, step) or state.training.step is not None:
             return False
