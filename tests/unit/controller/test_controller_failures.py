@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import run_phase
-from starling.sim.replicas.weights import encoded_layout, encoded_offer
+from starling.sim.replicas.weights import encoded_layout, encoded_offer, layout_of
+from starling.weightsync.plan.layout import encode
 
 TWO_ROLLOUTS = ("rollout-0", "rollout-1")
 
@@ -394,6 +396,22 @@ def test_policy_of_another_version_is_refused() -> None:
         "policy-0 <- refused: this run is at version 0 and the policy offers version 7; "
         "start the policy in the folder of this run"
     ]
+
+
+def test_layout_of_absurd_size_is_refused_and_the_run_goes_on() -> None:
+    """A plan to it would be computed in 64 bits, and overflow."""
+    script, extent = started(), 1 << 63
+    layout = layout_of("rollout-1")
+    [spec, *tensors], [held, *ranks] = layout.tensors, layout.ranks
+    [shard, *shards] = held.shards
+    spec = replace(spec, shape=(extent, *spec.shape[1:]))
+    shard = replace(shard, box=replace(shard.box, size=(extent, *shard.box.size[1:])))
+    layout = replace(layout, tensors=(spec, *tensors), ranks=(replace(held, shards=(shard, *shards)), *ranks))
+    lines = script.receive("rollout-1", HELLO, encode(layout))
+    assert lines[0] == "(refused rollout-1)"
+    assert "9223372036854775808" in lines[1]
+    script.joins("rollout-1")
+    assert "rollout-1" in script.state.replicas.membership.members
 
 
 def test_invalid_layout_is_refused() -> None:

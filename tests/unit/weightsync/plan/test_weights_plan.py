@@ -291,6 +291,17 @@ def with_shard(**changes: object) -> Layout:
     return broken(ranks=(RankLayout(place=Place(), shards=(changed,)),))
 
 
+def with_box_of_one(stride: int) -> Layout:
+    return with_shard(box=Box(offset=(0, 0), size=(1, 1)), strides=(stride, 1))
+
+
+def one_rank(shape: tuple[int, ...], num: int = 1) -> Layout:
+    """Return a layout of one rank that holds a float32 tensor `num` times."""
+    held = (shard(0, Box(offset=(0,) * len(shape), size=shape)),) * num
+    spec = TensorSpec(name="w", shape=shape, dtype="float32")
+    return Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=held),))
+
+
 @pytest.mark.parametrize(
     ("layout", "sentence"),
     [
@@ -303,6 +314,14 @@ def with_shard(**changes: object) -> Layout:
         (with_shard(box=Box(offset=(0,), size=(6,))), "does not fit"),
         (with_shard(offset_bytes=2), "negative or broken offset"),
         (with_shard(strides=(-3, 1)), "negative or broken offset"),
+        (one_rank((1 << 63,)), r"has shape \(9223372036854775808,\), expected at most"),
+        (one_rank((1 << 62, 1 << 62)), "expected at most 281474976710656 bytes"),
+        (one_rank((1 << 62, 1 << 62, 0)), "expected at most 281474976710656 bytes"),
+        (one_rank((1,) * 33), "has 33 dims, expected at most 32"),
+        (with_shard(offset_bytes=1 << 62), "ends beyond 281474976710656 bytes"),
+        (with_shard(strides=(1 << 62, 1)), "ends beyond 281474976710656 bytes"),
+        (with_box_of_one(stride=1 << 63), "ends beyond 281474976710656 bytes"),
+        (one_rank((1 << 46,), 257), "have 72339069014638592 bytes in all, expected at most"),
     ],
 )
 def test_invalid_layout_is_refused(layout: Layout, sentence: str) -> None:

@@ -41,6 +41,14 @@ ITEM_BYTES: Final[dict[str, int]] = {
 ALIGNMENT: Final = 64
 """Pieces start at multiples of this many bytes, in snapshots, in staging and on the wire alike."""
 
+MAX_DIMS: Final = 32
+"""Maximum number of dims of a tensor."""
+MAX_TENSOR_BYTES: Final = 1 << 48
+"""Maximum size of a tensor, and maximum distance in a storage from its start to the end of a shard: 256 TiB."""
+MAX_LAYOUT_BYTES: Final = 1 << 56
+"""Maximum size of all shards of a layout. All three are far beyond any model: they are there because a peer may send
+any number, and plans are computed in 64 bits."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -200,19 +208,25 @@ def pieces_of(layout: Layout, rank: int) -> tuple[ShardPiece, ...]:
 
 
 def check_layout(layout: Layout) -> None:
-    """Check that names are unique, ties name an owner, and every shard lies inside its tensor.
+    """Check that names are unique, ties name an owner, every shard lies inside its tensor, and no size is absurd.
 
     Raises:
-        WeightsError: naming the replica and the tensor.
+        WeightsError: naming the replica and, where there is one, the tensor.
     """
     check_specs(layout.replica, layout.tensors)
+    total_bytes = 0
     for rank, held in enumerate(layout.ranks):
         for shard in held.shards:
             _check_shard(layout, rank, shard)
+            total_bytes += shard.box.volume * item_bytes(layout.tensors[shard.tensor])
+    if total_bytes > MAX_LAYOUT_BYTES:
+        raise WeightsError(
+            f"The shards of {layout.replica} have {total_bytes} bytes in all, expected at most {MAX_LAYOUT_BYTES}."
+        )
 
 
 def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
-    """Check that names are unique, element types supported, and ties name an owner of the same shape and type.
+    """Check that names are unique, types and sizes supported, and ties name an owner of the same shape and type.
 
     Raises:
         WeightsError: naming the replica and the tensor.
@@ -223,7 +237,15 @@ def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
             raise WeightsError(f"The layout of {replica} lists tensor {spec.name} twice.")
         if min(spec.shape, default=0) < 0:
             raise WeightsError(f"Tensor {spec.name} of {replica} has the negative shape {spec.shape}.")
-        item_bytes(spec)
+        if len(spec.shape) > MAX_DIMS:
+            raise WeightsError(
+                f"Tensor {spec.name} of {replica} has {len(spec.shape)} dims, expected at most {MAX_DIMS}."
+            )
+        # An empty dim makes the volume 0, but strides are products of the others.
+        if math.prod(max(extent, 1) for extent in spec.shape) * item_bytes(spec) > MAX_TENSOR_BYTES:
+            raise WeightsError(
+                f"Tensor {spec.name} of {replica} has shape {spec.shape}, expected at most {MAX_TENSOR_BYTES} bytes."
+            )
         specs[spec.name] = spec
     for spec in specs.values():
         owner = specs.get(spec.same_as) if spec.same_as else spec
@@ -250,6 +272,16 @@ def _check_shard(layout: Layout, rank: int, shard: Shard) -> None:
             raise WeightsError(f"Tensor {spec.name} of {where}: box {box} leaves shape {spec.shape}.")
     if shard.offset_bytes < 0 or shard.offset_bytes % item_bytes(spec) or min(shard.strides, default=0) < 0:
         raise WeightsError(f"Tensor {spec.name} of {where}: box {box} has a negative or broken offset or stride.")
+    # The last element's distance from the first; the stride of a dim of one element does not count.
+    span = sum((n - 1) * stride for n, stride in zip(box.size, shard.strides, strict=True) if n > 1)
+    if (
+        shard.offset_bytes + span * item_bytes(spec) > MAX_TENSOR_BYTES
+        or max(shard.strides, default=0) > MAX_TENSOR_BYTES
+    ):
+        raise WeightsError(
+            f"Tensor {spec.name} of {where}: box {box} at offset {shard.offset_bytes} with strides {shard.strides} "
+            f"ends beyond {MAX_TENSOR_BYTES} bytes."
+        )
 
 
 def join_ranks(replica: str, layouts: Sequence[Layout]) -> Layout:
