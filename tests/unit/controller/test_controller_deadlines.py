@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transcript import Script
 
+from starling.common.ranges import MAX_SLOTS
 from starling.controller.core.plan import LeaseTimeouts
 
 
@@ -78,7 +79,13 @@ def test_hanging_replica_is_evicted_with_a_reason(hang: Hang) -> None:
     heartbeat_all(script)
     lines = script.advance_time(0.1)
     sentence = f"{hang.name} did not answer {lease.id} within 7 s"
-    assert lines[:3] == [f"(left {hang.name})", f"(refused {hang.name})", f"{hang.name} <- refused: {sentence}"]
+    counted = [f"(invalid {hang.name})"] if hang.limit in ("generate_s", "score_s", "teach_s") else []
+    assert lines[: len(counted)] == counted
+    assert lines[len(counted) :][:3] == [
+        f"(left {hang.name})",
+        f"(refused {hang.name})",
+        f"{hang.name} <- refused: {sentence}",
+    ]
     assert script.joins(hang.name) == [f"(refused {hang.name})", f"{hang.name} <- refused: {sentence}"]
     assert f"{hang.name} <- welcome" in script.joins(hang.name, incarnation=2), "a restarted process may rejoin"
 
@@ -105,3 +112,45 @@ def test_result_in_time_ends_the_deadline() -> None:
     script.generates("rollout-0", "generate:t1:0")
     assert script.advance_time(0.1) == []
     assert "rollout-0" in script.state.replicas.membership.members
+
+
+def hang_in_all_groups(script: Script, name: str, incarnation: int) -> None:
+    """Let `name` join, hold a group until its deadline and answer nothing, while all others send heartbeats."""
+    script.joins(name, slots=8, incarnation=incarnation)
+    assert script.state.replicas.leases.num(name, "score"), "it was given a group"
+    until = script.now + script.plan.timeouts.score_s
+    while script.now + 2.0 < until:
+        script.now += 2.0
+        for one, member in sorted(script.state.replicas.membership.members.items()):
+            held = [script.aliases.short(lease.id) for lease in script.state.replicas.leases.all_of(one)]
+            script.heartbeats(one, *held, version=member.version, incarnation=member.incarnation)
+    script.advance_time(until - script.now)
+    assert name not in script.state.replicas.membership.members
+
+
+def test_replica_that_answers_for_no_group_is_not_admitted_forever() -> None:
+    script = Script(prompts_per_step=8, timeouts=LeaseTimeouts(score_s=7.0, adopt_s=100.0))
+    for name in ("policy-0", "rollout-0", "reward-9"):
+        script.joins(name, slots=8)
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    for number in range(8):
+        script.generates("rollout-0", f"generate:t{number}:0")
+    for incarnation in (1, 2, 3):
+        hang_in_all_groups(script, "reward-9", incarnation)
+    script.joins("reward-0", slots=4)
+    [_, refusal] = script.joins("reward-9", incarnation=4)
+    assert "reward-9 has 3 times sent an invalid result, or none in time" in refusal
+    assert script.state.replicas.leases.num("reward-0", "score") == 4
+    script.leaves("reward-0")
+    assert "reward-9 <- welcome" in script.joins("reward-9", incarnation=5), "the run has no other reward"
+
+
+def test_replica_with_too_many_slots_is_refused() -> None:
+    script = run_until(3)
+    for slots in (MAX_SLOTS + 1, 2**62):
+        [_, refusal] = script.joins("reward-1", slots=slots)
+        assert refusal == (
+            f"reward-1 <- refused: reward-1 offers {slots} slots; set its num_slots to at most {MAX_SLOTS}"
+        )
+    assert "reward-1 <- welcome" in script.joins("reward-1", slots=MAX_SLOTS)

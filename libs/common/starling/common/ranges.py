@@ -20,6 +20,8 @@ MAX_GROUPS: Final = 10**6
 """Groups or examples that exist at a time; the controller keeps some kilobytes of each."""
 MAX_ROWS: Final = 1 << 16
 """Completions of one prompt, and sequences that are generated together."""
+MAX_SLOTS: Final = 4096
+"""Groups that one rollout, reward or teacher works on at a time; the controller refuses a replica that offers more."""
 MAX_STALENESS: Final = 1000
 """Weight versions between sampling and training."""
 MAX_REPLICAS: Final = 10_000

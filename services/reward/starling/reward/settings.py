@@ -21,7 +21,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
-from starling.common.ranges import MAX_COEFFICIENT, MAX_GROUPS, MAX_PROCESSES
+from starling.common.ranges import MAX_COEFFICIENT, MAX_PROCESSES, MAX_SLOTS
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import Seconds, SettingsSection
 from starling.reward.core.groups import WeightedScorer
@@ -79,7 +79,7 @@ class RewardSettings(SettingsSection):
     """Time limit of one scorer for one completion; then its worker is killed and replaced."""
     start_timeout_s: Seconds = 120.0
     """Time limit of a worker's start and the import of its scorers, in seconds."""
-    num_slots: int = Field(default=8, ge=1, le=MAX_GROUPS)
+    num_slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Groups that are scored at a time; the controller sends no more."""
     sandbox: SandboxLevel = "auto"
     """Sandbox of the workers. `auto`: the strongest that this machine offers. `required`: one with namespaces, or the

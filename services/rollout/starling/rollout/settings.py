@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from starling.common.ranges import MAX_COUNT, MAX_GROUPS, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_TOKENS, MAX_WHOLE
+from starling.common.ranges import MAX_COUNT, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_SLOTS, MAX_TOKENS, MAX_WHOLE
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
 from starling.weightsync.plan.offer import TransportChoice
@@ -97,7 +97,7 @@ class RolloutSettings(SettingsSection):
     engine_silence_s: Seconds = 300.0
     """An engine in processes of its own (`vllm`) counts as lost when it has requests and samples no token for this many
     seconds. Start-up and pauses do not count, but later compilation and the longest prompts do."""
-    num_slots: int = Field(default=16, ge=1, le=MAX_GROUPS)
+    num_slots: int = Field(default=16, ge=1, le=MAX_SLOTS)
     """Groups that the controller may assign to this replica at a time."""
     max_rows: int = Field(default=128, ge=1, le=MAX_ROWS)
     """Limit on the sequences that are generated together."""
@@ -154,7 +154,7 @@ class TeacherSettings(SettingsSection):
     top_k: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Number of its most likely tokens to return at each position; 0 for only the log-probability of each sampled
     token."""
-    num_slots: int = Field(default=4, ge=1, le=MAX_GROUPS)
+    num_slots: int = Field(default=4, ge=1, le=MAX_SLOTS)
     """Groups that the controller may assign to this teacher at a time; it scores one, and queues the others."""
     tokens_per_forward: int = Field(default=8192, ge=1, le=MAX_WHOLE)
     """Limit on the tokens of one forward pass, padding included; a longer completion has a pass of its own."""

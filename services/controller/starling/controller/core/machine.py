@@ -57,7 +57,7 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.recovery import restore
 from starling.controller.core.replicas.assignments import release
-from starling.controller.core.replicas.departure import evict, evict_culprit, remove, stop_awaiting
+from starling.controller.core.replicas.departure import evict_culprit, evict_hanging, remove, stop_awaiting
 from starling.controller.core.replicas.failures import on_failed
 from starling.controller.core.replicas.heartbeat import on_heartbeat
 from starling.controller.core.replicas.joining import on_hello
@@ -182,8 +182,7 @@ def _tick(state: ControllerState) -> None:
     for lease in replicas.leases.expired(now):
         member = replicas.membership.members.get(lease.peer)
         if member is not None:
-            limit_s = state.plan.timeouts.of(lease.kind)
-            evict(state, member, f"{lease.peer} did not answer {lease.id} within {limit_s:g} s")
+            evict_hanging(state, member, lease)
     if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
         evict_culprit(state)
         problem = overdue(state)

@@ -6,7 +6,9 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.records import MemberLeft
 from starling.controller.core.replicas.assignments import requeue
+from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.slots import SLOT_KINDS
 from starling.controller.core.state import ControllerState
 
 
@@ -42,15 +44,33 @@ def evict(state: ControllerState, member: Member, reason: str) -> None:
     refuse(state, member.name, reason)
 
 
+def evict_hanging(state: ControllerState, member: Member, lease: Lease) -> None:
+    """Evict a replica that sends heartbeats and did not answer `lease` in time.
+
+    A group that it did not answer counts as an invalid result: a replica that takes groups and answers none would
+    otherwise come back and take them again. Other work does not count, because others can delay it: the source of a
+    pull, or the policies that share a step.
+    """
+    reason = f"{member.name} did not answer {lease.id} within {state.plan.timeouts.of(lease.kind):g} s"
+    if lease.kind in SLOT_KINDS:
+        note_invalid(state, member, reason)
+    evict(state, member, reason)
+
+
+def note_invalid(state: ControllerState, member: Member, reason: str) -> None:
+    """Count an invalid result of a replica, an invalid offer, or a group that it did not answer in time."""
+    counts = state.replicas.membership.num_invalid
+    counts[member.name] += 1
+    state.outbox.note("invalid", replica=member.name, reason=reason, num=counts[member.name])
+
+
 def distrust(state: ControllerState, member: Member, reason: str) -> None:
     """Count an invalid result of a replica, and evict it if another one has its role.
 
     The last one of its role stays: without it the run could not go on, and the tries of its groups are counted.
     """
-    membership = state.replicas.membership
-    membership.num_invalid[member.name] += 1
-    state.outbox.note("invalid", replica=member.name, reason=reason, num=membership.num_invalid[member.name])
-    if membership.num(member.role) > 1:
+    note_invalid(state, member, reason)
+    if state.replicas.membership.num(member.role) > 1:
         evict(state, member, reason)
 
 

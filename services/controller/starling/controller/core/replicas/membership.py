@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from starling.common.ids import Role
+from starling.common.ranges import MAX_SLOTS
 from starling.common.wire.messages import Hello, LeaseProgress, Wait
 from starling.weightsync.plan.layout import Layout
 
 MAX_GONE = 4096
 """Departed replicas whose incarnation and proven version are remembered."""
 MAX_INVALID = 3
-"""Number of invalid results, over all incarnations, after which a replica of this name is refused."""
+"""Number of invalid results and of groups not answered in time, over all incarnations, after which a replica of this
+name is refused."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 
@@ -58,7 +60,8 @@ class Membership:
     await_until: float = float("-inf")
     """When the controller stops waiting for them."""
     num_invalid: Counter[str] = field(default_factory=Counter)
-    """Invalid results and offers by replica, of all its incarnations since the controller started."""
+    """By replica, of all its incarnations since the controller started: its invalid results and offers, and how often
+    it was evicted because it did not answer for a group in time."""
     accusers: dict[str, None] = field(default_factory=dict)
     """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published."""
     accused: dict[str, None] = field(default_factory=dict)
@@ -99,8 +102,8 @@ class Membership:
             return banned[1]
         if self.num_invalid[name] >= MAX_INVALID and self._by_role[hello.role].keys() - {name}:
             return (
-                f"{name} has sent {self.num_invalid[name]} invalid results; start a replica of another name in its "
-                "place, or restart the controller"
+                f"{name} has {self.num_invalid[name]} times sent an invalid result, or none in time; start a replica "
+                "of another name in its place, or restart the controller"
             )
         others = [m for m in self._by_role["policy"].values() if m.name != name] if hello.role == "policy" else []
         if others and not (hello.shares_steps and all(m.shares_steps for m in others)):
@@ -112,6 +115,8 @@ class Membership:
             return f"{name} did not send the layout of its weights"
         if hello.role in ("rollout", "reward", "teacher") and hello.num_slots < 1:
             return f"{name} offers {hello.num_slots} slots; it needs at least 1"
+        if hello.num_slots > MAX_SLOTS:
+            return f"{name} offers {hello.num_slots} slots; set its num_slots to at most {MAX_SLOTS}"
         return None
 
     def join(self, name: str, incarnation: int, hello: Hello, layout: Layout | None, now: float) -> Member:
