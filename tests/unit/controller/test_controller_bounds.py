@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.controller.core.events import Note
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
@@ -17,8 +20,8 @@ from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.slots import FreeSlots
 from starling.controller.core.training.dynamic_settings import SettingChanges
 from starling.controller.core.weights.publications import Publications
-from starling.sim.replicas.weights import encoded_layout, encoded_offer
-from starling.weightsync.plan.layout import decode_layout
+from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer
+from starling.weightsync.plan.layout import Layout, Place, RankLayout, TensorSpec, decode_layout, encode
 
 
 def size_of(state: Any) -> int:
@@ -137,3 +140,60 @@ def test_recovery_bounds_former_members(monkeypatch: pytest.MonkeyPatch) -> None
     streams = Stream("train"), Stream("sft")
     known = Controller(SMALL, *streams, [], journal=records, incarnation=2).state.replicas.membership
     assert len(known._incarnations) <= 11
+
+
+LONG = "h" * 1_000_000
+
+
+def noted_bytes(script: Script, *kinds: str) -> int:
+    """Return the size of the notes of the last event, all of which have these kinds."""
+    notes = [command for command in script.commands if isinstance(command, Note)]
+    assert [note.kind for note in notes] == list(kinds)
+    return sum(len(json.dumps(note.fields)) for note in notes)
+
+
+def test_texts_of_replicas_are_noted_in_part() -> None:
+    script = Script()
+    script.start_run()
+    script.receive("reward-7", wire.Hello(role="reward", host=LONG, pid=1, num_slots=1))
+    assert noted_bytes(script, "refused") < 20_000
+    assert "reward-7" not in script.state.replicas.membership.members
+    script.receive("reward-8", wire.Hello(role="reward", host="h" * 255, pid=1, num_slots=1))
+    script.receive("reward-8", wire.Leave(reason=LONG))
+    assert noted_bytes(script, "left") < 20_000
+
+
+def test_long_list_in_an_adoption_is_noted_in_part() -> None:
+    script = Script()
+    script.joins("policy-0")
+    script.joins("reward-0")
+    script.joins("rollout-0")
+    script.publishes(0)
+    [pull] = [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
+    assert isinstance(pull.message, wire.AdoptWeights)
+    answer = msgspec.structs.replace(
+        adopted(pull.message, pull.buffers, None),
+        transport=LONG,
+        lanes=("cma/memory",) * 100_000,
+        split={str(number): 0.0 for number in range(100_000)},
+        mode=LONG,
+    )
+    script.receive("rollout-0", answer)
+    assert noted_bytes(script, "adopted") < 40_000
+    assert script.state.replicas.membership.members["rollout-0"].version == 0
+
+
+def test_refusal_fits_a_message() -> None:
+    script = Script()
+    script.start_run()
+    layout = Layout(
+        replica="rollout-1",
+        tensors=(TensorSpec(name="\0" * 9_000_000, shape=(1,), dtype="no such type"),),
+        ranks=(RankLayout(place=Place(), shards=()),),
+    )
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+    script.receive("rollout-1", hello, encode(layout))
+    assert noted_bytes(script, "refused") < 60_000
+    [refused] = [send.message for send in script.sent]
+    assert isinstance(refused, wire.Refused)
+    assert len(refused.reason) < 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from starling.common.ids import whole_number
 from starling.common.wire.messages import Down, Prompt
@@ -19,6 +19,9 @@ from starling.controller.core.replicas.replicas import Replicas
 from starling.controller.core.replicas.slots import SLOT_KINDS
 from starling.controller.core.training.step import Training
 from starling.controller.core.weights.publications import Publications
+
+MAX_TEXT_CHARACTERS: Final = 8192
+"""Characters of one text in metrics.jsonl and in the log. Peers may send texts of the size of a message."""
 
 
 class Outbox:
@@ -51,8 +54,23 @@ class Outbox:
         self._commands.append(Send(peer, message, buffers))
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Note something in metrics.jsonl and in the log."""
-        self._commands.append(Note(kind, fields))
+        """Note something in metrics.jsonl and in the log, with texts of bounded length."""
+        self._commands.append(Note(kind, {name: _bounded(value) for name, value in fields.items()}))
+
+
+def _bounded(value: Any) -> Any:
+    """Return `value` with only the beginning of each long text in it."""
+    match value:
+        case str():
+            return value[:MAX_TEXT_CHARACTERS]
+        case list():
+            return [_bounded(item) for item in value]
+        case tuple():
+            return tuple(_bounded(item) for item in value)
+        case dict():
+            return {_bounded(name): _bounded(item) for name, item in value.items()}
+        case _:
+            return value
 
 
 @dataclass(frozen=True, slots=True)

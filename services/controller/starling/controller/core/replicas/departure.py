@@ -9,7 +9,7 @@ from starling.controller.core.replicas.assignments import requeue
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.slots import SLOT_KINDS
-from starling.controller.core.state import ControllerState
+from starling.controller.core.state import MAX_TEXT_CHARACTERS, ControllerState
 
 
 def remove(state: ControllerState, name: str, reason: str, *, ended: bool = False) -> None:
@@ -40,7 +40,7 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
 def evict(state: ControllerState, member: Member, reason: str) -> None:
     """Remove a replica that hangs or cannot be used, and do not admit this incarnation of it again."""
     remove(state, member.name, reason)
-    state.replicas.membership.ban(member.name, member.incarnation, reason)
+    state.replicas.membership.ban(member.name, member.incarnation, reason[:MAX_TEXT_CHARACTERS])
     refuse(state, member.name, reason)
 
 
@@ -96,7 +96,7 @@ def evict_culprit(state: ControllerState) -> None:
 def refuse(state: ControllerState, name: str, reason: str) -> None:
     """Refuse a replica: it is not a member, for this reason."""
     state.outbox.note("refused", replica=name, reason=reason)
-    state.outbox.send(name, wire.Refused(reason=reason))
+    state.outbox.send(name, wire.Refused(reason=reason[:MAX_TEXT_CHARACTERS]))
 
 
 def stop_awaiting(state: ControllerState) -> None:

@@ -16,6 +16,8 @@ MAX_GONE = 4096
 MAX_INVALID = 3
 """Number of invalid results and of groups not answered in time, over all incarnations, after which a replica of this
 name is refused."""
+MAX_HOST_CHARACTERS = 255
+"""As in the DNS."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 
@@ -97,6 +99,8 @@ class Membership:
             return f"a {hello.role} does not join a run; a replica is a policy, a rollout, a reward or a teacher"
         if name.rpartition("-")[0] != hello.role:
             return f"{name} is not the name of a {hello.role}; it must be {hello.role}-<number>"
+        if len(hello.host) > MAX_HOST_CHARACTERS:
+            return f"{name} has a host name of {len(hello.host)} characters; it may have {MAX_HOST_CHARACTERS}"
         banned = self._banned.get(name)
         if banned is not None and banned[0] == incarnation:
             return banned[1]

@@ -5,6 +5,7 @@ Stops 9 and 10 of the walk.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from starling.common.errors import WeightsError
@@ -27,6 +28,8 @@ from starling.weightsync.plan.tickets import offer_for
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
+MAX_LISTED: Final = 64
+"""Lanes, and parts of the time of a pull, that are noted. A replica may send any number."""
 
 
 # --- publication ------------------------------------------------------------------------------------------------------
@@ -257,8 +260,8 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         size_bytes=message.size_bytes,
         sent_bytes=message.sent_bytes,
         transport=message.transport,
-        lanes=message.lanes,
-        split=message.split,
+        lanes=message.lanes[:MAX_LISTED],
+        split=dict(islice(message.split.items(), MAX_LISTED)),
         mode=message.mode,
         recomputed_tokens=message.recomputed_tokens,
         drain_s=message.drain_s,
