@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 PATIENCE_S = 60.0
+SEARCH = Path(__file__).parents[1] / "memory_search.py"
 STRONG: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
 
 
@@ -140,6 +142,21 @@ def test_program_knows_nothing_of_its_judge(judge: Judge) -> None:
         program = "\n".join(lines).replace("PORT", str(server.getsockname()[1]))
         tests = [{"input": "", "output": "False\n" * 4}, {"input": "", "output": "the-expected"}]
         assert judge.values(program, tests=tests) == [0.5]
+
+
+def test_program_finds_nothing_of_earlier_requests(judge: Judge) -> None:
+    """Neither in frames and objects, nor in memory that its process was forked with, nor in open files."""
+    marker = "earlier-request-"
+    code, check = f"print('{marker}1111')\nright = 1", f"assert right == 1, '{marker}2222'"
+    assert judge.values(code, reference=check) == [1.0]
+    assert judge.values(code + "\nprint(input())", tests=[{"input": f"{marker}3333", "output": f"{marker}4444"}]) == [
+        0.0
+    ]
+    search = SEARCH.read_text() + "\nfound = find_in_process(PATTERN + '[0-9]+')\n"
+    search = search.replace("PATTERN", repr(marker)) + "print(found)\nkept = ['own-1234']\n"
+    search += "own = sorted(one.split(':')[0] for one in find_in_process('own-[0-9]+'))\nprint(own)"
+    (score,) = judge.values(search, tests=[{"input": "", "output": "[]\n['frames', 'memory', 'objects']"}])
+    assert score == 1.0, "it found some of it, or not even what it has itself"
 
 
 def test_programs_need_a_worker() -> None:

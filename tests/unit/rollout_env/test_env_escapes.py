@@ -21,17 +21,20 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.syscalls import landlock_version
+from starling.rollout.env.base import AgentTask
 from starling.rollout.env.registry import make_environment
 from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
 from starling.rollout.settings import EnvironmentSettings
 
 HERE = Path(__file__).with_name("hostile_tools.py")
+SEARCH = Path(__file__).parents[1] / "memory_search.py"
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "sandboxes.md"
 NAMES = [
     "leave_daemon", "read_environments", "read_file", "write_file", "list_folder", "signal_process", "open_descriptor",
     "read_memory", "trace", "connect", "connect_abstract", "connect_path", "new_user_namespace", "gain_privileges",
-    "multiply", "fill_disk", "leave_note", "limits", "send_garbage",
+    "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
 ]  # fmt: skip
+TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
 ALL: tuple[Mechanism, ...] = MECHANISMS
 NAMESPACES: tuple[Mechanism, ...] = ("bubblewrap", "namespaces")
@@ -48,6 +51,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It connects to an abstract socket": NO_PROCESS,
     "It connects to a socket in the file system": NAMESPACES,
     "It sees files of another session": NAMESPACES,
+    "It finds in its own process what another session was given": ALL,
     "It starts more processes than `max_tasks`": NAMESPACES,
     "It makes namespaces of its own": ALL,
     "It gains privileges": ALL,
@@ -75,9 +79,7 @@ class Hostile:
 
     def __init__(self, level: Mechanism) -> None:
         self.level = level
-        self.sandbox = Sandbox(
-            [f"{HERE}:{name}" for name in NAMES], what="Tool", level=level, needs=SandboxNeeds(max_tasks=60)
-        )
+        self.sandbox = Sandbox(TARGETS, what="Tool", level=level, needs=SandboxNeeds(max_tasks=60))
 
     async def call(self, name: str, timeout_s: float = LONG_S, **named: Any) -> Any:
         async with self.sandbox.session() as session:
@@ -233,6 +235,28 @@ def test_sessions_share_no_files(hostile: Hostile) -> None:
     asyncio.run(run())
 
 
+@held("It finds in its own process what another session was given")
+def test_sessions_find_nothing_of_earlier_ones(hostile: Hostile) -> None:
+    async def play(text: str) -> Any:
+        task = AgentTask("http://127.0.0.1", "earlier-2222", "model", [], reference="earlier-3333")
+        async with hostile.sandbox.session() as session:
+            assert await session.play(NAMES.index("keep"), task, {"text": text}) == 2
+
+    async def find_all() -> list[list[str]]:
+        """Search in the session that was forked before the other one began, and in one that was forked meanwhile."""
+        async with hostile.sandbox.session() as kept:
+            await kept.call(NAMES.index("keep"), {"text": "earlier-4444"}, timeout_s=LONG_S)
+            searches = [await hostile.call("find_in_process", pattern="earlier-[0-9]+") for _ in range(2)]
+            pattern = {"pattern": "earlier-[4]+"}
+            own = await kept.call(NAMES.index("find_in_process"), pattern, timeout_s=LONG_S)
+            assert own, "a session finds what it was given itself"
+        return searches
+
+    assert hostile.attempt("keep", text="earlier-1111") == 1
+    asyncio.run(play("earlier-5555"))
+    assert asyncio.run(find_all()) == [[], []]
+
+
 @held("It starts more processes than `max_tasks`")
 def test_number_of_processes_is_limited(hostile: Hostile) -> None:
     hostile.fails("multiply", r"after \d\d processes", limit=500)
@@ -268,7 +292,7 @@ def test_declared_things_are_there(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out").chmod(0o777)
     needs = SandboxNeeds(network=True, paths=(tmp_path / "data",), writable_paths=(tmp_path / "out",))
-    made = Sandbox([f"{HERE}:{name}" for name in NAMES], what="Tool", needs=needs)
+    made = Sandbox(TARGETS, what="Tool", needs=needs)
 
     async def call(name: str, **named: Any) -> Any:
         async with made.session() as session:

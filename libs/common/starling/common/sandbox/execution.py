@@ -2,7 +2,8 @@
 
 A worker calls `start_executor` before it imports user code. That forks a process with nothing in its memory but this
 module, which forks a session for each program: without network, with its own `/proc` and `/tmp`, and killed with
-everything that it has started. User code then calls `run_python`.
+everything that it has started. User code then calls `run_python`. The executor only passes descriptors on: the worker
+describes the program in a file without a name, the session alone reads it, and the worker reads what it prints.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import secrets
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -28,9 +28,12 @@ from starling.common.sandbox.inside import Sessions
 
 OUTPUT_BYTES: Final = 1 << 20
 """Limit on what a program may print; the rest is dropped."""
-_LENGTH: Final = struct.Struct("<I")
 _GRACE_S: Final = 30.0
-"""How long after a program's limit the executor may take to answer."""
+"""How long the executor may take to start or to kill a session."""
+_NUM_DESCRIPTORS: Final = 3
+"""Of a session: the program with its token, and the writing ends of the pipes for its output and its report."""
+_KILLED: Final = b"killed"
+_ANSWER_BYTES: Final = 1 << 12
 _CHUNK: Final = 1 << 16
 _TOKEN_BYTES: Final = 16
 _REPORT_BYTES: Final = 1 + _TOKEN_BYTES
@@ -72,7 +75,7 @@ def has_executor() -> bool:
 def start_executor(mechanism: str) -> None:
     """Fork the executor of this process, which ends with it. Called once, before user code is imported."""
     global _line
-    mine, theirs = socket.socketpair()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         mine.close()
         _execute_all(theirs, mechanism)
@@ -100,47 +103,14 @@ def run_python(
             "programs can be run in workers of the reward service only, in a sandbox, and not by a scorer that "
             "declares needs, which the programs would get, too"
         )
-    request = json.dumps(asdict(_Program(code, check, stdin, timeout_s, memory_mb))).encode()
-    _line.settimeout(timeout_s + _GRACE_S)
     try:
-        _line.sendall(_LENGTH.pack(len(request)) + request)
-        body = _receive(_line)
+        return _run(_line, _Program(code, check, stdin, timeout_s, memory_mb))
     except OSError as error:
-        raise ExecutionError(f"the executor does not answer ({error})") from None
-    if body is None:
-        raise ExecutionError("the executor has ended")
-    answer: dict[str, Any] = json.loads(body)
-    if "problem" in answer:
-        raise ExecutionError(answer["problem"])
-    return ProgramResult(**answer)
+        raise ExecutionError(f"the program cannot be run ({error})") from None
 
 
-# --- in the executor -----------------------------------------------------------------------------------------------
-
-
-def _execute_all(line: socket.socket, mechanism: str) -> NoReturn:
-    try:
-        syscalls.die_with_parent()
-        os.closerange(3, line.fileno())
-        os.closerange(line.fileno() + 1, 1024)
-        sessions = Sessions(mechanism, _be_program, network=False)
-        sessions.prepare()
-        while (body := _receive(line)) is not None:
-            try:
-                answer: dict[str, Any] = asdict(_run(body, sessions))
-            except OSError as error:
-                answer = {"problem": f"no process can be started for it: {error}"}
-            reply = json.dumps(answer).encode()
-            line.sendall(_LENGTH.pack(len(reply)) + reply)
-            sessions.prepare()
-        sessions.kill_all()
-    finally:
-        os._exit(0)
-
-
-def _run(request: bytes, sessions: Sessions) -> ProgramResult:
+def _run(line: socket.socket, program: _Program) -> ProgramResult:
     token = secrets.token_bytes(_TOKEN_BYTES)
-    limit_s = float(json.loads(request)["timeout_s"])
     with contextlib.ExitStack() as read:
         with contextlib.ExitStack() as passed:
             described = os.memfd_create("program", os.MFD_CLOEXEC)
@@ -149,18 +119,29 @@ def _run(request: bytes, sessions: Sessions) -> ProgramResult:
                 for descriptor in descriptors:
                     stack.callback(os.close, descriptor)
             with os.fdopen(described, "wb", closefd=False) as file:
-                file.write(token + request)
-            until = time.monotonic() + limit_s
-            pid = sessions.start([described, output_write, report_write])
+                file.write(token + json.dumps(asdict(program)).encode())
+            until = time.monotonic() + program.timeout_s
+            line.settimeout(_GRACE_S)
+            socket.send_fds(line, [b"s"], [described, output_write, report_write])
         try:
             printed, reported = _collect(output, report, until)
         finally:
-            sessions.kill(pid)
+            _end_session(line)
     text = bytes(printed[:OUTPUT_BYTES]).decode("utf-8", "replace")
     if reported is None:
         return ProgramResult(-1, text, finished=False)
     status = reported[0] if reported else 1
     return ProgramResult(status, text, finished=reported == b"\0" + token)
+
+
+def _end_session(line: socket.socket) -> None:
+    """Let the executor kill the session, and wait until it has. Raises ExecutionError when there was none."""
+    line.send(b"k")
+    answer = line.recv(_ANSWER_BYTES)
+    if not answer:
+        raise ExecutionError("the executor has ended")
+    if answer != _KILLED:
+        raise ExecutionError(answer.decode("utf-8", "replace"))
 
 
 def _collect(output: int, report: int, until: float) -> tuple[bytearray, bytes | None]:
@@ -189,6 +170,48 @@ def _collect(output: int, report: int, until: float) -> tuple[bytearray, bytes |
             break
         printed += data
     return printed, bytes(reported)
+
+
+# --- in the executor -----------------------------------------------------------------------------------------------
+
+
+def _execute_all(line: socket.socket, mechanism: str) -> NoReturn:
+    """Start and kill sessions, one after another. What a program is stays in its descriptors, which no one reads here.
+
+    Each session is a copy of this process, so that it could find in its memory what this process has ever read.
+    """
+    try:
+        syscalls.die_with_parent()
+        os.closerange(3, line.fileno())
+        os.closerange(line.fileno() + 1, 1024)
+        sessions = Sessions(mechanism, _be_program, leave=line.close, network=False)
+        while True:
+            sessions.prepare()
+            data, descriptors, _, _ = socket.recv_fds(line, 1, _NUM_DESCRIPTORS)
+            if not data:
+                break
+            answer = _run_session(line, sessions, descriptors)
+            line.send(answer)
+        sessions.kill_all()
+    finally:
+        os._exit(0)
+
+
+def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]) -> bytes:
+    """Start a session, and kill it when the worker says so; return the answer to the worker."""
+    pid = None
+    try:
+        pid = sessions.start(descriptors)
+        answer = _KILLED
+    except OSError as error:
+        answer = f"no process can be started for it: {error}".encode()
+    finally:
+        for descriptor in descriptors:  # the worker sees the ends of the pipes when the session alone has them
+            os.close(descriptor)
+    line.recv(1)
+    if pid is not None:
+        sessions.kill(pid)
+    return answer
 
 
 def _be_program(descriptors: list[int]) -> NoReturn:
@@ -235,18 +258,3 @@ def _run_source(program: _Program) -> tuple[int, bool]:
             traceback.print_exc()
         return 1, False
     return 0, True
-
-
-def _receive(line: socket.socket) -> bytes | None:
-    head = _receive_exactly(line, _LENGTH.size)
-    return None if head is None else _receive_exactly(line, _LENGTH.unpack(head)[0])
-
-
-def _receive_exactly(line: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        data = line.recv(size - len(parts))
-        if not data:
-            return None
-        parts += data
-    return bytes(parts)

@@ -61,7 +61,8 @@ class Sessions:
     """Forked processes of a payload, which can be killed with everything that they have started.
 
     One is forked ahead: it isolates itself while the payload is idle, and waits. A session then begins when the
-    process has received its descriptors, some milliseconds earlier. It has run nothing of an earlier session.
+    process has received its descriptors, some milliseconds earlier. It has run nothing of an earlier session. It is a
+    copy of the payload, with freed memory: the payload passes requests on as descriptors, and never reads one.
 
     Args:
         mechanism: how the sandbox was made.
