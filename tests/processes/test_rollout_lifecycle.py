@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_hub import DEADLINE_S, FakeHub
+from msgspec.structs import replace
 from replica_processes import SMALL, exit_code, replica
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
@@ -363,6 +365,29 @@ def test_failed_pull_in_place_is_reported_and_next_version_adopted(hub: FakeHub,
             hub.ask(NAME, order, wire.WeightsAdopted, (encode(publisher.publish(2, published)), plan))
         _, result = hub.answer(NAME, command.lease, wire.GroupGenerated)
         assert set(arrays(result)[2].ravel()) == {2}
+
+
+def test_rollout_opens_no_transport_that_another_rollout_chose(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    """An offer by a rollout for `gloo`, whose listeners trust all who connect: the reader connects to nothing."""
+    published = version_tensors(load_model(model, init="random", seed=6))
+    source = layout_of(published, "rollout-1")
+    with (
+        replica(hub, NAME, tmp_path, *flags(model)),
+        Publisher(source, transport="tcp", delta_versions=0) as publisher,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        _, (layout,) = hub.hello(NAME)
+        plan, offer = encode(make_plan(source, decode(Layout, layout))), publisher.publish(1, published)
+        [rank] = offer.ranks
+        forged = replace(rank, transport="gloo", address=f"127.0.0.1:{listener.getsockname()[1]}")
+        order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="rollout-1")
+        failed, _ = hub.ask(NAME, order, wire.LeaseFailed, (encode(replace(offer, ranks=(forged,))), plan))
+        assert "'gloo', not encrypted, which the settings of this replica do not allow at 127.0.0.1" in failed.reason
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="rollout-1")
+        hub.ask(NAME, order, wire.WeightsAdopted, (encode(offer), plan))
 
 
 MODES = {

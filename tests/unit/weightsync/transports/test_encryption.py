@@ -16,10 +16,10 @@ from transport_peers import AnyTransport, content, piece, read_target, reader, s
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
-from starling.weightsync.plan.offer import RankOffer
+from starling.weightsync.plan.offer import RankOffer, make_offer
 from starling.weightsync.plan.tickets import present
 from starling.weightsync.transports.base import ConnectionLost
-from starling.weightsync.transports.endpoints import choose_transport, split_address
+from starling.weightsync.transports.endpoints import check_offered_transports, choose_transport, split_address
 from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.sockets.channel import Channel
 from starling.weightsync.transports.sockets.records import (
@@ -245,3 +245,52 @@ def test_source_that_cannot_encrypt_is_not_served() -> None:
     with pytest.raises(WeightsError, match="Transport 'gloo' cannot encrypt weights: choose 'tcp'"):
         serve(SnapshotSource(arena, ()), "gloo", "127.0.0.1", encrypted=True)
     arena.close()
+
+
+def offered(transport: Any, encrypted: bool, host: str) -> RankOffer:
+    return RankOffer(rank=0, transport=transport, address=f"{host}:9", token="t", snapshot=1, holds="h",
+                     root="0" * 32, encrypted=encrypted)  # fmt: skip
+
+
+HERE, NEAR, FAR = "127.0.0.1", "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("offer", "choice", "host", "encrypt"),
+    [
+        (offered("ucx", False, HERE), "auto", HERE, None),
+        (offered("tcp", False, HERE), "auto", HERE, None),  # where UCX is not installed
+        (offered("tcp", True, FAR), "auto", NEAR, None),
+        (offered("tcp", True, FAR), "ucx", NEAR, None),
+        (offered("tcp", False, FAR), "ucx", NEAR, None),
+        (offered("tcp", False, FAR), "auto", NEAR, False),
+        (offered("ucx", False, FAR), "ucx", NEAR, None),
+        (offered("local", False, FAR), "auto", NEAR, True),
+        (offered("nccl", False, FAR), None, NEAR, None),
+        (offered("tcp", False, HERE), None, HERE, True),
+        (offered("tcp", True, FAR), None, NEAR, True),
+    ],
+)
+def test_reader_reads_what_its_settings_choose(offer: RankOffer, choice: Any, host: str, encrypt: bool | None) -> None:
+    check_offered_transports(make_offer(1, [offer]), choice, host, encrypt=encrypt)
+
+
+@pytest.mark.parametrize(
+    ("offer", "choice", "host", "encrypt"),
+    [
+        (offered("ucx", False, FAR), "auto", NEAR, None),
+        (offered("ucx", True, FAR), "auto", NEAR, None),  # it says so, and cannot
+        (offered("ucx", False, FAR), "auto", HERE, None),
+        (offered("ucx", False, HERE), "auto", NEAR, None),
+        (offered("ucx", False, FAR), "tcp", NEAR, False),
+        (offered("gloo", False, HERE), "auto", HERE, None),
+        (offered("tcp", False, FAR), "auto", NEAR, None),
+        (offered("tcp", False, FAR), None, NEAR, True),
+        (offered("ucx", False, FAR), None, NEAR, True),
+    ],
+)
+def test_offer_does_not_choose_what_its_reader_opens(
+    offer: RankOffer, choice: Any, host: str, encrypt: bool | None
+) -> None:
+    with pytest.raises(WeightsError, match=r"do not allow at|cannot encrypt"):
+        check_offered_transports(make_offer(1, [offer]), choice, host, encrypt=encrypt)

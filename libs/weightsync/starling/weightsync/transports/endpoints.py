@@ -6,7 +6,7 @@ import ipaddress
 from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import Transport, TransportChoice
+from starling.weightsync.plan.offer import Offer, Transport, TransportChoice
 
 LONGEST_WAIT_S: Final = 0.05
 """Longest uninterrupted wait, so that a cancellation is noticed."""
@@ -60,3 +60,32 @@ def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None
             "network.encrypt_weights = false where nobody else reaches that network."
         )
     return transport, transport == "tcp" and not loopback and encrypt is not False
+
+
+def check_offered_transports(offer: Offer, choice: TransportChoice | None, host: str, *, encrypt: bool | None) -> None:
+    """Check that a reader may open connections to `offer`, whose transport decides which ports the reader opens.
+
+    Encrypted `tcp` and `local` are allowed always: neither opens a port, or shows anything to a network. Plain `tcp` is
+    allowed in place of `ucx`, too, which falls back to it.
+
+    Args:
+        offer: what the reader was told to read.
+        choice: the transport of the sources, by the reader's settings; None if these do not say it.
+        host: the reader's own address. What is allowed only within one machine is so if both addresses are.
+        encrypt: as in `choose_transport`.
+
+    Raises:
+        WeightsError: an offer that the settings do not allow.
+    """
+    for rank in offer.ranks:
+        is_safe = rank.transport == "local" or (rank.transport == "tcp" and rank.encrypted)
+        if is_safe or (choice is None and not encrypt):
+            continue
+        where = rank.address.rpartition(":")[0] if is_loopback(host) else host
+        wanted, encrypted = choose_transport(choice or rank.transport, where, encrypt=encrypt)
+        if encrypted or rank.transport not in ((wanted, "tcp") if wanted == "ucx" else (wanted,)):
+            raise WeightsError(
+                f"An offer of version {offer.version} is for transport {rank.transport!r}, not encrypted, which the "
+                f"settings of this replica do not allow at {where}: set rollout.transport and network.encrypt_weights "
+                "alike for all replicas."
+            )

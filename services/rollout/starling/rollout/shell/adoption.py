@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
+from starling.common.net.limits import role_of
 from starling.common.wire import messages as wire
 from starling.rollout.shell.results import lease_progress
 from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import decode_plan
+from starling.weightsync.transports.endpoints import check_offered_transports
 
 if TYPE_CHECKING:
     from starling.common.net.link import ControllerLink
-    from starling.rollout.core.machine import Action, AdoptionMode, PullWeights, RolloutMachine, SwitchWeights
+    from starling.rollout.core.machine import Action, PullWeights, RolloutMachine, SwitchWeights
     from starling.rollout.engine.base import AdoptionReport, Engine
+    from starling.rollout.settings import RolloutProcess
+    from starling.weightsync.plan.offer import Offer
     from starling.weightsync.puller.report import PullReport
 
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
@@ -37,12 +41,14 @@ class Adoptions:
 
     Args:
         link: gets the progress of pulls, and a `PullEnded` at the end of each.
-        timeout_s: limit of one pull.
-        mode: what running requests do when new weights arrive.
+        settings: which transports may be opened, the limit of one pull, and what running requests do when new weights
+            arrive.
     """
 
-    def __init__(self, link: ControllerLink, *, timeout_s: float, mode: AdoptionMode) -> None:
-        self._link, self._timeout_s, self._mode = link, timeout_s, mode
+    def __init__(self, link: ControllerLink, settings: RolloutProcess) -> None:
+        self._link, self._network = link, settings.network
+        self._timeout_s, self._mode = settings.rollout.pull_timeout_s, settings.rollout.adoption
+        self._transport = settings.rollout.transport
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._cancelled = threading.Event()
         """Cancels the current pull; each pull has its own event."""
@@ -61,8 +67,10 @@ class Adoptions:
             self._drain_s = 0.0  # a drain comes after this pull
 
         def work() -> PullReport:
+            offer = decode_offer(buffers[0])
+            self._check_transports(message.source, offer)
             return engine.pull(
-                decode_offer(buffers[0]),
+                offer,
                 decode_plan(buffers[1]),
                 root_plan=decode_plan(buffers[2]) if message.has_root_plan else None,
                 deadline_s=self._timeout_s,
@@ -84,6 +92,11 @@ class Adoptions:
 
         self._pulling = self._thread.submit(work)
         self._pulling.add_done_callback(done)
+
+    def _check_transports(self, source: str, offer: Offer) -> None:
+        """Refuse a transport that the settings do not allow. A policy has a transport of its own, unknown here."""
+        choice = None if role_of(source) == "policy" else self._transport
+        check_offered_transports(offer, choice, self._network.host, encrypt=self._network.encrypt_weights)
 
     def note(self, *, draining: bool) -> None:
         """Record how long new weights wait for running requests."""

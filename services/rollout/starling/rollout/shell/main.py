@@ -93,7 +93,7 @@ class Shell:
         self._link = ControllerLink(link_settings(arguments, settings), hello_of(own, self._engine), (encode(layout),))
         self._wake = self._link.wake
         self._groups = EngineGroups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
-        self._adoptions = Adoptions(self._link, timeout_s=own.pull_timeout_s, mode=own.adoption)
+        self._adoptions = Adoptions(self._link, settings)
         tools = self._environment.tools if self._environment else ()
         encoder = PromptEncoder(config, self._tokenizer, path, max_media_bytes=own.max_media_bytes, tools=tools)
         self._preparation = PromptPreparation(encoder.encode, self._link.put, own.media_timeout_s)
