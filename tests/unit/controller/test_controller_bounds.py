@@ -11,6 +11,7 @@ from transcript import SMALL, Script, Stream
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
+from starling.controller.core.explain import waits
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
@@ -20,6 +21,7 @@ from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.slots import FreeSlots
 from starling.controller.core.training.dynamic_settings import SettingChanges
 from starling.controller.core.weights.publications import Publications
+from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer
 from starling.weightsync.plan.layout import Layout, Place, RankLayout, TensorSpec, decode_layout, encode
 
@@ -181,6 +183,28 @@ def test_long_list_in_an_adoption_is_noted_in_part() -> None:
     script.receive("rollout-0", answer)
     assert noted_bytes(script, "adopted") < 40_000
     assert script.state.replicas.membership.members["rollout-0"].version == 0
+
+
+def test_view_of_a_replica_is_bounded() -> None:
+    script = Script()
+    script.start_run()
+    wait = wire.Wait(what=LONG, on=LONG, since_s=0.0, seconds_left=1.0)
+    progress = wire.LeaseProgress(bytes_done=0, bytes_total=1)
+    heartbeat = wire.Heartbeat(
+        leases=tuple(
+            wire.HeldLease(lease=f"adopt:{number}:1.1", phase="working", progress=progress) for number in range(9000)
+        ),
+        gauges={"tokens_per_s": 7.0, LONG: 1.0} | {f"{number:x}": 0.0 for number in range(100_000)},
+        waits=(wait,) * 1000,
+    )
+    script.receive("reward-0", heartbeat)
+    view = msgspec.msgpack.encode(snapshot(script.state, MetricsHistory(0.0), 1.0, 0))
+    assert len(view) < 20_000
+    assert len(json.dumps(waits(script.state))) < 500_000
+    member = script.state.replicas.membership.members["reward-0"]
+    assert not member.progress
+    assert member.gauges["tokens_per_s"] == 7.0
+    assert member.waits[0].what == "h" * 512
 
 
 def test_refusal_fits_a_message() -> None:

@@ -60,7 +60,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="heartb
     version: int = -1
     """Weight version in use; -1 for none."""
     gauges: dict[str, float] = {}
-    """Measurements for the live view: tokens_per_s, queue_depth, ..."""
+    """Measurements for the live view: tokens_per_s, queue_depth, ... The controller keeps the first 64."""
     offered: int = -1
     """Newest version that it offers; -1 for none."""
     waits: tuple[Wait, ...] = ()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Final
+
+import msgspec
+
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.lifecycle.stages import RunStage
@@ -13,14 +18,22 @@ from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version
 from starling.controller.core.weights.versions import check_outdated, set_held_version
 
+MAX_GAUGES: Final = 64
+"""Gauges of one replica that are kept: each snapshot of the telemetry repeats them."""
+MAX_WAITS: Final = 256
+"""Waits of one replica that are kept; a reward replica has one for each of its workers."""
+MAX_NAME_CHARACTERS: Final = 512
+"""Characters of the name of a gauge, and of each text of a wait, that are kept."""
+
 
 def on_heartbeat(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
     """Apply the reported state of a replica: its version, then its leases."""
-    member.gauges, member.waits = message.gauges, message.waits
-    member.progress = {held.lease: held.progress for held in message.leases if held.progress is not None}
+    member.gauges = {name[:MAX_NAME_CHARACTERS]: value for name, value in islice(message.gauges.items(), MAX_GAUGES)}
+    member.waits = tuple(map(_with_short_texts, message.waits[:MAX_WAITS]))
     _update_version(state, member, message.version)
     welcome(state, member)
     _reconcile_leases(state, member, message)
+    _update_progress(state, member, message)
     if not member.has_reported:
         member.has_reported = True
         state.replicas.slots.mark(member)
@@ -31,6 +44,20 @@ def on_heartbeat(state: ControllerState, member: Member, message: wire.Heartbeat
         state.dirty = Dirty.ALL
     if state.lifecycle.stage is RunStage.DRAINING:
         state.outbox.send(member.name, wire.Drain(reason=state.lifecycle.reason))
+
+
+def _with_short_texts(wait: wire.Wait) -> wire.Wait:
+    """Return `wait` with only the beginning of each long text."""
+    if max(len(wait.what), len(wait.on)) <= MAX_NAME_CHARACTERS:
+        return wait
+    return msgspec.structs.replace(wait, what=wait.what[:MAX_NAME_CHARACTERS], on=wait.on[:MAX_NAME_CHARACTERS])
+
+
+def _update_progress(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
+    """Keep the reported progress of the leases that the replica has."""
+    reported = {held.lease: held.progress for held in message.leases if held.progress is not None}
+    own = (lease.id for lease in state.replicas.leases.all_of(member.name)) if reported else ()
+    member.progress = {lease: reported[lease] for lease in own if lease in reported}
 
 
 def _update_version(state: ControllerState, member: Member, version: int) -> None:
