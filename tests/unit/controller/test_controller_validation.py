@@ -19,7 +19,12 @@ from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import GroupState
-from starling.controller.core.groups.validation import UnusableResultError, check_trajectories
+from starling.controller.core.groups.validation import (
+    InvalidResultError,
+    UnusableResultError,
+    check_sampled,
+    check_trajectories,
+)
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import (
     CompletionsStored,
@@ -216,7 +221,7 @@ def test_invalid_completions_are_a_failed_try_and_never_stored(case: str) -> Non
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("length", [10, 10_000])
 def test_one_log_probability_that_is_not_finite_is_found(bad: float, length: int) -> None:
-    script = Script()
+    script = Script(sampling=wire.Sampling(max_tokens=length))
     script.start_run()
     result = valid()
     for index in (1, 2, 3):
@@ -233,7 +238,7 @@ def test_one_log_probability_that_is_not_finite_is_found(bad: float, length: int
 @pytest.mark.filterwarnings("ignore:overflow encountered in dot")
 @pytest.mark.parametrize("length", [10, 10_000])
 def test_every_finite_log_probability_is_accepted(length: int) -> None:
-    script = Script()
+    script = Script(sampling=wire.Sampling(max_tokens=length))
     script.start_run()
     result = valid()
     for index in (1, 2, 3):
@@ -243,6 +248,43 @@ def test_every_finite_log_probability_is_accepted(length: int) -> None:
     result.put(2, np.full(2 * length, np.finfo(np.float32).min))
     result.send(script)
     assert any(isinstance(write.record, CompletionsStored) for write in script.journal)
+
+
+def test_completion_with_more_tokens_than_were_allowed_is_a_failed_try() -> None:
+    """The model may not attend to so many, and the step that holds them is frozen before a policy sees them."""
+    script = Script(sampling=wire.Sampling(max_tokens=3))
+    script.start_run()
+    result = valid()
+    for index in (1, 2, 3):
+        result.put(index, np.zeros(6, KINDS[index][0]))
+    result.change(0, num_tokens=4)
+    result.send(script)
+    assert "completion 0 has 4 sampled tokens, and 3 were allowed" in reason(script)
+    assert not any(isinstance(write.record, CompletionsStored) for write in script.journal)
+
+
+def test_masked_and_resumed_tokens_may_exceed_the_limit() -> None:
+    """An environment's tokens are not sampled, and a limit may be lowered while a completion is interrupted."""
+    script = Script(sampling=wire.Sampling(max_tokens=1))
+    script.start_run()
+    result = valid()
+    result.put(4, np.array([1, 0, 0, 1], np.uint8), "loss_mask")
+    for index in (0, 1):
+        result.change(index, num_masked=1)
+    result.send(script)
+    assert any(isinstance(write.record, CompletionsStored) for write in script.journal)
+    asked = wire.GenerateGroup(
+        lease="generate:t0:1",
+        purpose="train",
+        prompt=wire.Prompt(id="p", text="x"),
+        num_completions=2,
+        sampling=wire.Sampling(max_tokens=1),
+        min_version=0,
+        partial=(wire.PartialCompletionMeta(num_tokens=2), wire.PartialCompletionMeta(num_tokens=0)),
+    )
+    check_sampled(valid().trajectories, asked)
+    with pytest.raises(InvalidResultError, match="2 sampled tokens, and 1 were allowed"):
+        check_sampled(valid().trajectories, replace(asked, partial=()))
 
 
 def test_valid_completions_are_stored() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
-from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
+from starling.policy.train.data.groups import ModelLimits, ScoredGroup, groups_from_wire
 from starling.policy.train.errors import RejectedGroupsError
 
 ARRAYS = (
@@ -138,6 +138,28 @@ def test_groups_that_cannot_be_trained_are_named_in_the_refusal() -> None:
     sent = [message(), message(beyond, "train/0/1"), message(double, "train/0/2")]
     frames = buffers() + buffers(beyond) + buffers(double)
     with pytest.raises(RejectedGroupsError, match="token ids from 77 to 77, and the model has 77") as refusal:
-        groups_from_wire(sent, frames, 77)
+        groups_from_wire(sent, frames, ModelLimits(vocabulary_size=77))
     assert refusal.value.prompts == ("train/0/1", "train/0/2")
-    assert len(groups_from_wire(sent[:2], frames[:8], 78)) == 2
+    assert len(groups_from_wire(sent[:2], frames[:8], ModelLimits(vocabulary_size=78))) == 2
+
+
+def test_group_with_a_sequence_beyond_the_context_is_named_in_the_refusal() -> None:
+    """Three tokens of the prompt and three of the second completion."""
+    sent, frames = [message(), message(prompt_id="train/0/1")], [*buffers(), *buffers()]
+    short = (ARRAYS[0][:2], *ARRAYS[1:])
+    sent[0], frames[0] = message(short), buffers(short)[0]
+    with pytest.raises(RejectedGroupsError, match=r"a sequence of 6 tokens, 3 of .* attend to 5") as refusal:
+        groups_from_wire(sent, frames, ModelLimits(longest=5))
+    assert refusal.value.prompts == ("train/0/1",)
+    assert len(groups_from_wire(sent, frames, ModelLimits(longest=6))) == 2
+
+
+def test_completion_without_sampled_tokens_may_exceed_the_context() -> None:
+    """It is scored and not trained."""
+    mask = np.array([1, 1, 0, 0, 0], np.uint8)
+    described = TensorMeta(dtype="uint8", shape=(5,), nbytes=5, name="loss_mask")
+    masked = msgspec.structs.replace(message(), tensors=(*message().tensors, described))
+    frames = [*buffers(), memoryview(mask.tobytes())]
+    assert len(groups_from_wire([masked], frames, ModelLimits(longest=5))) == 1
+    with pytest.raises(RejectedGroupsError, match="a sequence of 5 tokens"):
+        groups_from_wire([masked], frames, ModelLimits(longest=4))

@@ -35,7 +35,7 @@ from starling.policy.settings.algorithm import AlgorithmSettings, DistillSetting
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.data.groups import ScoredGroup, TeacherLogprobs, groups_from_wire
+from starling.policy.train.data.groups import ModelLimits, ScoredGroup, TeacherLogprobs, groups_from_wire
 from starling.policy.train.loss.logprobs import KeptSets, logits_logprobs
 from starling.policy.train.rl import RlTrainer
 
@@ -266,7 +266,7 @@ def decode_group(named: list[tuple[str, npt.NDArray[Any]]], vocabulary: int = 0)
         trajectories=(ScoredTrajectory(num_tokens=3, oldest_version=0, reward=0.0),),
         tensors=tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes, name=name) for name, a in arrays),
     )
-    return groups_from_wire([group], [array.tobytes() for _, array in arrays], vocabulary)
+    return groups_from_wire([group], [array.tobytes() for _, array in arrays], ModelLimits(vocabulary))
 
 
 def test_gradients_and_logprobs_are_independent_of_tokens_that_were_not_kept(tiny: Make, make_groups: Make) -> None:

@@ -297,7 +297,7 @@ class Shell:
         from starling.policy.train.data.groups import groups_from_wire
 
         return self._learner.reinforce(
-            groups_from_wire(message.groups, buffers, self._learner.vocabulary_size),
+            groups_from_wire(message.groups, buffers, self._learner.limits),
             step=message.step,
             num_steps=message.num_steps,
             temperature=message.temperature,

@@ -25,12 +25,12 @@ from starling.policy.train.checkpoint.state import (
     take_state,
 )
 from starling.policy.train.data.examples import PreferencePair, SftExample
-from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.data.groups import ModelLimits, ScoredGroup
 from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.loss.router import find_routers
 from starling.policy.train.memory.offload import DeviceOffload
 from starling.policy.train.metrics.clock import StepClock
-from starling.policy.train.model.load import version_tensors
+from starling.policy.train.model.load import longest_sequence, version_tensors
 from starling.policy.train.model.lora import export_model
 from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, RewardModelTrainer
 from starling.policy.train.rl import RlTrainer
@@ -148,9 +148,12 @@ class Learner:
         return self.trainer.batch_digest if isinstance(self.trainer, RlTrainer) else 0
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids that the model has an embedding for."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+    def limits(self) -> ModelLimits:
+        """What the model can read of a group. Raises ConfigError if it has layers that are not attention."""
+        return ModelLimits(
+            vocabulary_size=int(self.model.get_input_embeddings().weight.shape[0]),
+            longest=longest_sequence(self.model),
+        )
 
     def check_whole(self) -> None:
         """Check that the weights are a version. Raises StepBrokenError if a step failed between two updates."""

@@ -20,6 +20,7 @@ from starling.controller.core.groups.validation import (
     UnusableResultError,
     check_contents,
     check_rewards,
+    check_sampled,
     check_teacher_names,
     check_trajectories,
 )
@@ -60,6 +61,9 @@ def on_generated(
             retry(state, groups, group, reason, member.name, retryable=retryable, status=status)
             return
         check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
+        # Only the holder of work of an earlier controller knows what was requested.
+        if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
+            check_sampled(message.trajectories, lease.send.message)
         check_contents(event)
         _check_temperature(lease, group, message.temperature)
     except InvalidResultError as error:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
+    GenerateGroup,
     GroupGenerated,
     GroupScored,
     Prompt,
@@ -110,6 +111,22 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
     # A character has at most four bytes. Prompts are small, unless images travel with them.
     if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 2 or prompt.media:
         _check_texts(trajectories, prompt)
+
+
+def check_sampled(trajectories: Sequence[TrajectoryMeta], request: GenerateGroup) -> None:
+    """Check that no completion has more sampled tokens than `request` allows, or than it had already.
+
+    An environment's tokens between them are masked and not counted; a policy checks the length of whole sequences.
+
+    Raises:
+        InvalidResultError: naming the first that has.
+    """
+    limit = max([request.sampling.max_tokens, *(one.num_tokens for one in request.partial)])
+    for index, one in enumerate(trajectories):
+        if one.num_tokens - one.num_masked > limit:
+            raise InvalidResultError(
+                f"completion {index} has {one.num_tokens - one.num_masked} sampled tokens, and {limit} were allowed"
+            )
 
 
 def _check_texts(trajectories: Sequence[TrajectoryMeta], prompt: Prompt) -> None:

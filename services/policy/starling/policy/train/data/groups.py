@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -122,18 +122,31 @@ class ScoredGroup:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the trained model can read of a group."""
+
+    vocabulary_size: int = 0
+    """Number of token ids that it has an embedding for; 0 if it is not known."""
+    longest: int | None = None
+    """Most tokens of a prompt and one of its completions; None for no limit."""
+
+
+NO_LIMITS: Final = ModelLimits()
+
+
 def groups_from_wire(
-    groups: Sequence[TrainGroup], buffers: Sequence[Any], vocabulary_size: int = 0
+    groups: Sequence[TrainGroup], buffers: Sequence[Any], limits: ModelLimits = NO_LIMITS
 ) -> list[ScoredGroup]:
     """Decode the groups of a `TrainStep` from its buffer frames, without copying them.
 
     Args:
         groups: of the message.
         buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, then the named ones.
-        vocabulary_size: of the model; 0 if it is not known.
+        limits: of the model.
 
     Raises:
-        RejectedGroupsError: groups do not match their description, or have tokens beyond the vocabulary.
+        RejectedGroupsError: groups do not match their description, or the model cannot read them.
         WireError: frames are missing or left over.
     """
     num_described = sum(len(group.tensors) for group in groups)
@@ -148,7 +161,8 @@ def groups_from_wire(
         own = [next(frames) for _ in group.tensors]
         try:
             read.append(_read(group, iter(own)))
-            _check_vocabulary(read[-1], vocabulary_size)
+            _check_vocabulary(read[-1], limits.vocabulary_size)
+            _check_longest(read[-1], limits.longest)
         except WireError as error:
             problems[group.prompt_id] = str(error)
     if problems:
@@ -170,6 +184,18 @@ def _check_vocabulary(group: ScoredGroup, size: int) -> None:
             raise WireError(
                 f"group {group.prompt_id!r} has token ids from {array.min()} to {array.max()}, and the model has {size}"
             )
+
+
+def _check_longest(group: ScoredGroup, longest: int | None) -> None:
+    """Refuse trained sequences that the model cannot attend to."""
+    prompt = len(group.prompt_ids)
+    trained = [length for length, sampled in zip(group.lengths, group.num_sampled, strict=True) if sampled]
+    most = prompt + max(trained, default=0)
+    if longest is not None and trained and most > longest:
+        raise WireError(
+            f"group {group.prompt_id!r} has a sequence of {most} tokens, {prompt} of them of its prompt, and the model "
+            f"can attend to {longest}: shorten the prompts or lower sampling.max_tokens"
+        )
 
 
 def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
