@@ -277,7 +277,7 @@ class Hub:
                 self.close()
                 remedy = "choose another port, or 0"
                 if error.errno not in (zmq.EADDRINUSE, errno.EACCES):
-                    remedy = "set network.host to an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+                    remedy = "set network.host to an address of this machine: 127.0.0.1, or one of its network"
                 raise ConfigError(f"cannot listen on {address}: {error.strerror}; {remedy}") from None
 
     def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:

@@ -74,6 +74,7 @@ FIXED = {
     "rl.prompts_per_step": "the journal counts groups by it",
     "rl.group_size": "groups of two sizes would meet in one step",
     "rl.num_steps": "schedules of the learning rate are laid out over it",
+    "sampling.logprobs": "all log-probabilities of a run have one meaning",
     "run.seed": "it decided what was sampled already",
     "model.path": "the replicas have loaded it",
 }
@@ -89,10 +90,10 @@ def check(key: str, value: Value) -> float:
     setting = DYNAMIC.get(key)
     if setting is None:
         if key in FIXED:
-            raise ValueError(f"{key} may not change in a running job: {FIXED[key]}; start another run")
+            raise ValueError(f"{key} may not change during a run: {FIXED[key]}; start another run")
         near = difflib.get_close_matches(key, DYNAMIC, 1)
         hint = f"did you mean {near[0]}?" if near else f"these may: {', '.join(DYNAMIC)}"
-        raise ValueError(f"{key} may not change in a running job; {hint}")
+        raise ValueError(f"there is no setting {key} that may change during a run; {hint}")
     if isinstance(value, bool | str):
         raise ValueError(f"{key} = {value!r} is not a number; it must be {setting.valid_range}")
     number = float(value)
