@@ -287,9 +287,23 @@ def test_masked_and_resumed_tokens_may_exceed_the_limit() -> None:
         check_sampled(valid().trajectories, replace(asked, partial=()))
 
 
+def test_images_of_a_text_prompt_are_a_failed_try() -> None:
+    """A model that reads only text would fail in the step that holds them."""
+    script = Script()
+    script.start_run()
+    result = valid()
+    images(result, [[1, 2, 2]], 4)
+    result.send(script)
+    assert "it has images or videos, and its prompt has none" in reason(script)
+    assert not any(isinstance(write.record, CompletionsStored) for write in script.journal)
+
+
 def test_valid_completions_are_stored() -> None:
     script = Script()
     script.start_run()
+    group = script.state.buffer.get(0)
+    assert group is not None
+    group.prompt = replace(group.prompt, media=(wire.Media(kind="image", uri="a.png"),) * 2)
     result = valid()
     images(result, [[1, 2, 2], [2, 1, 1]], 6)
     result.put(7, np.array([1, 0, 1, 1], np.uint8), "loss_mask")

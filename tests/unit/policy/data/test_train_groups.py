@@ -154,6 +154,13 @@ def test_group_with_a_sequence_beyond_the_context_is_named_in_the_refusal() -> N
     assert len(groups_from_wire(sent, frames, ModelLimits(longest=6))) == 2
 
 
+def test_group_with_images_is_refused_for_a_model_that_reads_text() -> None:
+    shown, frames = with_pixels(PIXELS)
+    with pytest.raises(RejectedGroupsError, match="has images or videos, and the model reads only text") as refusal:
+        groups_from_wire([message(prompt_id="text"), shown], [*buffers(), *frames], ModelLimits(reads_images=False))
+    assert refusal.value.prompts == (shown.prompt_id,)
+
+
 def test_completion_without_sampled_tokens_may_exceed_the_context() -> None:
     """It is scored and not trained."""
     mask = np.array([1, 1, 0, 0, 0], np.uint8)

@@ -153,6 +153,7 @@ class Learner:
         return ModelLimits(
             vocabulary_size=int(self.model.get_input_embeddings().weight.shape[0]),
             longest=longest_sequence(self.model),
+            reads_images=hasattr(self.model.config, "vision_config"),
         )
 
     def check_whole(self) -> None:

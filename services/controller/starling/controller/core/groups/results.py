@@ -9,7 +9,7 @@ import math
 
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_TENSORS, LOSS_MASK
+from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_TENSORS, LOSS_MASK, PROMPT_TENSORS
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
@@ -65,6 +65,7 @@ def on_generated(
         if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
             check_sampled(message.trajectories, lease.send.message)
         check_contents(event)
+        _check_media(group, message)
         _check_temperature(lease, group, message.temperature)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
@@ -118,6 +119,12 @@ def _problem(
     if group.purpose == "train" and state.plan.sampling.logprobs == "truncated" and KEPT_COUNTS not in names:
         return "its engine does not record kept tokens; set sampling.logprobs = 'full'", True, None
     return None
+
+
+def _check_media(group: Group, message: wire.GroupGenerated) -> None:
+    """Check that only a prompt with images or videos has tensors of them: a text model fails by others."""
+    if not group.prompt.media and any(tensor.name in PROMPT_TENSORS for tensor in message.tensors):
+        raise InvalidResultError("it has images or videos, and its prompt has none")
 
 
 def _check_temperature(lease: Lease, group: Group, temperature: float) -> None:

@@ -130,6 +130,8 @@ class ModelLimits:
     """Number of token ids that it has an embedding for; 0 if it is not known."""
     longest: int | None = None
     """Most tokens of a prompt and one of its completions; None for no limit."""
+    reads_images: bool = True
+    """Whether prompts may have images and videos."""
 
 
 NO_LIMITS: Final = ModelLimits()
@@ -163,6 +165,8 @@ def groups_from_wire(
             read.append(_read(group, iter(own)))
             _check_vocabulary(read[-1], limits.vocabulary_size)
             _check_longest(read[-1], limits.longest)
+            if read[-1].extra and not limits.reads_images:
+                raise WireError(f"group {group.prompt_id!r} has images or videos, and the model reads only text")
         except WireError as error:
             problems[group.prompt_id] = str(error)
     if problems:
