@@ -25,6 +25,10 @@ time.sleep(600)
 """
 
 
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 @pytest.fixture
 def trees() -> Iterator[list[int]]:
     """Two processes with a child each, one of them started by another thread; all four process ids."""
@@ -47,8 +51,9 @@ def trees() -> Iterator[list[int]]:
     ready = b""
     while ready.count(b"ready") < 2:
         ready += os.read(reading, 64)
-    yield [pid for one in started for pid in (one.pid, *(child.pid for child in psutil.Process(one.pid).children()))]
-    kill_all(lambda: descendants(os.getpid()))
+    all_four = [pid for one in started for pid in (one.pid, *descendants(one.pid))]
+    yield all_four
+    kill_all(lambda: [pid for pid in all_four if is_running(pid)])  # no other child of this process: tests share some
     ended.set()
     thread.join()
     for one in started:
