@@ -29,9 +29,9 @@ from msgspec.structs import replace
 
 from starling.common.errors import StarlingError
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Prune, Received, Send, Ticked
+from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Prune, Send, Ticked
 from starling.controller.core.events import Write as WriteRecord
-from starling.controller.core.groups.validation import contents_problem
+from starling.controller.core.groups.arrival import received
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.core.records import (
@@ -206,8 +206,7 @@ class Fuzzer:
                 self._handle(Fetched(self.now, step, self._journal.fetch(step)))
 
     def _receive(self, name: str, message: wire.Up, buffers: tuple[bytes, ...] = ()) -> None:
-        problem = contents_problem(message, buffers)
-        self._handle(Received(self.now, name, self._incarnations[name], message, buffers, True, problem))
+        self._handle(received(self.controller.state, self.now, name, self._incarnations[name], message, buffers))
 
     # --- replicas ---
 

@@ -410,7 +410,7 @@ def test_layout_of_absurd_size_is_refused_and_the_run_goes_on() -> None:
     lines = script.receive("rollout-1", HELLO, encode(layout))
     assert lines[0] == "(refused rollout-1)"
     assert "9223372036854775808" in lines[1]
-    script.joins("rollout-1")
+    script.joins("rollout-1", incarnation=2)
     assert "rollout-1" in script.state.replicas.membership.members
 
 

@@ -11,7 +11,8 @@ from starling.common.wire.structs import HeldLease, Status, Wait
 class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     """A replica asks to join. Sent twice a second until `Welcome` arrives, and again after `RequestHello`.
 
-    Buffer 0, if `has_layout`: a `weightsync` `Layout` in MessagePack. More than 4096 slots are refused.
+    Buffer 0, if `has_layout`: a `weightsync` `Layout` in MessagePack, of at most 64 MiB. More than 4096 slots are
+    refused.
     """
 
     role: Role

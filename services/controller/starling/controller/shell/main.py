@@ -26,7 +26,6 @@ from starling.controller.core.events import (
     Fetched,
     FinishRun,
     Note,
-    Received,
     ReplicaDisconnected,
     Send,
     StopRequested,
@@ -34,8 +33,8 @@ from starling.controller.core.events import (
     Stored,
     Ticked,
 )
+from starling.controller.core.groups.arrival import received
 from starling.controller.core.groups.truncation import is_truncated
-from starling.controller.core.groups.validation import contents_problem
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
 from starling.controller.core.state import ControllerState, RunPrompts
@@ -277,9 +276,8 @@ class Shell:
                 if isinstance(one, ReceivedMessage):
                     envelope = one.envelope
                     cause = f"{envelope.sender}/{envelope.incarnation}/{envelope.seq}"
-                    problem = contents_problem(one.message, one.buffers)
-                    event = Received(
-                        now, envelope.sender, envelope.incarnation, one.message, one.buffers, True, problem
+                    event = received(
+                        controller.state, now, envelope.sender, envelope.incarnation, one.message, one.buffers
                     )
                     self._handle(controller, event, cause)
                 else:

@@ -388,7 +388,7 @@ def teacher_arrays(tensors: Sequence[TensorMeta], buffers: Buffers) -> list[Arra
 def contents_problem(message: object, buffers: Buffers) -> ContentsProblem | None:
     """Return what is wrong with the tensors of a result, or None; this depends on nothing but the message.
 
-    The shell calls this when it creates the event of a message, because recordings of events have no tensors.
+    This runs when the event of a message is made (`core/groups/arrival.py`): recordings of events have no tensors.
     """
     try:
         if isinstance(message, GroupGenerated):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
@@ -14,12 +16,15 @@ from starling.controller.core.training.results import on_policy_version, version
 from starling.controller.core.weights.versions import set_held_version
 from starling.weightsync.plan.layout import Layout, decode_layout
 
+MAX_LAYOUT_BYTES: Final = 64 << 20
+"""A model of 45,000 tensors, each split over 16 ranks, has a layout of about 50 MiB."""
+
 
 def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> None:
     """Admit a replica, or refuse it with a reason."""
     replicas, name, incarnation = state.replicas, event.sender, event.incarnation
     known = replicas.membership.members.get(name)
-    refusal, layout = _check(state, event, message)
+    refusal, layout = _check(state, event, message, known)
     if refusal is not None:
         refuse(state, name, refusal)
         return
@@ -53,15 +58,23 @@ def welcome(state: ControllerState, member: Member) -> None:
     state.outbox.send(member.name, state.plan.welcome(member.role))
 
 
-def _check(state: ControllerState, event: Received, message: wire.Hello) -> tuple[str | None, Layout | None]:
-    """Return why a replica may not join, or None, and the layout of its weights."""
+def _check(
+    state: ControllerState, event: Received, message: wire.Hello, known: Member | None
+) -> tuple[str | None, Layout | None]:
+    """Return why a replica may not join, or None, and the layout of its weights.
+
+    `known`: the member of this name. A layout takes up to seconds to decode, and a hello may be repeated, so that of a
+    member is not decoded again, and an incarnation that sent an unusable one is refused from then on.
+    """
     membership, name, incarnation = state.replicas.membership, event.sender, event.incarnation
     refusal, layout = membership.refusal(name, incarnation, message), None
     if refusal is None and message.has_layout:
-        try:
-            layout = decode_layout(event.buffers[0])
-        except WeightsError as error:
-            refusal = str(error)
+        if known is not None and known.incarnation == incarnation:
+            layout = known.layout
+        else:
+            refusal, layout = _decode(name, event.buffers[0])
+        if refusal is not None:
+            membership.ban(name, incarnation, refusal)
     if refusal is None and message.role == "policy":
         refusal = version_problem(state, message.version)
     has_no_weights = message.role == "rollout" and message.version < membership.initial_version
@@ -69,3 +82,13 @@ def _check(state: ControllerState, event: Received, message: wire.Hello) -> tupl
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
         refusal = f"this run has no policy, and {name} holds no weights; set rollout.load_weights = true"
     return refusal, layout
+
+
+def _decode(name: str, data: bytes) -> tuple[str | None, Layout | None]:
+    """Return why the layout in `data` cannot be used, or None, and the layout."""
+    if len(data) > MAX_LAYOUT_BYTES:
+        return f"the layout of {name} has {len(data)} bytes, and {MAX_LAYOUT_BYTES} are allowed", None
+    try:
+        return None, decode_layout(data)
+    except WeightsError as error:
+        return str(error), None

@@ -17,7 +17,7 @@ from starling.common.ids import (
 )
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.admission import required_version
-from starling.controller.core.groups.group import Group, GroupState, is_unscored, lacks_teacher
+from starling.controller.core.groups.group import Group, Groups, GroupState, is_unscored, lacks_teacher
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.replicas.assignments import restore_lease
 from starling.controller.core.replicas.membership import Member
@@ -32,14 +32,10 @@ def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
     if len(lease) > MAX_LEASE_CHARACTERS:
         return False
     kind = lease_kind(lease)
-    if kind is None or lease.count(":") != 2 or not 0 < lease_incarnation(lease) <= state.incarnation:
+    if kind is None or not _may_have_had(state, member, lease):
         return False
     assert kind in LEASE_KINDS
-    subject = lease_subject(lease)
-    # A lease of this incarnation may be settled, and still be in a heartbeat that was on its way.
-    is_older = lease_incarnation(lease) < state.incarnation
-    if not is_older and not state.replicas.leases.was_dropped(lease, member.name):
-        return False  # settled, granted to another replica, or made up
+    subject, is_older = lease_subject(lease), lease_incarnation(lease) < state.incarnation
     fits = False
     match kind, member.role:
         case "generate", "rollout":
@@ -67,20 +63,61 @@ def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
     return fits
 
 
-def _generate(state: ControllerState, member: Member, subject: str, lease: str) -> bool:
+def would_be_taken(state: ControllerState, sender: str, incarnation: int, lease: str) -> bool:
+    """Say whether a result of `lease` for a group would be taken from this replica: it has the lease, or reclaims it.
+
+    Changes nothing.
+    """
+    member = state.replicas.membership.get(sender, incarnation)
+    if member is None:
+        return False
+    held = state.replicas.leases.get(lease)
+    if held is not None:
+        return held.peer == sender
+    if not _may_have_had(state, member, lease):
+        return False
+    match lease_kind(lease), member.role:
+        case "generate", "rollout":
+            return _waiting_group(state, member, lease_subject(lease), lease) is not None
+        case "teach", "teacher":
+            return _untaught_group(state, member, lease) is not None
+    return False
+
+
+def _may_have_had(state: ControllerState, member: Member, lease: str) -> bool:
+    """Say whether `member` had this lease, as far as this incarnation of the controller can know."""
+    if lease.count(":") != 2 or not 0 < lease_incarnation(lease) <= state.incarnation:
+        return False
+    # A lease of this incarnation may be settled, and still be in a heartbeat that was on its way; or it was granted to
+    # another replica, or is made up.
+    return lease_incarnation(lease) < state.incarnation or state.replicas.leases.was_dropped(lease, member.name)
+
+
+def _waiting_group(state: ControllerState, member: Member, subject: str, lease: str) -> tuple[Groups, Group] | None:
+    """Return the group, and what holds it, that `lease` is to generate, if `member` can have it."""
     found = state.find_group(subject)
     if found is None or state.replicas.leases.num(member.name, "generate") >= member.num_slots:
+        return None
+    group = found[1]
+    if group.state is not GroupState.WAITING or lease_order(lease) <= group.floor:
+        return None
+    evaluation = state.evaluations.current
+    if group.purpose != "train" and (evaluation is None or member.version != evaluation.version):
+        return None
+    return found
+
+
+def _generate(state: ControllerState, member: Member, subject: str, lease: str) -> bool:
+    found = _waiting_group(state, member, subject, lease)
+    if found is None:
         return False
     groups, group = found
-    if group.state is not GroupState.WAITING or lease_order(lease) <= group.floor:
-        return False
     if group.purpose == "train":
         # Its dispatch had the same bound: its place in the order of training only moves forward.
         groups.lease(group, required_version(state, group))
         return True
     evaluation = state.evaluations.current
-    if evaluation is None or member.version != evaluation.version:
-        return False
+    assert evaluation is not None, "a group that is not trained is of an evaluation"
     evaluation.pinned.add(member.name)
     groups.lease(group, evaluation.version)
     return True
@@ -97,14 +134,22 @@ def _score(state: ControllerState, member: Member, lease: str) -> bool:
 
 
 def _score_tokens(state: ControllerState, member: Member, lease: str) -> bool:
+    group = _untaught_group(state, member, lease)
+    if group is None:
+        return False
+    group.teacher_lease = lease
+    return True
+
+
+def _untaught_group(state: ControllerState, member: Member, lease: str) -> Group | None:
+    """Return the group of `lease`, if it lacks a teacher and `member` can have it."""
     found = state.group_of_lease(lease)
     if found is None or not found[0].needs_teacher or not lacks_teacher(found[1]):
-        return False
+        return None
     num = state.replicas.leases.num(member.name, "teach")
     if num >= member.num_slots or not _is_of_these_completions(found[1], lease):
-        return False
-    found[1].teacher_lease = lease
-    return True
+        return None
+    return found[1]
 
 
 def _is_of_these_completions(group: Group, lease: str) -> bool:
