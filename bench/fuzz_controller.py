@@ -255,7 +255,7 @@ class Fuzzer:
         self.kinds["evictions"] += 1
         if name in HONEST:
             self._accused.add(name)
-        elif "invalid results" in reason:
+        elif "start a replica of another name" in reason:
             self.liars[role] += 1
             name = f"{role}-{self.liars[role]}"
         self._incarnations.setdefault(name, 0)
