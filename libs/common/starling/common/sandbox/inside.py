@@ -125,7 +125,7 @@ class Sessions:
                 finally:
                     if isolated and os.getpid() == parent:
                         syscalls.set_pid_namespace(self._own_pids)
-            except BaseException:
+            except BaseException:  # raised again: the socket must not stay open
                 mine.close()
                 raise
             if pid:

@@ -79,7 +79,7 @@ class AsyncLlmThread:
         self._thread.start()
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # raised again: its thread and processes must not stay
             self.close()
             raise
 
@@ -260,7 +260,7 @@ class AsyncLlmThread:
                 ) from error
             except StarlingError:
                 raise
-            except Exception as error:
+            except Exception as error:  # of vLLM, whose errors have no common type
                 reason = str(error).strip().split("\n", 1)[0].rstrip(".")
                 raise EngineLostError(f"vLLM did not start: {reason}; see its output above") from error
         self._processes = processes.engine_processes() - self._other_processes
