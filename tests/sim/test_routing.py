@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from starling.common.wire.messages import Sampling
 from starling.controller.core.plan import draw_seed
 from starling.sim.cluster.cluster import SimulatedCluster
-from starling.sim.replicas.rollout import SimulatedRollout, length_of
+from starling.sim.replicas.rollout import MAX_OVER_MEAN, SimulatedRollout, length_of
 from starling.sim.scenario.scenario import Fleet, Scenario, Workload, scenario_of
 
 SPEEDS = (1.0, 2.0, 8.0)
@@ -18,6 +19,7 @@ def scenario_of_speeds(seed: int, *, max_staleness: int, prompts_per_step: int, 
     """Return a scenario that spends nearly all of its time in generation."""
     plan = replace(
         scenario_of(seed).plan,
+        sampling=Sampling(max_tokens=round(WORKLOAD.tokens * MAX_OVER_MEAN)),
         num_supervised_steps=0,
         num_steps=num_steps,
         prompts_per_step=prompts_per_step,
