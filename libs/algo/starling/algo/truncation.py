@@ -1,4 +1,4 @@
-"""Kept tokens of truncated sampling: the token ids among which top-p, top-k and min-p let each token be drawn.
+"""Truncated sampling, and its kept tokens: the token ids among which top-p, top-k and min-p let each token be drawn.
 
 The log-probability of a token is exact for training only over the set from which it was drawn. Rollout and trainer have
 different logits, and would keep different sets; the trainer therefore gets the rollout's, and renormalises over it.
@@ -9,11 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+
+@overload
+def is_truncated(temperature: float, top_p: float, top_k: int, min_p: float) -> bool: ...
+@overload
+def is_truncated(
+    temperature: FloatArray, top_p: FloatArray, top_k: npt.NDArray[np.int64], min_p: FloatArray
+) -> npt.NDArray[np.bool_]: ...
+def is_truncated(
+    temperature: float | FloatArray,
+    top_p: float | FloatArray,
+    top_k: int | npt.NDArray[np.int64],
+    min_p: float | FloatArray,
+) -> bool | npt.NDArray[np.bool_]:
+    """Say whether sampling with these parameters excludes tokens: of one completion, or of each row of a batch.
+
+    Greedy decoding, which draws no token, is not truncated.
+    """
+    return (temperature > 0.0) & ((top_p < 1.0) | (top_k > 0) | (min_p > 0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

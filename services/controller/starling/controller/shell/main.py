@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from starling.algo.truncation import is_truncated
 from starling.common.errors import StarlingError
 from starling.common.files import write_whole
 from starling.common.net.curve import load_allowed
@@ -34,7 +35,6 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.groups.arrival import received
-from starling.controller.core.groups.truncation import is_truncated
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
 from starling.controller.core.state import ControllerState, RunPrompts
@@ -73,7 +73,7 @@ METRICS = "metrics.jsonl"
 MAX_BATCH = 256
 """Maximum number of messages that are handled between two commits and two looks at the clock."""
 QUIET_NOTES = frozenset(
-    {"step", "trained", "trained_again", "answered", "published", "adopted", "offered", "state", "filtered"}
+    {"step", "trained", "step_repeated", "answered", "published", "adopted", "offered", "state", "filtered"}
 )
 """Kinds of notes that come with every step. They go to metrics.jsonl and to the screen, not to the log."""
 
@@ -212,7 +212,8 @@ class Shell:
     def _warn_of_truncation(self) -> None:
         """Say so when log-probabilities are not those of the distribution from which tokens are drawn."""
         sampling, kind = self._plan.sampling, self._plan.kind
-        if kind.keeps_tokens and not kind.reads_trajectories and sampling.logprobs == "full" and is_truncated(sampling):
+        truncated = is_truncated(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        if kind.keeps_tokens and not kind.reads_trajectories and sampling.logprobs == "full" and truncated:
             log.warning(
                 "truncated_sampling",
                 top_p=sampling.top_p,

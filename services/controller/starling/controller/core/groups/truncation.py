@@ -1,14 +1,9 @@
-"""Truncated sampling: whether it is, and whether the kept tokens of a group can be recorded."""
+"""Recording of kept tokens: whether those of a group can be sent."""
 
 from __future__ import annotations
 
 from starling.common.wire.messages import Sampling
 from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
-
-
-def is_truncated(sampling: Sampling) -> bool:
-    """Say whether some tokens are excluded from being drawn."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
 
 def recording_problem(sampling: Sampling, group_size: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from starling.algo.truncation import NO_IDS, KeptTokens
+from starling.algo.truncation import NO_IDS, KeptTokens, is_truncated
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PartialCompletion, PromptLogprobs
 from starling.rollout.engine.embedded.sampling import completion_key
@@ -249,8 +249,7 @@ class RunningRows:
             kept: the kept tokens of each row; None if no row records them.
             sampled: bool [rows]: rows that have sampled, see `record`.
         """
-        counted = (self.table["top_p"] < 1.0) | (self.table["top_k"] > 0) | (self.table["min_p"] > 0.0)
-        counted &= sampled & (self.table["temperature"] > 0.0)
+        counted = sampled & is_truncated(*(self.table[name] for name in ("temperature", "top_p", "top_k", "min_p")))
         self.table["log_mass"][counted] += log_mass[counted]
         self.table["num_truncated"] += counted
         if kept is not None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from starling.algo.truncation import is_truncated
 from starling.rollout.engine.base import PromptLogprobs
 
 GOLDEN_GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -101,7 +102,7 @@ def sampling_rows(
     greedy = temperature == 0.0
     divisor = np.where(greedy, 1.0, temperature)
     least = np.zeros(len(temperature)) if min_p is None else min_p
-    chosen = np.flatnonzero(~greedy & ((top_p < 1.0) | (top_k > 0) | (least > 0.0)))
+    chosen = np.flatnonzero(is_truncated(temperature, top_p, top_k, least))
     recorded = np.flatnonzero(records[chosen]) if records is not None else np.zeros(0, np.int64)
 
     def on_device(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from starling.algo.truncation import KeptTokens, join_kept
+from starling.algo.truncation import KeptTokens, is_truncated, join_kept
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import (
     Completion,
@@ -236,10 +236,10 @@ def num_logprobs(request: GroupRequest, *, speculative: bool) -> int:
             f"{request.lease}: min_p is {sampling.min_p}, which vLLM does not apply to drafted tokens; set "
             "sampling.min_p = 0, or remove rollout.vllm.speculative"
         )
-    truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
     if sampling.logprobs == "truncated":
         return WITH_KEPT_TOKENS
-    return WITH_LOG_MASS if truncated and sampling.temperature > 0.0 and not speculative else NO_LOGPROBS
+    truncated = is_truncated(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+    return WITH_LOG_MASS if truncated and not speculative else NO_LOGPROBS
 
 
 def completion_seed(sampling: Sampling, completion: VllmCompletion) -> int:
