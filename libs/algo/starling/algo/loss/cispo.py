@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starling.algo.loss.terms import LossTerms, Tokens, log_ratio, ratio_metrics
+from starling.algo.loss.terms import LossTerms, Tokens, check_clip_bounds, log_ratio, ratio_metrics
 
 
 def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
@@ -26,8 +26,7 @@ def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> L
     Raises:
         ValueError: a bound is negative.
     """
-    if not (clip_low >= 0.0 and clip_high >= 0.0):
-        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both must be 0 or more")
+    check_clip_bounds(clip_low, clip_high)
     log_ratios = log_ratio(tokens.logprobs, tokens.old_logprobs).detach()
     ratio = log_ratios.exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from starling.algo.loss.terms import MAX_LOG_RATIO, LossTerms, Tokens, log_ratio, ratio_metrics, sequence_mean
+from starling.algo.loss.terms import (
+    MAX_LOG_RATIO,
+    LossTerms,
+    Tokens,
+    check_clip_bounds,
+    log_ratio,
+    ratio_metrics,
+    sequence_mean,
+)
 
 
 def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossTerms:
@@ -28,8 +36,7 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
     Raises:
         ValueError: a bound is negative.
     """
-    if not (clip_low >= 0.0 and clip_high >= 0.0):
-        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both must be 0 or more")
+    check_clip_bounds(clip_low, clip_high)
     logprobs = tokens.logprobs
     log_mean = sequence_mean(logprobs.detach() - tokens.old_logprobs, tokens)
     # The value is exactly log_mean, because the added term is exactly 0; only its derivative is the token's own.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from starling.algo.loss.terms import LossTerms, Tokens, log_ratio, ratio_metrics
+from starling.algo.loss.terms import LossTerms, Tokens, check_clip_bounds, log_ratio, ratio_metrics
 
 
 def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> LossTerms:
@@ -33,8 +33,7 @@ def ppo_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, d
     Raises:
         ValueError: a bound is negative, or `dual_clip` is neither 0 nor above 1.
     """
-    if not (clip_low >= 0.0 and clip_high >= 0.0):
-        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both must be 0 or more")
+    check_clip_bounds(clip_low, clip_high)
     if dual_clip and not dual_clip > 1.0:
         raise ValueError(f"dual_clip is {dual_clip}: it must be above 1, or 0 for no bound")
     log_ratios = log_ratio(tokens.logprobs, tokens.old_logprobs)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from starling.algo.loss.terms import MAX_LOG_RATIO, LossTerms, Tokens, log_ratio, ratio_metrics, sequence_sum
+from starling.algo.loss.terms import (
+    MAX_LOG_RATIO,
+    LossTerms,
+    Tokens,
+    check_clip_bounds,
+    log_ratio,
+    ratio_metrics,
+    sequence_sum,
+)
 
 
 def sequence_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossTerms:
@@ -30,8 +38,7 @@ def sequence_clip(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0
     Raises:
         ValueError: a bound is negative.
     """
-    if not (clip_low >= 0.0 and clip_high >= 0.0):
-        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both must be 0 or more")
+    check_clip_bounds(clip_low, clip_high)
     logprobs = tokens.logprobs
     log_product = sequence_sum(logprobs.detach() - tokens.old_logprobs, tokens)
     ratio = log_product.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

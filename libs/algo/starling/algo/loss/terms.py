@@ -46,6 +46,16 @@ class LossTerms(NamedTuple):
     `_max`."""
 
 
+def check_clip_bounds(clip_low: float, clip_high: float) -> None:
+    """Check how far below and above 1 a ratio may count.
+
+    Raises:
+        ValueError: a bound is negative or NaN.
+    """
+    if not (clip_low >= 0.0 and clip_high >= 0.0):
+        raise ValueError(f"clip_low is {clip_low} and clip_high {clip_high}: both must be 0 or more")
+
+
 def sequence_sum(values: Tensor, tokens: Tokens) -> Tensor:
     """Return for each token the sum of `values` over its completion: [N] to [N], differentiable.
 
