@@ -221,7 +221,7 @@ def other_batches(expected: Mapping[int, str], lines: Sequence[Mapping[str, Any]
     found, reported = [], set[int]()
     for line in lines:
         step = line.get("step", 0)
-        if line["kind"] not in ("step", "trained_again") or "batch_digest" not in line:
+        if line["kind"] not in ("step", "step_repeated") or "batch_digest" not in line:
             continue
         reported.add(step)
         if line["batch_digest"] != expected.get(step):

@@ -154,8 +154,8 @@ def test_other_data_than_the_journal_says_is_reported() -> None:
     trained = batch_digest([group], [[-advantage, advantage]])
     swapped = batch_digest([group], [[advantage, -advantage]])
     expected = expected_digests(step_of(0.0, 1.0))
-    assert other_batches(expected, [line_of(2, trained), line_of(2, trained, "trained_again")]) == []
-    for lines in ([line_of(2, swapped)], [line_of(2, trained), line_of(2, swapped, "trained_again")]):
+    assert other_batches(expected, [line_of(2, trained), line_of(2, trained, "step_repeated")]) == []
+    for lines in ([line_of(2, swapped)], [line_of(2, trained), line_of(2, swapped, "step_repeated")]):
         assert len(other_batches(expected, lines)) == 1
     assert len(other_batches(expected_digests(step_of(1.0, 0.0)), [line_of(2, trained)])) == 1
     assert len(other_batches(expected, [line_of(3, trained)])) == 1

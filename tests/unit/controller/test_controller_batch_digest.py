@@ -69,5 +69,5 @@ def test_repeated_step_is_noted_with_its_digest() -> None:
     script.joins("policy-0", incarnation=2)
     script.fetched(1)
     script.receive("policy-0", trained("train:1:1", 1, 6), incarnation=2)
-    assert notes(script, "trained_again") == [{"replica": "policy-0", "step": 1, "batch_digest": "0000000000000006"}]
+    assert notes(script, "step_repeated") == [{"replica": "policy-0", "step": 1, "batch_digest": "0000000000000006"}]
     assert not notes(script, "step")

@@ -32,7 +32,7 @@ def note_repeated(state: ControllerState, member: Member, message: wire.StepTrai
     """Note what a policy has trained in a step that was committed before: it has made the step again."""
     if message.step <= state.version and message.batch_digest:
         digest = format_digest(message.batch_digest)
-        state.outbox.note("trained_again", replica=member.name, step=message.step, batch_digest=digest)
+        state.outbox.note("step_repeated", replica=member.name, step=message.step, batch_digest=digest)
 
 
 def on_policy_version(state: ControllerState, member: Member, version: int) -> None:

@@ -50,7 +50,7 @@ def remove_old_recordings(folder: Path, incarnation: int) -> None:
             try:
                 path.unlink()
             except OSError as error:
-                log.warning("recording_kept", file=str(path), reason=str(error.strerror))
+                log.warning("recording_not_removed", file=str(path), reason=str(error.strerror))
 
 
 class Recorder:
