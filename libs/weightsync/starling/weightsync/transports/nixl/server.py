@@ -36,7 +36,7 @@ from starling.weightsync.transports.messages import (
 )
 from starling.weightsync.transports.nixl.agent import NixlAgent
 from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
-from starling.weightsync.transports.sockets.listener import NonBlockingListener
+from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
 
@@ -225,7 +225,7 @@ class NixlServer:
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""
         try:
-            self._listener = NonBlockingListener(host)
+            self._listener = Listener(host)
         except WeightsError:
             self.agent.close()
             raise

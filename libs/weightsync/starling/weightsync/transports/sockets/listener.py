@@ -1,4 +1,4 @@
-"""Non-blocking listening socket, for servers whose single thread has other work too."""
+"""Listening socket of the servers, which accepts nothing for a while after a failure and serves existing readers on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from starling.weightsync.transports.endpoints import ACCEPT_BACKOFF_S
 log = logging.getLogger(__name__)
 
 
-class NonBlockingListener:
-    """Listens on a free port of `host`. Used by one thread; poll `fileno` for `events`.
+class Listener:
+    """Listens on a free port of `host`. Used by one thread, which waits in `accept`, or polls `fileno` for `events`.
 
     Raises:
         WeightsError: `host` cannot be listened on.
@@ -40,8 +40,12 @@ class NonBlockingListener:
         """The descriptor to poll; -1 when closed."""
         return self._socket.fileno()
 
-    def accept(self) -> socket.socket | None:
-        """Return the next connection, or None when there is none now."""
+    def accept(self, wait_s: float = 0.0) -> socket.socket | None:
+        """Return the next connection, or None when none comes within `wait_s`."""
+        if wait_s:
+            poll = select.poll()
+            poll.register(self._socket, self.events)
+            poll.poll(1000 * wait_s)
         while time.monotonic() >= self._accept_at:
             try:
                 return self._socket.accept()[0]
@@ -49,10 +53,14 @@ class NonBlockingListener:
                 break
             except ConnectionError:
                 continue  # closed by the reader before it was accepted
-            except OSError as error:  # existing connections are served on
-                log.warning("a reader cannot be served now: %s", error)
-                self._accept_at = time.monotonic() + ACCEPT_BACKOFF_S
+            except OSError as error:
+                self.pause(error)
         return None
+
+    def pause(self, error: Exception) -> None:
+        """Accept no connection for a while, because one could not be served; existing ones are served on."""
+        log.warning("a reader cannot be served now: %s", error)
+        self._accept_at = time.monotonic() + ACCEPT_BACKOFF_S
 
     def close(self) -> None:
         """Stop listening."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -10,7 +11,7 @@ from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import allocate, grouped, packing_bytes
-from starling.weightsync.transports.endpoints import ACCEPT_BACKOFF_S, IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     OpenSnapshot,
@@ -21,6 +22,7 @@ from starling.weightsync.transports.messages import (
 )
 from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadCarrier
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, framed
+from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.records import channel_keys
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
 
@@ -40,12 +42,8 @@ class SocketServer:
         self._stop = threading.Event()
         self._threads: set[threading.Thread] = set()
         self._carriers: set[PayloadCarrier] = set()
-        try:
-            self._listener = socket.create_server((host, 0))
-        except OSError as error:
-            raise WeightsError(f"Cannot listen on {host}: {error.strerror or error}.") from error
-        self._listener.settimeout(LONGEST_WAIT_S)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._listener = Listener(host)
+        self.address = self._listener.address
         """Address that readers connect to."""
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""
@@ -72,14 +70,10 @@ class SocketServer:
         """Do nothing: a connection that waits for a box polls by itself."""
 
     def _run(self) -> None:
-        with self._listener:
+        with contextlib.closing(self._listener):
             while not self._stop.is_set():
-                try:
-                    connection, _ = self._listener.accept()
-                except (TimeoutError, ConnectionError):
-                    continue  # no connection yet, or one that was closed before it was accepted
-                except OSError as error:
-                    self._back_off(error)
+                connection = self._listener.accept(LONGEST_WAIT_S)
+                if connection is None:
                     continue
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
                 if len(self._threads) >= MAX_CONNECTIONS:
@@ -90,14 +84,9 @@ class SocketServer:
                     thread.start()
                 except RuntimeError as error:
                     connection.close()
-                    self._back_off(error)
+                    self._listener.pause(error)
                     continue
                 self._threads.add(thread)
-
-    def _back_off(self, error: Exception) -> None:
-        """Accept no connection for a while; existing ones are served on."""
-        log.warning("a reader cannot be served now: %s", error)
-        self._stop.wait(ACCEPT_BACKOFF_S)
 
     def _serve(self, connection: socket.socket) -> None:
         session = ReaderSession(self._source)

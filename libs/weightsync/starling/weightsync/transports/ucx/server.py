@@ -29,7 +29,7 @@ from starling.weightsync.transports.messages import (
     encode_message,
     refusal,
 )
-from starling.weightsync.transports.sockets.listener import NonBlockingListener
+from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
 from starling.weightsync.transports.ucx.protocol import ANSWER, EMPTY_SEGMENT, REQUEST, WORKER, WORKER_BYTES
@@ -208,7 +208,7 @@ class UcxServer:
         self._connections: list[_Connection] = []
         self.buffers = GrowingBufferPool(MAX_PACKING_BYTES)
         try:
-            self._listener = NonBlockingListener(host)
+            self._listener = Listener(host)
         except WeightsError:
             self.worker.close()
             raise
