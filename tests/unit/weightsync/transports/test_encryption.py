@@ -292,5 +292,5 @@ def test_reader_reads_what_its_settings_choose(offer: RankOffer, choice: Any, ho
 def test_offer_does_not_choose_what_its_reader_opens(
     offer: RankOffer, choice: Any, host: str, encrypt: bool | None
 ) -> None:
-    with pytest.raises(WeightsError, match=r"do not allow at|cannot encrypt"):
+    with pytest.raises(WeightsError, match=r"does not allow at|cannot encrypt"):
         check_offered_transports(make_offer(1, [offer]), choice, host, encrypt=encrypt)

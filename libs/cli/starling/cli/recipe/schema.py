@@ -121,7 +121,7 @@ class Recipe(ControllerProcess):
             try:
                 choose_transport(choice, self.network.host, encrypt=self.network.encrypt_weights)
             except WeightsError as error:
-                raise ValueError(f"{name}: {error}") from error
+                raise ValueError(f"{name} with network.encrypt_weights = true: {error}") from error
 
     def _check_sleep(self) -> None:
         """An engine that shares its devices must free their memory."""

@@ -47,7 +47,8 @@ def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None
     Args:
         choice: the transport; `auto`: `ucx` where the address is of this machine only, else `tcp`.
         host: the address.
-        encrypt: whether weights that leave the machine must be encrypted; None: if the transport is `tcp`.
+        encrypt: whether weights that leave the machine must be encrypted; None: if the transport is `tcp`; False: none
+            are.
 
     Raises:
         WeightsError: this transport cannot encrypt.
@@ -56,8 +57,8 @@ def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None
     transport: Transport = ("ucx" if loopback else "tcp") if choice == "auto" else choice
     if encrypt and not loopback and transport not in ("tcp", "local"):
         raise WeightsError(
-            f"Transport {transport!r} cannot encrypt weights, and other hosts reach {host}: choose 'tcp', or set "
-            "network.encrypt_weights = false where nobody else reaches that network."
+            f"Transport {transport!r} cannot encrypt weights, and other hosts reach {host}: choose 'tcp', or do not "
+            "require encryption where nobody else reaches that network."
         )
     return transport, transport == "tcp" and not loopback and encrypt is not False
 
@@ -85,7 +86,6 @@ def check_offered_transports(offer: Offer, choice: TransportChoice | None, host:
         wanted, encrypted = choose_transport(choice or rank.transport, where, encrypt=encrypt)
         if encrypted or rank.transport not in ((wanted, "tcp") if wanted == "ucx" else (wanted,)):
             raise WeightsError(
-                f"An offer of version {offer.version} is for transport {rank.transport!r}, not encrypted, which the "
-                f"settings of this replica do not allow at {where}: set rollout.transport and network.encrypt_weights "
-                "alike for all replicas."
+                f"An offer of version {offer.version} is for transport {rank.transport!r}, not encrypted, which this "
+                f"reader does not allow at {where}: choose the same transport and encryption for it and its source."
             )

@@ -70,9 +70,12 @@ class Shell:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
-        self._transport, self._encrypted = choose_transport(
-            settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
-        )
+        try:
+            self._transport, self._encrypted = choose_transport(
+                settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
+            )
+        except WeightsError as error:
+            raise ConfigError(f"policy.transport with network.encrypt_weights = true: {error}") from error
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import check_end_token, load_tokenizer
         from starling.policy.train.metrics.step import StepMetrics

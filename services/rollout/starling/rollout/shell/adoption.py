@@ -96,7 +96,10 @@ class Adoptions:
     def _check_transports(self, source: str, offer: Offer) -> None:
         """Refuse a transport that the settings do not allow. A policy has a transport of its own, unknown here."""
         choice = None if role_of(source) == "policy" else self._transport
-        check_offered_transports(offer, choice, self._network.host, encrypt=self._network.encrypt_weights)
+        try:
+            check_offered_transports(offer, choice, self._network.host, encrypt=self._network.encrypt_weights)
+        except WeightsError as error:
+            raise WeightsError(f"rollout.transport, network.encrypt_weights: {error}") from error
 
     def note(self, *, draining: bool) -> None:
         """Record how long new weights wait for running requests."""

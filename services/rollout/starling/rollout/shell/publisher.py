@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from starling.common.errors import ConfigError, WeightsError
 from starling.common.offers import AnswerLease, OfferSender
 from starling.common.wire.messages import PublishWeights, Wait
 from starling.weightsync.transports.endpoints import choose_transport
@@ -30,7 +31,7 @@ class RolloutPublisher:
         changed: see `OfferSender`.
 
     Raises:
-        WeightsError: weights must be encrypted, and the transport cannot.
+        ConfigError: weights must be encrypted, and the transport cannot.
     """
 
     def __init__(
@@ -43,9 +44,12 @@ class RolloutPublisher:
     ) -> None:
         network = settings.network
         self._layout, self._settings = layout, settings
-        self._transport, self._encrypted = choose_transport(
-            settings.rollout.transport, network.host, encrypt=network.encrypt_weights
-        )
+        try:
+            self._transport, self._encrypted = choose_transport(
+                settings.rollout.transport, network.host, encrypt=network.encrypt_weights
+            )
+        except WeightsError as error:
+            raise ConfigError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
         self._offers = OfferSender(answer, broken, changed)
         self._publisher: Publisher | None = None
 
