@@ -11,8 +11,8 @@ from starling.common.wire import messages as wire
 from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Received, Send, Ticked
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
+from starling.weightsync.offers.offer import RankOffer, digest_of, holds_of, make_offer
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
-from starling.weightsync.plan.offer import RankOffer, digest_of, holds_of, make_offer
 
 GROUP_SIZE = 8
 TOKENS = 256

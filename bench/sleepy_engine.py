@@ -38,8 +38,8 @@ from starling.rollout.engine.base import (
 )
 from starling.rollout.engine.embedded.model import build_model, live_tensors
 from starling.rollout.engine.validation import check_request
+from starling.weightsync.offers.offer import Offer, layout_root
 from starling.weightsync.plan.layout import Layout
-from starling.weightsync.plan.offer import Offer, layout_root
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullProgress, PullReport

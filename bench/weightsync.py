@@ -44,8 +44,8 @@ from figure import machine, print_figure, progress, rounded, versions
 
 from starling.weightsync.layouts.symbolic import model_layout, shard_layout
 from starling.weightsync.layouts.vllm import worker_layout
+from starling.weightsync.offers.offer import RankOffer, make_offer
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
-from starling.weightsync.plan.offer import RankOffer, make_offer
 from starling.weightsync.plan.planner import decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -54,9 +54,9 @@ from figure import machine, print_figure, progress, rounded, versions
 
 from starling.weightsync.delta.codec import apply
 from starling.weightsync.delta.codec import encode as encode_delta
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.fan_out import PUBLISHER, make_fan_out, parts_of
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
-from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 from figure import machine, print_figure, progress, rounded, versions
 
-from starling.weightsync.plan.offer import Transport
+from starling.weightsync.offers.offer import Transport
 from starling.weightsync.transports.nixl.agent import has_nixl
 from starling.weightsync.transports.ucx.worker import has_ucx
 

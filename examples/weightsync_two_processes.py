@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
-from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

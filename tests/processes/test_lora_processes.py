@@ -14,8 +14,8 @@ from test_policy_process import step_of
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.policy.train.model.load import load_model
+from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.plan.layout import Layout, decode, encode
-from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import make_plan
 
 RANK = 4

@@ -13,7 +13,7 @@ from fake_hub import DEADLINE_S, FakeHub
 from replica_processes import exit_code, replica
 
 from starling.common.wire import messages as wire
-from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.offers.offer import decode_offer
 
 NUM_SFT, LAST = 2, 6
 FLAGS = (

@@ -20,7 +20,7 @@ PURE = (
     "starling.common.errors",
     "starling.weightsync.plan.layout",
     "starling.weightsync.plan.planner",
-    "starling.weightsync.plan.offer",
+    "starling.weightsync.offers.offer",
     "starling.algo.advantage",
     "starling.algo.algorithm",
     "starling.algo.staleness",

@@ -25,8 +25,8 @@ from starling.policy.train.model.load import load_model, version_tensors
 from starling.rollout.engine.base import Engine, EngineSpec, GroupFailed, GroupRequest, GroupResult
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.settings import RolloutSettings
+from starling.weightsync.offers.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
-from starling.weightsync.plan.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan.planner import Plan, decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights

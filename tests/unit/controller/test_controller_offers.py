@@ -16,9 +16,9 @@ from starling.controller.core.records import JournalEntry, VersionPublished
 from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import RETRY_S, Publications
 from starling.sim.replicas.weights import content_of, encoded_layout, encoded_offer, layout_of, offer_of
+from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
+from starling.weightsync.offers.tickets import ticket
 from starling.weightsync.plan.layout import encode
-from starling.weightsync.plan.offer import Offer, decode_offer, digest_of, make_offer
-from starling.weightsync.plan.tickets import ticket
 
 
 def enters(script: Script, name: str, host: str, layout: bytes | None = None, *, incarnation: int = 1) -> list[str]:

@@ -12,10 +12,10 @@ from starling.common.wire import messages as wire
 from starling.controller.core.explain import run_phase
 from starling.controller.core.machine import advance
 from starling.sim.replicas.weights import encoded_layout, layout_of, offer_of
+from starling.weightsync.offers.offer import decode_offer
+from starling.weightsync.offers.tickets import offer_for
 from starling.weightsync.plan.layout import Box, decode_layout, encode
-from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import decode_plan, make_plan
-from starling.weightsync.plan.tickets import offer_for
 
 Step = tuple[Callable[[Script], list[str]], list[str], str]
 

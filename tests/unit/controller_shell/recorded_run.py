@@ -10,8 +10,8 @@ from starling.controller.core.events import Command, Event, FinishRun, Received,
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import RunPlan
 from starling.controller.shell.recording.recorder import Recorder, RecordingPrompts
+from starling.weightsync.offers.offer import Offer, RankOffer, digest_of, holds_of, make_offer
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
-from starling.weightsync.plan.offer import Offer, RankOffer, digest_of, holds_of, make_offer
 
 PLAN = RunPlan(
     seed=0,

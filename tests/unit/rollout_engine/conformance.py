@@ -43,7 +43,7 @@ from starling.rollout.engine.base import (
 from starling.rollout.engine.embedded.model import live_tensors
 from starling.rollout.engine.registry import make_engine
 from starling.rollout.settings import RolloutSettings
-from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.tensors.modules import layout_of

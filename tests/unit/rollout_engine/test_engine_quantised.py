@@ -23,8 +23,8 @@ from starling.common.errors import ConfigError, WeightsError
 from starling.common.settings import WeightsSettings
 from starling.rollout.engine.embedded.engine import TransformersEngine
 from starling.rollout.engine.embedded.quantised import QuantisedLinear, quantise_linears
+from starling.weightsync.offers.offer import Offer
 from starling.weightsync.plan.layout import Layout, TensorSpec, item_bytes
-from starling.weightsync.plan.offer import Offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -23,8 +23,8 @@ from weights_peers import ANSWER_S, BUCKET_BYTES, die_reading, weights
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.checkpoint import create_folder, open_folder
+from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.plan.layout import decode_layout, encode
-from starling.weightsync.plan.offer import decode_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of

@@ -23,7 +23,7 @@ from fault_kinds import FAULTS, Kind
 from fault_pair import FaultPair, resource_counts
 from transport_peers import served_transports
 
-from starling.weightsync.plan.offer import Transport
+from starling.weightsync.offers.offer import Transport
 
 TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *served_transports())
 

@@ -15,7 +15,7 @@ from fault_proxy import Direction, proxy
 from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, same, weights
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of

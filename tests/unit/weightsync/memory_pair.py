@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from starling.weightsync.plan.estimate import destination_peak, publisher_peak
+from starling.weightsync.costs.estimate import destination_peak, publisher_peak
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
-from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from starling.weightsync.offers.offer import Offer, Transport, make_offer
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
-from starling.weightsync.plan.offer import Offer, Transport, make_offer
 from starling.weightsync.publisher.publisher import Publisher
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "int64")

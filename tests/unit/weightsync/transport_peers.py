@@ -20,9 +20,9 @@ import numpy as np
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode
+from starling.weightsync.offers.offer import RankOffer, Transport
+from starling.weightsync.offers.tickets import Presented, present
 from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
-from starling.weightsync.plan.offer import RankOffer, Transport
-from starling.weightsync.plan.tickets import Presented, present
 from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient, TransportServer
 from starling.weightsync.transports.local import LocalClient
 from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes, ReleaseSnapshot, Request, SourceAnswer

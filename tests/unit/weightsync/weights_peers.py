@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from starling.weightsync.offers.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
-from starling.weightsync.plan.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

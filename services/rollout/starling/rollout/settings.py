@@ -9,7 +9,7 @@ from pydantic import Field
 from starling.common.ranges import MAX_COUNT, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_SLOTS, MAX_TOKENS, MAX_WHOLE
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
-from starling.weightsync.plan.offer import TransportChoice
+from starling.weightsync.offers.offer import TransportChoice
 
 
 class VllmSettings(SettingsSection):

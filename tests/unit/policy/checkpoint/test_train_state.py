@@ -32,7 +32,7 @@ from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.learner import Learner
-from starling.weightsync.plan.offer import digest_of
+from starling.weightsync.offers.offer import digest_of
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from starling.weightsync.delta.changes import WINDOW
 from starling.weightsync.delta.codec import Encoded, apply, encode
 from starling.weightsync.delta.format import BLOCK, max_encoded_bytes
 from starling.weightsync.delta.parse import parse
-from starling.weightsync.plan.offer import digest_of
+from starling.weightsync.offers.offer import digest_of
 
 
 def links(pieces: list[Piece]) -> list[Encoded]:

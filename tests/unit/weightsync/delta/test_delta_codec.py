@@ -13,7 +13,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.delta.changes import WINDOW
 from starling.weightsync.delta.codec import apply, encode, scan, write
 from starling.weightsync.delta.format import BLOCK, HEADER, Kind, max_encoded_bytes, total_of
-from starling.weightsync.plan.offer import digest_of
+from starling.weightsync.offers.offer import digest_of
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.checkpoint import Folder, create_folder, open_folder
+from starling.weightsync.offers.offer import make_offer
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
-from starling.weightsync.plan.offer import make_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

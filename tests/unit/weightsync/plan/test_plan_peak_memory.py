@@ -11,11 +11,11 @@ from memory_pair import layouts
 from property_tests import examples
 from puller_models import Model
 
+from starling.weightsync.costs.estimate import MAX_PACKING_BYTES, destination_peak, publisher_peak
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Array, grouped, packed_arrays, packing_bytes, part_of
 from starling.weightsync.memory.digests import digest_of_array, digest_of_copy
 from starling.weightsync.plan.buckets import is_contiguous, row_major
-from starling.weightsync.plan.estimate import MAX_PACKING_BYTES, destination_peak, publisher_peak
 from starling.weightsync.plan.layout import ITEM_BYTES, Layout, ShardPiece, pieces_of
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.puller.schedule import ReadSchedule, make_schedule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from plan_cases import topologies
 from property_tests import examples
 
 from starling.common.errors import WeightsError
+from starling.weightsync.costs.estimate import estimate, estimate_fan_out
 from starling.weightsync.plan.compact import CompactLayout, check_compact, make_tensor_split
-from starling.weightsync.plan.detection import detect_topology
-from starling.weightsync.plan.estimate import estimate, estimate_fan_out
 from starling.weightsync.plan.fan_out import PUBLISHER, make_fan_out, parts_of, relay_pulls, relayed
 from starling.weightsync.plan.layout import Place, TensorSpec
 from starling.weightsync.plan.planner import make_plan
@@ -103,35 +101,6 @@ def test_topology_places_gpus_and_cards() -> None:
 def test_invalid_topology_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(WeightsError, match=sentence):
         decode_topology(text).places()
-
-
-def test_detect_topology_of_this_machine(tmp_path: Path) -> None:
-    files = {
-        "sys/devices/system/node/node0/x": "",
-        "sys/devices/system/node/node1/x": "",
-        "proc/driver/nvidia/gpus/0000:01:00.0/information": "",
-        "sys/class/net/eth0/speed": "25000",
-        "sys/class/net/eth0/operstate": "up",
-        "sys/class/net/eth0/device/vendor": "",
-        "sys/class/net/eth1/speed": "-1",
-        "sys/class/net/eth1/operstate": "up",
-        "sys/class/net/eth1/device/vendor": "",
-        "sys/class/net/lo/operstate": "up",
-    }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (host,) = detect_topology(tmp_path).hosts
-    assert (host.numas, host.gpus) == (2, 1)
-    assert [(nic.name, nic.gb_per_s) for nic in host.nics] == [("eth0", 3.125)]
-    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    (port / "state").write_text("4: ACTIVE\n")
-    (host,) = detect_topology(tmp_path).hosts
-    assert [(nic.name, nic.rail, nic.gb_per_s) for nic in host.nics] == [("mlx5_0:1", "rail-0", 50.0)]
-    assert detect_topology().places()
 
 
 @given(

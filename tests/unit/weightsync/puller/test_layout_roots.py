@@ -15,8 +15,8 @@ from puller_models import Model, Storages, local, publish, publishers, zeros
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.digests import DigestMode
+from starling.weightsync.offers.offer import Offer, layout_root
 from starling.weightsync.plan.layout import Layout
-from starling.weightsync.plan.offer import Offer, layout_root
 from starling.weightsync.plan.planner import Plan, PlanCache, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -14,9 +14,10 @@ from transport_peers import served_transports, shown
 from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
+from starling.weightsync.costs.estimate import PAGE_BYTES
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.huge_pages import HUGE_BYTES
-from starling.weightsync.plan.estimate import PAGE_BYTES
+from starling.weightsync.offers.offer import Offer, Transport, decode_offer, make_offer
 from starling.weightsync.plan.layout import (
     Box,
     Layout,
@@ -28,7 +29,6 @@ from starling.weightsync.plan.layout import (
     decode_layout,
     encode,
 )
-from starling.weightsync.plan.offer import Offer, Transport, decode_offer, make_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
@@ -339,7 +339,7 @@ def run_python(code: str) -> str:
 
 
 def test_planning_needs_no_torch() -> None:
-    imports = "import sys, starling.weightsync.plan.planner, starling.weightsync.plan.offer"
+    imports = "import sys, starling.weightsync.plan.planner, starling.weightsync.offers.offer"
     code = f"{imports}; print(sorted({{'torch', 'ucxx'}} & set(sys.modules)))"
     assert run_python(code).strip() == "[]"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from memory_pair import LAYER_BYTES, MemoryPair, pair
 
-from starling.weightsync.plan.offer import Transport
+from starling.weightsync.offers.offer import Transport
 
 pytestmark = pytest.mark.system
 NUM_LAYERS = (128 << 20) // LAYER_BYTES

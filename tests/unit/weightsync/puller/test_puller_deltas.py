@@ -17,8 +17,8 @@ from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, ShardPiece, TensorSpec
-from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.delta_history import MIN_PART_BYTES, DeltaHistory, DeltaPart, DeltaStep, parts_of
 from starling.weightsync.publisher.publisher import Publisher

@@ -17,8 +17,8 @@ from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import SnapshotsBusyError
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.layout import Layout
-from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

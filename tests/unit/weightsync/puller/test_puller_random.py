@@ -12,8 +12,8 @@ from property_tests import examples
 from puller_models import Model, equal, local, publish, publishers, zeros
 from transport_peers import served_transports
 
-from starling.weightsync.plan.estimate import destination_peak
-from starling.weightsync.plan.offer import Offer, Transport
+from starling.weightsync.costs.estimate import destination_peak
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.puller.puller import Puller
 

@@ -10,7 +10,7 @@ import torch
 from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import Offer
+from starling.weightsync.offers.offer import Offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

@@ -13,8 +13,8 @@ import torch
 from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, die_reading, same, source, weights
 
 from starling.common.errors import WeightsError
+from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.layout import encode
-from starling.weightsync.plan.offer import Offer, Transport
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of

@@ -36,8 +36,8 @@ from transport_peers import shown
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.fused import contiguous
 from starling.weightsync.memory.arena import ArenaMapping, SnapshotsBusyError
+from starling.weightsync.offers.offer import Offer, decode_offer, make_offer
 from starling.weightsync.plan.layout import Box, Layout, Shard, TensorSpec, check_layout, decode_layout, encode
-from starling.weightsync.plan.offer import Offer, decode_offer, make_offer
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller

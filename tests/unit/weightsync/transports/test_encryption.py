@@ -16,8 +16,8 @@ from transport_peers import AnyTransport, content, piece, read_target, reader, s
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
-from starling.weightsync.plan.offer import RankOffer, make_offer
-from starling.weightsync.plan.tickets import present
+from starling.weightsync.offers.offer import RankOffer, make_offer
+from starling.weightsync.offers.tickets import present
 from starling.weightsync.transports.base import ConnectionLost
 from starling.weightsync.transports.endpoints import check_offered_transports, choose_transport, split_address
 from starling.weightsync.transports.registry import serve

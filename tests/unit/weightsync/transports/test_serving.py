@@ -28,9 +28,9 @@ from transport_peers import (
 )
 
 from starling.common.errors import WeightsError
+from starling.weightsync.offers.offer import RankOffer, Transport
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
-from starling.weightsync.plan.offer import RankOffer, Transport
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import (
     LENGTH,

@@ -22,8 +22,8 @@ from transport_peers import ANSWER_S, ServedSource, content, opening, piece, rea
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
+from starling.weightsync.offers.offer import RankOffer
 from starling.weightsync.plan.layout import ShardPiece
-from starling.weightsync.plan.offer import RankOffer
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost
 from starling.weightsync.transports.collective import (
     _READER,

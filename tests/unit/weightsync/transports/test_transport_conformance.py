@@ -25,8 +25,8 @@ from transport_peers import (
 )
 
 from starling.common.errors import WeightsError
+from starling.weightsync.offers.tickets import ticket
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
-from starling.weightsync.plan.tickets import ticket
 from starling.weightsync.transports.base import ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import OpenSnapshot
 from starling.weightsync.transports.nixl.agent import has_nixl

@@ -36,8 +36,8 @@ from transport_peers import (
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import PAGE_BYTES
 from starling.weightsync.memory.arrays import allocate
+from starling.weightsync.offers.offer import RankOffer
 from starling.weightsync.plan.layout import ShardPiece
-from starling.weightsync.plan.offer import RankOffer
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.endpoints import split_address
 from starling.weightsync.transports.messages import (

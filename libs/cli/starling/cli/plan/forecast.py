@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from starling.common.errors import ConfigError, WeightsError
+from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, Estimate, estimate, estimate_fan_out
 from starling.weightsync.layouts.presets import PRESETS
 from starling.weightsync.layouts.symbolic import compact_layout, model_layout
 from starling.weightsync.plan.compact import CompactLayout, to_compact
-from starling.weightsync.plan.estimate import NUM_SNAPSHOTS, Estimate, estimate, estimate_fan_out
 from starling.weightsync.plan.fan_out import FanOut, make_fan_out
 from starling.weightsync.plan.layout import Layout, Place, decode_layout, encode
 from starling.weightsync.plan.planner import Plan, make_plan

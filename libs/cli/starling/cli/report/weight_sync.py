@@ -10,7 +10,13 @@ from rich.table import Table
 
 from starling.cli.run.attempt import Attempt, iter_metrics
 from starling.common.errors import ConfigError
-from starling.weightsync.plan.timeline import PART_MEANINGS, PART_REMEDIES, TimeSplit, publication_timelines, time_split
+from starling.weightsync.costs.timeline import (
+    PART_MEANINGS,
+    PART_REMEDIES,
+    TimeSplit,
+    publication_timelines,
+    time_split,
+)
 
 
 def print_sync_report(folder: Path, last: int, as_json: bool) -> None:

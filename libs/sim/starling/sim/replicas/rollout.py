@@ -13,7 +13,7 @@ from starling.rollout.core import machine as core
 from starling.sim.errors import Violation, require
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
 from starling.sim.replicas.weights import adopted, checked_plan, content_of, encoded_offer
-from starling.weightsync.plan.offer import decode_offer, digest_of
+from starling.weightsync.offers.offer import decode_offer, digest_of
 
 MAX_OVER_MEAN = 8
 """Longest completion, in units of the mean length."""

@@ -10,8 +10,7 @@ import numpy as np
 
 from starling.common.wire import messages as wire
 from starling.weightsync.memory.digests import digest_of_array
-from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
-from starling.weightsync.plan.offer import (
+from starling.weightsync.offers.offer import (
     Offer,
     RankOffer,
     decode_offer,
@@ -21,6 +20,7 @@ from starling.weightsync.plan.offer import (
     make_offer,
     rank_root,
 )
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, encode, pieces_of
 from starling.weightsync.plan.planner import Plan, check_plan, decode_plan, make_plan
 
 FLIPPED: Final = bytes(15) + b"!"

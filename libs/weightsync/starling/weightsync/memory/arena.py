@@ -30,11 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
+from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.huge_pages import collapse, map_shared
-from starling.weightsync.plan.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
+from starling.weightsync.offers.tickets import Presented, accept
 from starling.weightsync.plan.layout import ShardPiece, packed_offsets
-from starling.weightsync.plan.tickets import Presented, accept
 
 WhenBusy = Literal["revoke", "wait", "skip"]
 """What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then fail, or
@@ -112,7 +112,7 @@ class ArenaMapping:
         return pieces
 
     def open(self, snapshot: int, token: str) -> Memory:
-        """Take a lease on `snapshot` for what a reader presents (`plan.tickets`), and return its memory.
+        """Take a lease on `snapshot` for what a reader presents (`offers.tickets`), and return its memory.
 
         Raises:
             WeightsError: the token is wrong, or the snapshot is gone.

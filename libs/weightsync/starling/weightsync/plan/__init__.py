@@ -1,1 +1,1 @@
-"""Planner: layouts, topology, plans, fan-out, estimates and offers. Pure, except `detection`."""
+"""Planner: layouts, topology, plans and fan-out. Pure."""

@@ -171,7 +171,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def peak_bytes(self, rank: int, *, in_place: bool = False) -> int:
         """Return a bound on the memory of `rank` in addition to its tensors: staging, unless in place, and buckets.
 
-        With the layouts, `estimate.destination_peak` gives the exact figure: most boxes are received in place.
+        With the layouts, `costs.estimate.destination_peak` gives the exact figure: most boxes are received in place.
         """
         return int(self.in_flight_bytes[rank]) + (0 if in_place else int(self.staging_bytes[rank]))
 

@@ -18,9 +18,7 @@ from starling.weightsync.delta.format import DeltaTotal
 from starling.weightsync.memory.arena import Arena, WhenBusy
 from starling.weightsync.memory.arrays import Array, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
-from starling.weightsync.plan.boxes import contains
-from starling.weightsync.plan.layout import Box, Layout, check_layout, encode, pieces_of
-from starling.weightsync.plan.offer import (
+from starling.weightsync.offers.offer import (
     Offer,
     RankOffer,
     Transport,
@@ -31,6 +29,8 @@ from starling.weightsync.plan.offer import (
     rank_root,
     root_of,
 )
+from starling.weightsync.plan.boxes import contains
+from starling.weightsync.plan.layout import Box, Layout, check_layout, encode, pieces_of
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.publisher.delta_history import DeltaHistory
 from starling.weightsync.quantise.recipe import QuantRecipe

@@ -9,8 +9,8 @@ import torch
 
 from starling.weightsync.memory.arrays import part_of
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
+from starling.weightsync.offers.offer import DIGEST_BYTES, Offer, attested_root, rank_root, root_of
 from starling.weightsync.plan.layout import Box, ShardPiece
-from starling.weightsync.plan.offer import DIGEST_BYTES, Offer, attested_root, rank_root, root_of
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule
 from starling.weightsync.tensors.views import array_of, tensor_part
 

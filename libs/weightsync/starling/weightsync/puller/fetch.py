@@ -26,10 +26,10 @@ from starling.weightsync.delta.boxes import apply_box
 from starling.weightsync.memory.arrays import Array, Memory, flat_bytes, grouped, packed_arrays
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
 from starling.weightsync.memory.pools import BufferPool
+from starling.weightsync.offers.offer import DIGEST_BYTES
+from starling.weightsync.offers.tickets import present
 from starling.weightsync.plan.buckets import BUCKETS_PER_SOURCE, payload_bytes
 from starling.weightsync.plan.layout import aligned
-from starling.weightsync.plan.offer import DIGEST_BYTES
-from starling.weightsync.plan.tickets import present
 from starling.weightsync.puller.deadline import Deadline
 from starling.weightsync.puller.report import PullProgress
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, with_deltas

@@ -25,9 +25,9 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Array, Memory, allocate, packed_arrays, same_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.memory.pools import BufferPool
+from starling.weightsync.offers.offer import Offer, RankOffer, Transport, check_offer
 from starling.weightsync.plan.buckets import most_at_once
 from starling.weightsync.plan.layout import Layout, check_layout, packed_offsets, pieces_of
-from starling.weightsync.plan.offer import Offer, RankOffer, Transport, check_offer
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.attestation import Attestation, AttestedRoots, split_digests
 from starling.weightsync.puller.deadline import Deadline, never
@@ -58,7 +58,7 @@ class Puller:
             offers it.
         stall_s: how long a source may owe an answer before a fallback source is tried, if there is one.
         buffer_bytes: size of the buffer pool for what must be unpacked; by default what the buckets in flight need at
-            most, see `estimate.destination_peak`.
+            most, see `costs.estimate.destination_peak`.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from typing import Final
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.digests import DigestCache, DigestMode
+from starling.weightsync.offers.offer import Offer, RankOffer, Transport, holds_of, make_offer
 from starling.weightsync.plan.layout import ShardPiece
-from starling.weightsync.plan.offer import Offer, RankOffer, Transport, holds_of, make_offer
 from starling.weightsync.publisher.delta_history import ForwardedDeltas
 from starling.weightsync.puller.deadline import Deadline
 from starling.weightsync.puller.fetch import ReceivedDelta

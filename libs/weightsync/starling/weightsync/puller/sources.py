@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from starling.weightsync.plan.offer import RankOffer
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.offer import RankOffer
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.transports.base import ReadTarget, TransportClient
 from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.messages import Request

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from starling.weightsync.memory.arrays import Array, Memory
-from starling.weightsync.plan.offer import RankOffer
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.offer import RankOffer
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.transports.messages import Request, SourceAnswer
 
 

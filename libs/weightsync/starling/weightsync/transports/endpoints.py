@@ -6,7 +6,7 @@ import ipaddress
 from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import Offer, Transport, TransportChoice
+from starling.weightsync.offers.offer import Offer, Transport, TransportChoice
 
 LONGEST_WAIT_S: Final = 0.05
 """Longest uninterrupted wait, so that a cancellation is noticed."""

@@ -17,8 +17,8 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, chunks_of, packed_arrays, part_of
 from starling.weightsync.memory.digests import Hasher, digest_of_array
-from starling.weightsync.plan.offer import DIGEST_BYTES, RankOffer
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.offer import DIGEST_BYTES, RankOffer
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, Event, EventQueue, ReadTarget
 from starling.weightsync.transports.messages import (
     OpenSnapshot,

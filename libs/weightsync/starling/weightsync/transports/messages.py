@@ -43,7 +43,7 @@ class OpenSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     number: Number
     snapshot: Number
     token: str
-    """What `plan.tickets.present` returns. Not the ticket itself, which contains a key."""
+    """What `offers.tickets.present` returns. Not the ticket itself, which contains a key."""
 
 
 class ReadBoxes(msgspec.Struct, frozen=True, kw_only=True, tag="read"):

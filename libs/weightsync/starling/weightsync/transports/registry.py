@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import Transport
+from starling.weightsync.offers.offer import Transport
 from starling.weightsync.transports.base import TransportClient, TransportServer
 from starling.weightsync.transports.local import LocalClient
 from starling.weightsync.transports.nixl.client import NixlClient

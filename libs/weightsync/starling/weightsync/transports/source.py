@@ -18,9 +18,9 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
-from starling.weightsync.plan.tickets import Presented
 from starling.weightsync.transports.messages import (
     MeasureDeltas,
     OpenSnapshot,

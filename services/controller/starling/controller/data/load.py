@@ -19,7 +19,7 @@ from starling.controller.data.prompts import Needs, PromptSource, load_prompts
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES, Trajectories, check_enough
 from starling.controller.settings import ControllerProcess
-from starling.weightsync.plan.offer import digest_of
+from starling.weightsync.offers.offer import digest_of
 
 
 class PromptList:

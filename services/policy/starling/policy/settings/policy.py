@@ -16,7 +16,7 @@ from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
-from starling.weightsync.plan.offer import TransportChoice
+from starling.weightsync.offers.offer import TransportChoice
 
 CHANGEABLE: Final = (
     "policy.algorithm.clip_high",

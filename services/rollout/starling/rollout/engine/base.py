@@ -32,8 +32,8 @@ from starling.common.wire.messages import Sampling, Status
 from starling.rollout.settings import RolloutSettings
 
 if TYPE_CHECKING:
+    from starling.weightsync.offers.offer import Offer
     from starling.weightsync.plan.layout import Layout
-    from starling.weightsync.plan.offer import Offer
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress, PullReport
 
@@ -163,7 +163,7 @@ class AdoptionReport:
     root: str
     """Digest of the weights in place, by the offer that was pulled."""
     layout_root: str
-    """Digest of the weights in place, whatever their source: `weightsync.plan.offer.layout_root` over the ranks."""
+    """Digest of the weights in place, whatever their source: `weightsync.offers.offer.layout_root` over the ranks."""
     recomputed_tokens: int = 0
     """Tokens whose keys and values were computed again, or have to be before their sequences continue."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import layout_root
+from starling.weightsync.offers.offer import layout_root
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullReport
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from starling.weightsync.memory.digests import DigestMode
+    from starling.weightsync.offers.offer import Offer
     from starling.weightsync.plan.layout import Layout
-    from starling.weightsync.plan.offer import Offer
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress
 

@@ -12,7 +12,7 @@ from starling.common.errors import WeightsError
 from starling.common.net.limits import role_of
 from starling.common.wire import messages as wire
 from starling.rollout.shell.results import lease_progress
-from starling.weightsync.plan.offer import decode_offer
+from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.plan.planner import decode_plan
 from starling.weightsync.transports.endpoints import check_offered_transports
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starling.rollout.core.machine import Action, PullWeights, RolloutMachine, SwitchWeights
     from starling.rollout.engine.base import AdoptionReport, Engine
     from starling.rollout.settings import RolloutProcess
-    from starling.weightsync.plan.offer import Offer
+    from starling.weightsync.offers.offer import Offer
     from starling.weightsync.puller.report import PullReport
 
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")

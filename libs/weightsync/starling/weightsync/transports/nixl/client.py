@@ -25,8 +25,8 @@ import msgspec
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Memory
-from starling.weightsync.plan.offer import RankOffer
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.offer import RankOffer
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
 from starling.weightsync.transports.endpoints import split_address
 from starling.weightsync.transports.messages import (

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import RankOffer
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.offer import RankOffer
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, EventQueue, ReadTarget
 from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, split_address
 from starling.weightsync.transports.messages import ANSWER_BYTES, OpenSnapshot, ReadBoxes, Request, decode_answer

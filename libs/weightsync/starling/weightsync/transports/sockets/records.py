@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.tickets import Presented
 
 RECORD_BYTES: Final = 1 << 20
 """Longest content of a record. A channel needs three times as much memory: to send, to receive and to decrypt."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import RankOffer
-from starling.weightsync.plan.tickets import Presented
+from starling.weightsync.offers.offer import RankOffer
+from starling.weightsync.offers.tickets import Presented
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, split_address
 from starling.weightsync.transports.messages import (

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Final
 
 from starling.common.errors import WeightsError
+from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.pools import GrowingBufferPool
-from starling.weightsync.plan.estimate import MAX_PACKING_BYTES
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,

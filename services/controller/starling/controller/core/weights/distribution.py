@@ -23,8 +23,8 @@ from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.publications import PublishedOffer
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
+from starling.weightsync.offers.tickets import offer_for
 from starling.weightsync.plan.layout import encode
-from starling.weightsync.plan.tickets import offer_for
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
+from starling.weightsync.offers.offer import Offer, decode_offer
 from starling.weightsync.plan.layout import Layout, encode
-from starling.weightsync.plan.offer import Offer, decode_offer
 from starling.weightsync.plan.planner import PlanCache
 
 RETRY_S = 1.0

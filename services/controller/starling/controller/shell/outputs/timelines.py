@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from starling.weightsync.plan.timeline import chrome_trace, publication_timelines
+from starling.weightsync.costs.timeline import chrome_trace, publication_timelines
 
 log = structlog.get_logger(__name__)
 

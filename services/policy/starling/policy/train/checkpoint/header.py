@@ -12,7 +12,7 @@ import structlog
 from starling.common.errors import ConfigError
 from starling.common.ids import TrainerKind
 from starling.policy.train.checkpoint.storage import MANIFEST, Storage
-from starling.weightsync.plan.offer import digest_of
+from starling.weightsync.offers.offer import digest_of
 
 STATES: Final = "states"
 """Subfolder of a run's folder with its states."""

@@ -110,7 +110,7 @@ class Storage:
         return data
 
     def digest(self, *names: str) -> str | None:
-        """Return the digest of a file as `starling.weightsync.plan.offer.digest_of` has it; None when it is not
+        """Return the digest of a file as `starling.weightsync.offers.offer.digest_of` has it; None when it is not
         there."""
         state = xxhash.xxh3_128()
         with self.explained("read", *names):

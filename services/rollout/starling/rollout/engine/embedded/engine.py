@@ -43,8 +43,8 @@ from starling.weightsync.tensors.modules import layout_of
 
 if TYPE_CHECKING:
     from starling.weightsync.memory.digests import DigestMode
+    from starling.weightsync.offers.offer import Offer
     from starling.weightsync.plan.layout import Layout
-    from starling.weightsync.plan.offer import Offer
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress, PullReport
 

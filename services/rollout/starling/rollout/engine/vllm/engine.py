@@ -23,8 +23,8 @@ from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
 from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature, num_logprobs
 from starling.rollout.engine.vllm.pull_progress import await_workers
+from starling.weightsync.offers.offer import Offer, joined_root, layout_root
 from starling.weightsync.plan.layout import Layout, encode
-from starling.weightsync.plan.offer import Offer, joined_root, layout_root
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.puller.report import PullProgress, PullReport
 

@@ -26,8 +26,8 @@ from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.parameters import in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.memory.digests import DigestMode
+from starling.weightsync.offers.offer import Offer, decode_offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
-from starling.weightsync.plan.offer import Offer, decode_offer
 from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullProgress

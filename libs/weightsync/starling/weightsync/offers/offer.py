@@ -45,7 +45,7 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     """``host:port`` of the rank's listener, or the path of its arena (local)."""
     token: str
     """From a publisher: the secret of this snapshot, for the controller only. To a reader: its ticket for one pull, see
-    `plan.tickets`."""
+    `offers.tickets`."""
     snapshot: int
     holds: str
     """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.weightsync.plan.timeline import (
+from starling.weightsync.costs.timeline import (
     PART_REMEDIES,
     PARTS,
     Adoption,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starling.weightsync.plan.offer import RankOffer, attested_root, joined_root, make_offer
+from starling.weightsync.offers.offer import RankOffer, attested_root, joined_root, make_offer
 
 RANK = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=1, holds="h", root="0" * 32)
 

@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from starling.weightsync.offers.offer import DIGEST_BYTES, Transport
 from starling.weightsync.plan.boxes import Ints
 from starling.weightsync.plan.buckets import (
     BUCKETS_PER_SOURCE,
@@ -38,7 +39,6 @@ from starling.weightsync.plan.buckets import (
 from starling.weightsync.plan.fan_out import PUBLISHER, FanOut
 from starling.weightsync.plan.layout import ITEM_BYTES, Layout, Place, ShardPiece, aligned, packed_offsets, pieces_of
 from starling.weightsync.plan.moves import Bucket
-from starling.weightsync.plan.offer import DIGEST_BYTES, Transport
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.plan.topology import DEVICE, LINKS, RAIL, Topology, distances
 

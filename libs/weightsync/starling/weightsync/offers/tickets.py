@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import Offer
+from starling.weightsync.offers.offer import Offer
 
 MAX_RANKS: Final = 1 << 16
 """Number of ranks that a reader may have."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.offer import RankOffer, make_offer
-from starling.weightsync.plan.tickets import MAX_RANKS, accept, offer_for, present, ticket
+from starling.weightsync.offers.offer import RankOffer, make_offer
+from starling.weightsync.offers.tickets import MAX_RANKS, accept, offer_for, present, ticket
 
 SECRET, NONCE = "ab" * 16, "0123"
 
