@@ -72,8 +72,8 @@ def test_evaluate_result_is_independent_of_instances_and_failures(tmp_path: Path
         folder = tmp_path / "alone"
         with starling_command(folder, *evaluate_arguments(folder, model, 1, "out")) as command:
             assert command.wait() == 0, command.transcript()
-        assert "1 shares of the CPU = 1 instances x tp 1" in command.output
-        assert "128 prompts x 1 completions = 128 sequences" in command.output
+        assert "1 share of the CPU = 1 instance x tp 1" in command.output
+        assert "128 prompts x 1 completion = 128 sequences" in command.output
         assert "prompt 128 of 128" in command.output
 
     def killed() -> None:

@@ -93,7 +93,7 @@ def test_num_instances_divides_the_gpus(
     [
         (6, 4, 8, "--num-gpus 6 does not divide into instances of --tp-size 4; give --num-gpus 4 or 8"),
         (2, 4, 0, "does not divide into instances of --tp-size 4; give --num-gpus 4,"),
-        (8, 1, 2, "--num-gpus 8, but 2 GPUs are visible here; give at most 2"),
+        (8, 1, 2, "--num-gpus 8 is more than the 2 GPUs visible here; give at most 2"),
         (0, 1, 2, "must both be 1 or more"),
     ],
 )
@@ -110,7 +110,7 @@ def test_devices_of_gives_each_instance_its_own_gpus(monkeypatch: pytest.MonkeyP
     assert devices_of("rollout-0", 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
     assert devices_of("rollout-1", 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
     assert devices_of("rollout-1", 0) == {}
-    with pytest.raises(ConfigError, match="only 5 GPUs are visible, too few for rollout-2; lower it"):
+    with pytest.raises(ConfigError, match="the 5 GPUs visible here are too few for rollout-2; lower it"):
         devices_of("rollout-2", 2)
 
 

@@ -140,7 +140,7 @@ def test_replica_that_answers_for_no_group_is_not_admitted_forever() -> None:
         hang_in_all_groups(script, "reward-9", incarnation)
     script.joins("reward-0", slots=4)
     [_, refusal] = script.joins("reward-9", incarnation=4)
-    assert "reward-9 has 3 times sent an invalid result, or none in time" in refusal
+    assert "reward-9 has sent an invalid result, or none in time, 3 times" in refusal
     assert script.state.replicas.leases.num("reward-0", "score") == 4
     script.leaves("reward-0")
     assert "reward-9 <- welcome" in script.joins("reward-9", incarnation=5), "the run has no other reward"

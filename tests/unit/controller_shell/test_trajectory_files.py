@@ -225,13 +225,16 @@ def test_load_data_replay_begins_at_the_prompt_of_its_state(files: TrajectoryFil
 
 def test_load_data_rejects_too_few_groups_for_the_steps(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(n) for n in range(3)])
-    with pytest.raises(ConfigError, match=r"has 3 groups, and 2 steps x 2 prompts need 4; set rl.num_steps = 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 3 groups, and rl.num_steps = 2 .* needs 4; set rl.num_steps = 1",
+    ):
         load_data(settings(tmp_path / FOLDER))
 
 
 def test_load_data_rejects_fewer_groups_than_one_step(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0)])
-    with pytest.raises(ConfigError, match=r"has 1 groups, and a step takes 2; set rl.prompts_per_step = 1 or less"):
+    with pytest.raises(ConfigError, match=r"has 1 group, and a step takes 2; set rl.prompts_per_step = 1 or less"):
         load_data(settings(tmp_path / FOLDER))
 
 

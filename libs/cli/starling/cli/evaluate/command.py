@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 from starling.cli.command_line import CommandLine, Line, define
 from starling.cli.evaluate.options import DEFAULT_ANSWERS, DEFAULT_MODEL, AnswerOptions, ModelOptions
 from starling.cli.operate.command import NO_CONNECTION, Flags, RunFolder, evaluate_run
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _answer(recipe: Recipe, instances: str, *, folder: Path | None = None, copy:
 
     num, completions = len(prompts_to_answer(recipe)), recipe.evaluation.num_completions
     attempt = _attempt(recipe, folder)
-    size = f"{num} prompts x {completions} completions = {num * completions} sequences"
+    size = f"{counted(num, 'prompt')} x {counted(completions, 'completion')} = {counted(num * completions, 'sequence')}"
     print(instances, size, sep="\n", flush=True)
     return supervise(recipe, attempt, copy)
 

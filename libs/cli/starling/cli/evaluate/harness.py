@@ -31,6 +31,7 @@ from starling.cli.run.attempt import Attempt
 from starling.cli.run.processes import ServiceProcess
 from starling.cli.run.screen import short_path
 from starling.cli.run.supervisor import InterruptedRunError, Supervisor
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.files import write_whole
 
@@ -124,7 +125,9 @@ def run_harness(recipe: Recipe, attempt: Attempt, asked: HarnessOptions) -> int:
     write_whole(attempt.folder / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     console = Console()
     console.print(table_of(found))
-    console.print(f"answers to {len(lines)} prompts: {short_path(attempt.folder / ANSWERS)}", highlight=False)
+    console.print(
+        f"answers to {counted(len(lines), 'prompt')}: {short_path(attempt.folder / ANSWERS)}", highlight=False
+    )
     return 0
 
 

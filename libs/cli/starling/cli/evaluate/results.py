@@ -19,6 +19,7 @@ from rich.table import Table
 from starling.cli.recipe.schema import Recipe
 from starling.cli.run.attempt import Attempt
 from starling.cli.run.screen import short_path
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.files import write_whole
 from starling.controller.core.evaluation.evaluation import TASK, pass_rates
@@ -70,7 +71,9 @@ def conclude(attempt: Attempt, console: Console, out: Path | None = None, *, is_
     problems = [group.problem for group in groups if not group.trajectories]
     failed = len(problems)
     unanswered = f", {failed} without any" if failed else ""
-    console.print(f"answers to {len(groups)} prompts{unanswered}: {short_path(out or path)}", highlight=False)
+    console.print(
+        f"answers to {counted(len(groups), 'prompt')}{unanswered}: {short_path(out or path)}", highlight=False
+    )
     if failed < len(groups) or not groups:
         return 0
     print(

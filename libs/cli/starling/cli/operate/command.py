@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Group, Parameter
 
 from starling.cli.command_line import define
+from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError, UnreachableError
 from starling.common.ranges import MAX_SECONDS
 
@@ -84,7 +85,7 @@ def change_setting(
     from starling.common.wire.messages import ChangeSetting
 
     if len(words) not in (2, 3):
-        raise ConfigError(f"{len(words)} words: write starling set [RUN_FOLDER] KEY VALUE")
+        raise ConfigError(f"{counted(len(words), 'word')}: write starling set [RUN_FOLDER] KEY VALUE")
     *folder, key, text = words
     value = parse_value(text)
     if not isinstance(value, bool | int | float | str):

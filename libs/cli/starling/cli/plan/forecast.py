@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, Estimate, estimate, estimate_fan_out
 from starling.weightsync.layouts.presets import PRESETS
@@ -152,7 +153,9 @@ def forecast_sync(
     places = machines.places()
     needed = num_sources + num_ranks * wanted.num_replicas
     if len(places) < needed:
-        raise ConfigError(f"the topology has {len(places)} GPUs, but {source!r} and {destination!r} need {needed}")
+        raise ConfigError(
+            f"the topology has {counted(len(places), 'GPU')}, but {source!r} and {destination!r} need {needed}"
+        )
     # The assumed hosts belong to the source or to the destination, never to both.
     first = num_sources if topology else -(-num_sources // GPUS_PER_HOST) * GPUS_PER_HOST
     sources = _placed(held.layout, places[:num_sources])
@@ -190,8 +193,8 @@ def to_text(forecast: SyncForecast, num_rows: int) -> str:
     count, packed = len(forecast.replicas), int(packing_bytes(forecast.destination).max(initial=0))
     copies = f" x {count} replicas" if count > 1 else ""
     lines = [
-        f"{plan.source} ({len(forecast.source.places)} ranks) -> {plan.destination} "
-        f"({len(forecast.destination.places)} ranks{copies})",
+        f"{plan.source} ({counted(len(forecast.source.places), 'rank')}) -> {plan.destination} "
+        f"({counted(len(forecast.destination.places), 'rank')}{copies})",
         "",
         f"moved             {_size(found.total_bytes)}",
         f"publisher sends   {_size(found.publisher_bytes)}",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from starling.cli.recipe.schema import Recipe
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.ids import TrainerKind
 from starling.policy.train.checkpoint.header import StateHeader, find_state
@@ -64,7 +65,7 @@ def _problem(recipe: Recipe, state: StateHeader) -> str | None:
     begun_at = trainer.begun_at if trainer.kind == "rl" else None
     if begun_at is not None and begun_at != plan.num_supervised_steps:
         return (
-            f"its run had {begun_at} supervised steps before reinforcement, and the recipe has "
+            f"its run had {counted(begun_at, 'supervised step')} before reinforcement, and the recipe has "
             f"sft.num_steps = {plan.num_supervised_steps}; make them equal"
         )
     if begun_at is None and state.version > plan.num_supervised_steps:

@@ -11,6 +11,7 @@ from rich.table import Table
 from starling.cli.report.statistics import FileStatistics, RunStatistics, gather
 from starling.cli.run.attempt import Attempt, iter_metrics
 from starling.cli.run.screen import short_path
+from starling.common.counts import counted
 from starling.controller.data.trajectories import FOLDER
 
 
@@ -79,7 +80,7 @@ def _rows(run: RunStatistics) -> list[tuple[str, str]]:
         rows.append(
             (
                 "weight sync",
-                f"{adopted.num} adoptions over {adopted.transport}, {adopted.num_attested} attested; "
+                f"{counted(adopted.num, 'adoption')} over {adopted.transport}, {adopted.num_attested} attested; "
                 f"median pull {adopted.pull_s.median() * 1e3:.1f} ms, pause {adopted.pause_s.median() * 1e3:.1f} ms",
             )
         )
@@ -89,7 +90,10 @@ def _rows(run: RunStatistics) -> list[tuple[str, str]]:
 def file_rows(files: FileStatistics) -> list[tuple[str, str]]:
     """Return the rows of a run without a policy, from the metrics of its files."""
     rows = [
-        ("prompts", f"{files.num_prompts} in {files.num} files, {files.num_failed} of them without an answer"),
+        (
+            "prompts",
+            f"{files.num_prompts} in {counted(files.num, 'file')}, {files.num_failed} of them without an answer",
+        ),
         ("tokens", f"{files.num_tokens:,}"),
     ]
     if files.num_rewarded:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from starling.cli.run.attempt import Attempt, iter_metrics
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.weightsync.costs.timeline import (
     PART_MEANINGS,
@@ -40,7 +41,8 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
 
 def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
     table = Table(
-        title=f"{split.num_adoptions} adoptions of {split.num_publications} versions; means", title_justify="left"
+        title=f"{counted(split.num_adoptions, 'adoption')} of {counted(split.num_publications, 'version')}; means",
+        title_justify="left",
     )
     for heading in ("part", "ms", "share", "meaning"):
         table.add_column(heading, justify="right" if heading in ("ms", "share") else "left")

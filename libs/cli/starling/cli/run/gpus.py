@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.settings import environment_variable
 
@@ -34,10 +35,12 @@ def num_instances(num_gpus: int, tp_size: int, present: int) -> tuple[int, str]:
             f"{' or '.join(fitting)}, or another --tp-size"
         )
     if present and num_gpus > present:
-        raise ConfigError(f"--num-gpus {num_gpus}, but {present} GPUs are visible here; give at most {present}")
+        raise ConfigError(
+            f"--num-gpus {num_gpus} is more than the {counted(present, 'GPU')} visible here; give at most {present}"
+        )
     num = num_gpus // tp_size
-    what = f"{num_gpus} GPUs" if present else f"no GPU here: {num_gpus} shares of the CPU"
-    return num, f"{what} = {num} instances x tp {tp_size}"
+    what = counted(num_gpus, "GPU") if present else f"no GPU here: {counted(num_gpus, 'share')} of the CPU"
+    return num, f"{what} = {counted(num, 'instance')} x tp {tp_size}"
 
 
 def devices_of(name: str, num: int) -> dict[str, str]:
@@ -51,7 +54,7 @@ def devices_of(name: str, num: int) -> dict[str, str]:
     mine = present[index * num : (index + 1) * num]
     if len(mine) < num:
         raise ConfigError(
-            f"launch.gpus_per_rollout = {num}, and only {len(present)} GPUs are visible, too few for {name}; lower it, "
-            "or launch.num_rollouts"
+            f"launch.gpus_per_rollout = {num}, and the {counted(len(present), 'GPU')} visible here are too few for "
+            f"{name}; lower it, or launch.num_rollouts"
         )
     return {VISIBLE: ",".join(mine)}

@@ -11,6 +11,7 @@ from typing import Any
 from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.cli.run.attempt import Attempt, read_metrics
 from starling.cli.run.supervisor import Supervisor
+from starling.common.counts import counted
 from starling.common.errors import StarlingError
 
 RECIPE = Path(__file__).with_name("smoke.toml")
@@ -74,7 +75,7 @@ def _killed(lines: Sequence[dict[str, Any]], killed: str | None) -> str:
     if killed is None or not any(line["replica"] == killed for line in _of(lines, "left")):
         raise SmokeFailedError("no rollout was killed during the run, so its recovery was not tested")
     left = next(line for line in _of(lines, "left") if line["replica"] == killed)
-    return f"{killed} was killed during the run; its {left['num_leases']} groups were given to others"
+    return f"{killed} was killed during the run; others took over its {counted(left['num_leases'], 'group')}"
 
 
 def _reward_rose(lines: Sequence[dict[str, Any]]) -> str:
@@ -89,8 +90,10 @@ def _reward_rose(lines: Sequence[dict[str, Any]]) -> str:
 def _staleness_kept(recipe: Recipe, lines: Sequence[dict[str, Any]]) -> str:
     stale = max(line["staleness_max"] for line in _of(lines, "step") if "staleness_max" in line)
     if stale > recipe.rl.max_staleness:
-        raise SmokeFailedError(f"a token was {stale} versions old; the bound is {recipe.rl.max_staleness}")
-    return f"no token was older than {stale} versions; the bound is {recipe.rl.max_staleness}"
+        raise SmokeFailedError(
+            f"a token was {counted(int(stale), 'version')} old; the bound is {recipe.rl.max_staleness}"
+        )
+    return f"no token was older than {counted(int(stale), 'version')}; the bound is {recipe.rl.max_staleness}"
 
 
 def _all_attested(recipe: Recipe, lines: Sequence[dict[str, Any]]) -> str:

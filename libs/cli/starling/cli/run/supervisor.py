@@ -31,6 +31,7 @@ from starling.cli.run.gpus import devices_of
 from starling.cli.run.processes import ServiceProcess, ServiceProcesses
 from starling.cli.run.restarts import Restarts
 from starling.cli.run.screen import Screen, make_screen
+from starling.common.counts import counted
 from starling.common.errors import StarlingError
 from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
@@ -347,7 +348,7 @@ class Supervisor:
         prefixes = (f"starling {child.name}: ", "starling: ")
         sentence = next((line for line in reversed(lines) if line.startswith(prefixes)), None)
         count = self._restarts.count(child.name)
-        ending = f"{child.name} {child.ending()}" + (f" after {count} restart{'s' * (count > 1)}" if count else "")
+        ending = f"{child.name} {child.ending()}" + (f" after {counted(count, 'restart')}" if count else "")
         if sentence is not None:
             return f"{ending}: {sentence.partition(': ')[2]}\n  its log: {log}"
         shown = "\n".join(f"  | {line}" for line in lines[-15:])

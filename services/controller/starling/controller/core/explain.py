@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+from starling.common.counts import counted
 from starling.common.ids import LEASE_KINDS, Role, lease_subject
 from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.groups.group import GONE, GroupState
@@ -144,7 +145,7 @@ def missing_role(state: ControllerState) -> str | None:
         was_there = state.version > 0 or state.weights.version >= 0
         return "needs a policy, which is gone" if was_there else "needs the policy, which has not joined"
     if plan.kind.trains and not state.has_begun and num < plan.num_policies:
-        return f"needs {plan.num_policies} policy replicas, has {num}"
+        return f"needs {counted(plan.num_policies, 'policy replica')}, has {num}"
     if not generates_more(state):
         return None
     begun = state.replicas.had_quorum
@@ -155,7 +156,7 @@ def missing_role(state: ControllerState) -> str | None:
         wanted = min(wanted, 1) if begun else wanted
         num = members.num(role)
         if num < wanted:
-            return f"needs {wanted} {role} replica{'s' * (wanted > 1)}, has {num}"
+            return f"needs {counted(wanted, f'{role} replica')}, has {num}"
     return None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.controller.core.evaluation.evaluation import TASK
@@ -142,7 +143,8 @@ def _load_trajectories(settings: ControllerProcess, plan: RunPlan) -> Trajectori
     needed = plan.begin_prompt + (plan.last_step - first_step + 1) * plan.prompts_per_step
     if needed > trajectories.num_groups:
         raise ConfigError(
-            f"{folder} has {trajectories.num_groups} groups, and {plan.num_steps} steps x {plan.prompts_per_step} "
-            f"prompts need {needed}; set rl.num_steps = {trajectories.num_groups // plan.prompts_per_step} or less"
+            f"{folder} has {counted(trajectories.num_groups, 'group')}, and rl.num_steps = {plan.num_steps} with "
+            f"rl.prompts_per_step = {plan.prompts_per_step} needs {needed}; set "
+            f"rl.num_steps = {trajectories.num_groups // plan.prompts_per_step} or less"
         )
     return trajectories

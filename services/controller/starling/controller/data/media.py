@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from msgspec.structs import replace
 
 from starling.algo.text import markers
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Media
 from starling.controller.data.settings import DataSettings
@@ -46,8 +47,9 @@ def with_media(
     for kind, media in by_kind.items():
         if kinds.count(kind) != len(media):
             raise ConfigError(
-                f"{where} has {len(media)} {kind}s and its messages contain <{kind}> {kinds.count(kind)} times: "
-                "write it once for each, or not at all to have them before the text"
+                f"{where} has {counted(len(media), kind)} and its messages contain <{kind}> "
+                f"{counted(kinds.count(kind), 'time')}: write it once for each, or not at all "
+                "to have them before the text"
             )
     inline = sum(len(item.uri) for media in by_kind.values() for item in media)
     if inline > MAX_INLINE_BYTES:

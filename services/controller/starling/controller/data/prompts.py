@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Media, Prompt
 from starling.controller.data.media import text_of_parts, with_media
@@ -84,7 +85,7 @@ def load_prompts(settings: DataSettings, needs: Needs = "prompt") -> PromptSourc
     rows = loaded.rows
     if settings.held_out >= len(rows):
         raise ConfigError(
-            f"held_out = {settings.held_out} leaves no training rows of the {len(rows)} rows of "
+            f"held_out = {settings.held_out} leaves no training rows of the {counted(len(rows), 'row')} of "
             f"{settings.source!r}: make it smaller"
         )
     prompts = [make_prompt(row, number, settings, needs) for number, row in enumerate(rows)]

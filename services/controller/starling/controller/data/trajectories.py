@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
@@ -158,7 +159,8 @@ def check_enough(folder: Path, num: int, prompts_per_step: int) -> None:
         raise ConfigError(f"{folder} has no groups that can be trained; give the trajectories of another run")
     if num < prompts_per_step:
         raise ConfigError(
-            f"{folder} has {num} groups, and a step takes {prompts_per_step}; set rl.prompts_per_step = {num} or less"
+            f"{folder} has {counted(num, 'group')}, and a step takes {prompts_per_step}; "
+            f"set rl.prompts_per_step = {num} or less"
         )
 
 

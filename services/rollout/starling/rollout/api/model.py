@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starling.algo.text import conversation_text, decode, encode_text
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
 from starling.rollout.api.errors import ApiError
@@ -102,14 +103,14 @@ class ServedModel:
             raise ApiError(f"{parameter} is empty; give at least one token", parameter=parameter)
         if len(prompt_ids) >= self.max_model_len:
             raise ApiError(
-                f"this model's maximum context length is {self.max_model_len} tokens, and the prompt has "
+                f"this model's maximum context length is {counted(self.max_model_len, 'token')}, and the prompt has "
                 f"{len(prompt_ids)}; shorten it",
                 "context_length_exceeded",
                 parameter,
             )
         if options.num_completions > self.max_rows:
             raise ApiError(
-                f"n = {options.num_completions}: at most {self.max_rows} completions are generated together; "
+                f"n = {options.num_completions}: at most {self.max_rows} can be generated together; "
                 "ask for fewer, or raise rollout.max_rows",
                 parameter="n",
             )

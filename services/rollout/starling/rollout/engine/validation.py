@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from starling.algo.truncation import kept_problem
+from starling.common.counts import counted
 from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
 from starling.rollout.engine.base import GroupRequest, RequestError
 
@@ -21,7 +22,7 @@ def check_request(request: GroupRequest, vocab_size: int, max_model_len: int, ma
         raise RequestError(f"{lease}: the prompt is empty; give at least one token")
     if len(prompt) >= max_model_len:
         raise RequestError(
-            f"{lease}: the prompt of {len(prompt)} tokens leaves no room in the context of {max_model_len}; "
+            f"{lease}: the prompt of {counted(len(prompt), 'token')} leaves no room in the context of {max_model_len}; "
             "shorten it or raise max_model_len"
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:

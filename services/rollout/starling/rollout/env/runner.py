@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import structlog
 
+from starling.common.counts import counted
 from starling.common.raised import describe_raised
 from starling.common.wire.messages import Status, Wait
 from starling.rollout.engine.base import RequestError
@@ -155,7 +156,7 @@ class EpisodeRunner:
             return ()
         since_s = self._clock.at(now) - min(group.begun_at for group in self._groups.values())
         left_s = max(0.0, self._settings.timeout_s + GRACE_S - since_s)
-        what = f"episodes of {len(self._groups)} groups"
+        what = f"episodes of {counted(len(self._groups), 'group')}"
         return (Wait(what=what, on="environment", since_s=max(0.0, since_s), seconds_left=left_s),)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from starling.common.counts import counted
 from starling.common.ids import Role
 from starling.common.ranges import MAX_SLOTS
 from starling.common.wire.messages import Hello, LeaseProgress, Wait
@@ -106,8 +107,8 @@ class Membership:
             return banned[1]
         if self.num_invalid[name] >= MAX_INVALID and self._by_role[hello.role].keys() - {name}:
             return (
-                f"{name} has {self.num_invalid[name]} times sent an invalid result, or none in time; start a replica "
-                "of another name in its place, or restart the controller"
+                f"{name} has sent an invalid result, or none in time, {counted(self.num_invalid[name], 'time')}; start "
+                "a replica of another name in its place, or restart the controller"
             )
         others = [m for m in self._by_role["policy"].values() if m.name != name] if hello.role == "policy" else []
         if others and not (hello.shares_steps and all(m.shares_steps for m in others)):
@@ -118,9 +119,9 @@ class Membership:
         if hello.role in ("policy", "rollout") and not hello.has_layout:
             return f"{name} did not send the layout of its weights"
         if hello.role in ("rollout", "reward", "teacher") and hello.num_slots < 1:
-            return f"{name} offers {hello.num_slots} slots; it needs at least 1"
+            return f"{name} offers {counted(hello.num_slots, 'slot')}; it needs at least 1"
         if hello.num_slots > MAX_SLOTS:
-            return f"{name} offers {hello.num_slots} slots; set its num_slots to at most {MAX_SLOTS}"
+            return f"{name} offers {counted(hello.num_slots, 'slot')}; set its num_slots to at most {MAX_SLOTS}"
         return None
 
     def join(self, name: str, incarnation: int, hello: Hello, layout: Layout | None, now: float) -> Member:

@@ -35,6 +35,7 @@ import msgspec
 import xxhash
 from msgspec.structs import replace
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError, RestartError, StarlingError
 from starling.controller.core.events import Buffers
 from starling.controller.core.records import (
@@ -195,7 +196,8 @@ class Journal:
             self._roll_back()
             if getattr(error, "sqlite_errorcode", None) in _FULL:
                 raise JournalFullError(
-                    f"the disk of the journal {self.path} is full; free some space, {self.num_pending} records wait"
+                    f"the disk of the journal {self.path} is full; free some space to write "
+                    f"{counted(self.num_pending, 'record')}"
                 ) from None
             raise JournalError(f"the journal {self.path} cannot be written: {error}; check its disk") from None
         except JournalTakenError:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.kinds import TRAINED_PHASES
 from starling.controller.core.compaction import compact
@@ -200,8 +201,8 @@ def check_num_prompts(num: int, plan: RunPlan) -> None:
     """Raise ConfigError when a run that answers each prompt once now has fewer prompts than the `num` admitted ones."""
     if not plan.kind.trains and num > plan.num_prompts:
         raise ConfigError(
-            f"this run has worked on {num} prompts, and its data has only {plan.num_prompts} now; restore the data, or "
-            "begin a new run"
+            f"this run has worked on {counted(num, 'prompt')}, and its data has only {plan.num_prompts} now; restore "
+            "the data, or begin a new run"
         )
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from starling.algo import packing
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.tensors import POSITION_IDS
 from starling.policy.train.data.groups import Flags, IntArray
@@ -102,7 +103,7 @@ def check_lengths(blocks: Sequence[PromptBlock], longest: int | None) -> None:
         tokens = len(block.prompt_ids) + max(stop - start for start, stop in block.spans)
         if longest is not None and tokens > longest:
             raise ConfigError(
-                f"a sequence of {tokens} tokens exceeds the {longest} that the model can attend to: "
+                f"a sequence of {counted(tokens, 'token')} exceeds the {longest} that the model can attend to: "
                 "shorten the prompts or lower max_tokens"
             )
 

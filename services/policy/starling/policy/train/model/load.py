@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from starling.algo.architecture import auto_class, most_tokens, remedy, turn_off_router_logits
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.weightsync.tensors.adapters import published_tensors
 
@@ -59,8 +60,7 @@ def load_model(
     except ConfigError:
         raise
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
-        reason = f"{_sentence(error)}{remedy(folder, trust_remote_code)}"
-        raise ConfigError(f"the model in {folder} cannot be loaded: {reason}") from error
+        raise _unloadable(folder, error, trust_remote_code) from error
     return model.eval()
 
 
@@ -101,18 +101,17 @@ def use_liger(model: PreTrainedModel) -> None:
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def count_parameters(config: dict[str, Any]) -> int:
-    """Count the parameters of the causal language model of a Hugging Face configuration, without allocating them.
+def outline(folder: Path, *, trust_remote_code: bool = False, scores: bool = False) -> PreTrainedModel:
+    """Return the model of a Hugging Face folder without memory for its parameters: their names and shapes.
 
-    Args:
-        config: content of its ``config.json``; `model_type` names the architecture.
+    Arguments and errors are those of `load_model`; weights are not needed.
     """
-    from transformers import AutoConfig
-
-    described = AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = auto_class(described).from_config(described)
-    return sum(parameter.numel() for parameter in model.parameters())
+    _check_folder(folder, "random")
+    try:
+        with torch.device("meta"):
+            return _load(folder, torch.float32, trust_remote_code, random=True, scores=scores)
+    except Exception as error:  # The folder is the user's, and its loaders raise anything.
+        raise _unloadable(folder, error, trust_remote_code) from error
 
 
 def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
@@ -224,13 +223,17 @@ def _check_folder(folder: Path, init: str) -> None:
         )
 
 
+def _unloadable(folder: Path, error: Exception, trust_remote_code: bool) -> ConfigError:
+    return ConfigError(f"the model in {folder} cannot be loaded: {_sentence(error)}{remedy(folder, trust_remote_code)}")
+
+
 def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> None:
     """Refuse weights that do not fill the model: the loader would leave the others random."""
     absent = sorted(str(name) for name in missing) or sorted(str(name) for name in mismatched)
     if absent:
         raise ConfigError(
-            f"the weights in {folder} do not fit its config.json: {len(absent)} tensors are missing or of another "
-            f"shape, the first is {absent[0]}"
+            f"the weights in {folder} do not fit its config.json: {counted(len(absent), 'tensor')} missing or of "
+            f"another shape, such as {absent[0]}"
         )
 
 

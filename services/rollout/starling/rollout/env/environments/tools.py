@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
 from starling.common.sandbox.settings import SandboxNeeds
@@ -146,7 +147,11 @@ def _add_results(episode: Episode, calls: Sequence[Call | Malformed], texts: Seq
 
 
 def _shortened(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"{text[:max_chars]} ... ({len(text) - max_chars} more characters)"
+    return (
+        text
+        if len(text) <= max_chars
+        else f"{text[:max_chars]} ... ({counted(len(text) - max_chars, 'more character')})"
+    )
 
 
 def _table(tool: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from starling.algo.text import conversation, conversation_text, decode, encode_text
 from starling.algo.truncation import NO_IDS, IntArray
+from starling.common.counts import counted
 from starling.common.errors import StarlingError
 from starling.common.wire.messages import Prompt, Sampling, Status
 from starling.rollout.engine.base import GroupRequest, GroupResult, TokenListener
@@ -209,8 +210,8 @@ class TokenEpisode:
             if not last:
                 status = Status.ENV_ERROR
                 problem = (
-                    f"nothing was sampled: its prompt of {len(self._context)} tokens leaves no room in the context of "
-                    f"{self._task.max_model_len}"
+                    f"nothing was sampled: its prompt of {counted(len(self._context), 'token')} leaves no room in the "
+                    f"context of {self._task.max_model_len}"
                     if self._ran_out
                     else "the environment ended without a reply of the model: ask for one"
                 )
