@@ -85,6 +85,22 @@ def test_failed_scorer_gives_a_reason_instead_of_a_reward() -> None:
     assert answer.message.components == {"right": (None, 2.0), "form": (None, -1.0)}
 
 
+def test_problem_of_several_completions_is_reported_once_with_their_number() -> None:
+    scores = machine()
+    scores.add(group("score:1:0", Status.OK, Status.OK, Status.OK, Status.OK))
+    for index in range(4):
+        scores.record(Score("score:1:0", index, 0, None, Status.REWARD_ERROR, "it raised."))
+    for index, problem in enumerate(("it hung.", "it hung.", "it raised.", "no number.")):
+        command = scores.record(Score("score:1:0", index, 1, None, Status.REWARD_ERROR, problem))
+    (answer,) = command
+    assert isinstance(answer, SendScores)
+    assert answer.message.problems == (
+        "All 4 completions: it raised.",
+        "2 of 4 completions: it hung.",
+        "Completion 3: no number.",
+    )
+
+
 def test_scorer_of_weight_0_is_only_observed() -> None:
     scores = machine((WeightedScorer("right", 2.0), WeightedScorer("seen", 0.0)))
     scores.add(group("score:1:0", Status.OK))

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from starling.common.counts import counted
 from starling.common.wire.messages import TRAINABLE_STATUSES, CompletionText, GroupScored, Prompt, ScoreGroup, Status
 
 TASK = "task"
@@ -179,18 +180,21 @@ def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreT
 def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
     rewards: list[float | None] = []
     statuses: list[Status] = []
-    problems: list[str] = []
+    problems: dict[str, list[int]] = {}
+    """The completions that have each problem, in the order of the first."""
     for index, completion in enumerate(group.message.completions):
         column = [row[index] for row in group.scores]
-        problems += [f"Completion {index}: {score.problem}" for score in column if score and score.problem]
+        own = [score.problem for score in column if score and score.problem]
         reward, status = None, completion.status
         if status in TRAINABLE_STATUSES:
             reward, failure = _reward(column, scorers)
             status = failure or status
             if not any(column):
-                problems.append(f"Completion {index}: no scorer is for this prompt; name its task in one of them.")
-            elif failure and not any(score and score.problem for score in column):
-                problems.append(f"Completion {index}: the weighted sum of its scores is too large for a float.")
+                own = ["no scorer is for this prompt; name its task in one of them."]
+            elif failure and not own:
+                own = ["the weighted sum of its scores is too large for a float."]
+        for problem in dict.fromkeys(own):
+            problems.setdefault(problem, []).append(index)
         rewards.append(reward)
         statuses.append(status)
     return GroupScored(
@@ -201,8 +205,16 @@ def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> Gro
             scorer.label: tuple(score.value if score else None for score in row)
             for scorer, row in zip(scorers, group.scores, strict=True)
         },
-        problems=tuple(problems),
+        problems=tuple(_problem(text, indices, len(rewards)) for text, indices in problems.items()),
     )
+
+
+def _problem(text: str, completions: list[int], num_completions: int) -> str:
+    """Return what is wrong with some completions of a group of `num_completions`, in one sentence."""
+    if len(completions) == 1:
+        return f"Completion {completions[0]}: {text}"
+    who = "All" if len(completions) == num_completions else f"{len(completions)} of"
+    return f"{who} {counted(num_completions, 'completion')}: {text}"
 
 
 def _reward(column: list[Score | None], scorers: tuple[WeightedScorer, ...]) -> tuple[float | None, Status | None]:
