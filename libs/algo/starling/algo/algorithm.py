@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from starling.common.errors import ConfigError
@@ -154,10 +155,12 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[.
     return partial(function, **{key: value for key, value in options.items() if key in names})
 
 
-def functions(algorithm: Algorithm, options: Mapping[str, Any]) -> Functions:
+def functions(
+    algorithm: Algorithm, options: Mapping[str, Any], *, settings: Mapping[str, str] = MappingProxyType({})
+) -> Functions:
     """Return the algorithm's functions with its options bound; `options` override the algorithm's own.
 
-    An option of both functions is bound in both.
+    An option of both functions is bound in both. Errors name an option as in `settings`, where it is among them.
 
     Raises:
         ConfigError: neither function has one of the options, or a function cannot be imported.
@@ -166,7 +169,8 @@ def functions(algorithm: Algorithm, options: Mapping[str, Any]) -> Functions:
     merged = {**algorithm.options, **options}
     for key in merged:
         if key not in _options(loss) and key not in _options(advantage):
-            raise ConfigError(f"there is no option {key!r}: {_described(loss)}, and {_described(advantage)}")
+            known = f"{_described(loss, settings)}, and {_described(advantage, settings)}"
+            raise ConfigError(f"there is no option {settings.get(key, key)!r}: {known}")
     return Functions(bind(loss, merged), bind(advantage, merged))
 
 
@@ -193,6 +197,6 @@ def _options(function: Callable[..., Any]) -> Sequence[str]:
     return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
 
-def _described(function: Callable[..., Any]) -> str:
+def _described(function: Callable[..., Any], settings: Mapping[str, str]) -> str:
     name = getattr(function, "__name__", repr(function))
-    return f"{name} takes {', '.join(_options(function)) or 'none'}"
+    return f"{name} takes {', '.join(settings.get(key, key) for key in _options(function)) or 'none'}"

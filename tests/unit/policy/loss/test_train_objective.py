@@ -31,6 +31,15 @@ def test_check_objective_accepts_every_algorithm(name: str) -> None:
     [
         ({"name": "grop"}, "there is no algorithm 'grop': give one of grpo"),
         ({"name": "gspo", "dual_clip": 3.0}, "gspo: there is no option 'dual_clip': gspo takes clip_low, clip_high"),
+        (
+            {"name": "reinforce_pp", "advantage_scale": "std"},
+            "there is no option 'advantage_scale': ppo_clip takes clip_low",
+        ),
+        (
+            {"options": {"scael": "std"}},
+            "there is no option 'scael': ppo_clip .*, and group_normalised takes advantage_scale, epsilon",
+        ),
+        ({"name": "rloo", "options": {"scale": "std"}}, "there is no option 'scale'"),
         ({"dual_clip": 0.5}, "grpo: dual_clip is 0.5: it must be above 1"),
         ({"name": "reinforce_pp", "options": {"baseline": "grup"}}, "baseline is 'grup': give none or group"),
         ({"corrections": [{"kind": "truncate", "high": 2}]}, "no effect with old = 'rollout'.* set old = 'proximal'"),

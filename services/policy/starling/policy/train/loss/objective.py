@@ -20,10 +20,10 @@ from starling.policy.train.metrics.tokens import TokenMetrics
 Advantage = Callable[[Sequence[Sequence[float]]], list[list[float]]]
 """From the rewards of each group of a step to the advantages of its completions."""
 
-_OPTIONS: Final = ("clip_low", "clip_high", "dual_clip", "max_ratio", "advantage_scale")
-"""Settings that are arguments of a loss or an advantage function; unset, the algorithm's own value applies."""
-_ARGUMENTS: Final = {"advantage_scale": "scale"}
-"""Names of the arguments where they differ from the setting."""
+_OPTIONS: Final = ("clip_low", "clip_high", "dual_clip", "max_ratio", "scale")
+"""Arguments that are settings, of a loss or an advantage function; unset, the algorithm's own value applies."""
+SETTINGS: Final = {"scale": "advantage_scale"}
+"""Settings whose name differs from that of the argument, by argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,11 @@ def objective_of(settings: AlgorithmSettings) -> Objective:
         ConfigError: the algorithm is unknown, does not take an option, or a correction has no effect.
     """
     algorithm = find(settings.name)
-    values = {_ARGUMENTS.get(name, name): getattr(settings, name) for name in _OPTIONS}
+    values = {name: getattr(settings, SETTINGS.get(name, name)) for name in _OPTIONS}
     options = {name: value for name, value in values.items() if value is not None} | settings.options
+    names = {argument: name for argument, name in SETTINGS.items() if argument not in settings.options}
     try:
-        loss, advantage = functions(algorithm, options)
+        loss, advantage = functions(algorithm, options, settings=names)
     except ConfigError as error:
         raise ConfigError(f"policy.algorithm, {settings.name}: {error}") from error
     corrections = algorithm.corrections
