@@ -14,6 +14,7 @@ from property_tests import examples
 from structlog.testing import capture_logs
 from torch import Tensor
 
+from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_head, trained_logits
@@ -141,6 +142,15 @@ def test_token_logprobs_entropy_gradient(kind: str, chunk_tokens: int) -> None:
         model, by_logits(trained_logits(model, inputs), inputs.targets, 0.8, with_entropy_gradient=True)[1]
     )
     assert_same(gradients(model, only_entropy), expected_gradients, 2e-6)
+
+
+def test_model_of_an_inconsistent_configuration_is_refused() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8, "head_dim": 16}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=1, num_key_value_heads=4))
+    with pytest.raises(ConfigError, match=r"a Qwen3ForCausalLM, cannot compute .* its config.json is not consistent"):
+        find_lm_head(model)
 
 
 def test_token_logprobs_unknown_logit_transform_uses_model_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs
 
 log = structlog.get_logger(__name__)
@@ -71,6 +72,9 @@ def find_lm_head(model: torch.nn.Module) -> LmHead | None:
     """Return the output layer of `model`, or None where only the model's own code can compute its logits.
 
     The first call for a model runs it on one token; the result is cached for the lifetime of the model.
+
+    Raises:
+        ConfigError: the model cannot compute this token.
     """
     if model not in _TRANSFORMS:
         _TRANSFORMS[model] = _probe(model)
@@ -120,6 +124,13 @@ def _probe(model: torch.nn.Module) -> LogitTransform | None:
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
         logits: Tensor = model(input_ids=token, use_cache=False).logits
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ConfigError(
+            f"the model, a {type(model).__name__}, cannot compute the logits of one token "
+            f"({str(error).partition(chr(10))[0]}): its config.json is not consistent, correct its sizes"
+        ) from error
     finally:
         handle.remove()
     return next((one for one in _candidates(model) if torch.equal(one.apply_(ramp.clone()), logits)), None)
