@@ -76,6 +76,10 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [*RUN, "--rl.num-steps", "0x" + "f" * 9000],
         ("rl.num_steps = a number of thousands of digits", "1000000000"),
     ),
+    "memory of this machine for others": (
+        [*RUN, "--network.host", "192.0.2.1", "--policy.transport", "local"],
+        ("policy.transport = 'local' is memory of this machine", "set policy.transport = 'auto'"),
+    ),
     "a run's folder that is a file": ([*RUN, "--run.folder", "tiny.toml"], ("folder in tiny.toml", "set run.folder")),
 }
 ENVIRONMENT_MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -139,6 +143,10 @@ UNUSABLE_INPUTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["--model.path", "small", "--policy.init", "random"],
         ("the tokenizer in small gives", "the model has embeddings for 8 tokens"),
     ),
+    "a sequence longer than the model's context": (
+        ["--rollout.max-model-len", "25"],
+        ("rollout.max_model_len = 25 is more than the 24 tokens", "lower it"),
+    ),
     "a model without an end token": (
         ["--model.path", "endless", "--policy.init", "random"],
         ("the model in endless has no end-of-sequence token",),
@@ -189,6 +197,10 @@ def test_dry_run_names_what_it_has_checked(
     lines = capsys.readouterr().out.splitlines()
     assert "# data: the first 64 rows of 'prompts.jsonl' are usable, the first of 4 tokens" in lines
     assert "# scorers: prefix_match" in lines
+    assert not any("notice" in line for line in lines)
+    assert main([*RUN, "--dry-run", "--sampling.top-p", "0.9"]) == 0
+    (notice,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("# notice: "))
+    assert "sampling.logprobs = 'truncated' makes them exact" in notice
     assert not Path("runs").exists()
 
 
@@ -264,33 +276,43 @@ def test_services_reject_bad_settings_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "gap.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": null, "answer": "cba"}\n')
     (tmp_path / "mine.py").write_text("def reward(completion, reference, prompt_text, metadata):\n    return 1.0\n")
+    cases = {
+        "empty": (("controller", "nothing.jsonl' is empty", "at least one row"),
+                  ["--data.source", "../nothing.jsonl"]),
+        "missing": (("controller", "promts.jsonl does not exist", "nearest: prompts.jsonl"),
+                    ["--data.source", "promts.jsonl"]),
+        "row": (("controller", "row 1 of '../gap.jsonl' has no value in 'question'", "remove the row"),
+                ["--data.source", "../gap.jsonl", "--data.held-out", "0", "--evaluation.at-end", "false"]),
+        "context": (("rollout-0", "rollout.max_model_len = 25 is more than the 24 tokens", "lower it"),
+                    ["--rollout.max-model-len", "25"]),
+        "algorithm": (("policy-0", "there is no algorithm 'grop': give one of grpo, dr_grpo"),
+                      ["--policy.algorithm.name", "grop"]),
+        "column": (("controller", "no column 'word'", "there are: answer, question"), ["--data.format", "{word}>"]),
+        "scratch": (("model", "has no config.hidden_sice", "nearest: hidden_size"),
+                    ["--model.scratch.config", "{hidden_sice = 3}"]),
+        "scorer file": (("reward-0", "there is no file", "none.py"),
+                        ["--reward.scorers", '[{name = "none.py:reward"}]']),
+        "scorer function": (("reward-0", "no 'rewrad' in there; did you mean 'reward'"),
+                            ["--reward.scorers", '[{name = "../mine.py:rewrad"}]']),
+    }  # fmt: skip
+    run_concurrently(
+        *(partial(assert_fails, tmp_path / name, expected, *flags) for name, (expected, flags) in cases.items())
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_address_that_cannot_be_listened_on_is_refused_before_anything_starts(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make_workdir(tmp_path))
+    message = error_of([*RUN, *flags, "--network.host", "192.0.2.1"], capsys)
+    assert "cannot listen on tcp://192.0.2.1:0" in message
+    assert "set network.host to an address of this machine" in message
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        cases = {
-            "port": (("controller", f"127.0.0.1:{port}", "Address already in use", "choose another port, or 0"),
-                     ["--network.port", port]),
-            "host": (("controller", "cannot listen on tcp://192.0.2.1"), ["--network.host", "192.0.2.1"]),
-            "empty": (("controller", "nothing.jsonl' is empty", "at least one row"),
-                      ["--data.source", "../nothing.jsonl"]),
-            "missing": (("controller", "promts.jsonl does not exist", "nearest: prompts.jsonl"),
-                        ["--data.source", "promts.jsonl"]),
-            "row": (("controller", "row 1 of '../gap.jsonl' has no value in 'question'", "remove the row"),
-                    ["--data.source", "../gap.jsonl", "--data.held-out", "0", "--evaluation.at-end", "false"]),
-            "context": (("rollout-0", "rollout.max_model_len = 25 is more than the 24 tokens", "lower it"),
-                        ["--rollout.max-model-len", "25"]),
-            "algorithm": (("policy-0", "there is no algorithm 'grop': give one of grpo, dr_grpo"),
-                          ["--policy.algorithm.name", "grop"]),
-            "column": (("controller", "no column 'word'", "there are: answer, question"), ["--data.format", "{word}>"]),
-            "scratch": (("model", "has no config.hidden_sice", "nearest: hidden_size"),
-                        ["--model.scratch.config", "{hidden_sice = 3}"]),
-            "scorer file": (("reward-0", "there is no file", "none.py"),
-                            ["--reward.scorers", '[{name = "none.py:reward"}]']),
-            "scorer function": (("reward-0", "no 'rewrad' in there; did you mean 'reward'"),
-                                ["--reward.scorers", '[{name = "../mine.py:rewrad"}]']),
-        }  # fmt: skip
-        run_concurrently(
-            *(partial(assert_fails, tmp_path / name, expected, *flags) for name, (expected, flags) in cases.items())
-        )
+        message = error_of([*RUN, *flags, "--network.port", port], capsys)
+    assert f"cannot listen on tcp://127.0.0.1:{port}: Address already in use" in message
+    assert "choose another port, or 0" in message
 
 
 @pytest.mark.system

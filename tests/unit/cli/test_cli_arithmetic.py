@@ -11,6 +11,7 @@ from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.cli.recipe.arithmetic import describe_arithmetic
 from starling.cli.recipe.schema import load_recipe
 from starling.common.errors import ConfigError
+from starling.common.settings import ModelSettings
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -25,7 +26,7 @@ def test_dry_run_resolves_the_algorithm() -> None:
     lines = dry_run("quickstart.toml", *flags, "--policy.algorithm.kl-coefficient", "0.01")
     (algorithm,) = (line for line in lines if line.startswith("algorithm: "))
     assert algorithm.startswith("algorithm: decoupled_ppo, clip_low = 0.125, clip_high = 0.2, ")
-    assert "scale = std, " in algorithm
+    assert "advantage_scale = std, " in algorithm
     assert algorithm.endswith("aggregate = token_mean, old = proximal, kl_coefficient = 0.01 (k3)")
     assert "corrections: mask (token) from 0 to 5" in lines
     assert "updates: 2 passes x 4 minibatches = 8 a step" in lines
@@ -71,9 +72,45 @@ def small_model(folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
-    make_model_folder(ScratchSettings(config=config | {"head_dim": 16}, alphabet="ab>", max_length=64), folder)
+    make_model_folder(
+        ScratchSettings(config=config | {"head_dim": 16, "num_key_value_heads": 1}, alphabet="ab>", max_length=64),
+        folder,
+    )
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
+
+
+NOT_OF_THE_MODEL = {
+    "the routers of a dense model": ("--policy.router-aux-coefficient", "0.01"),
+    "a value that the loss refuses": ("--policy.algorithm.dual-clip", "0.5"),
+    "an option that the algorithm lacks": (
+        "--policy.algorithm.name=rloo",
+        "--policy.algorithm.advantage-scale=batch",
+    ),
+    "frozen parameters that do not exist": ("--policy.frozen", '["experts"]'),
+    "rates of parameters that do not exist": ("--policy.optimizer.rates", "{experts = 0.1}"),
+    "adapters of layers that do not exist": ("--model.lora.targets", '["w1"]'),
+    "adapters that do not exist": ("--model.lora.adapter", "nowhere"),
+}
+
+
+@pytest.mark.parametrize("mistake", NOT_OF_THE_MODEL)
+def test_dry_run_refuses_what_the_policy_would_refuse_in_the_same_sentence(mistake: str, tmp_path: Path) -> None:
+    from starling.policy.shell.main import PolicyProcess, create_learner
+
+    folder = small_model(tmp_path / "model")
+    path = tmp_path / "recipe.toml"
+    data = "data = {source = 'words.jsonl', format = '{word}>'}"
+    path.write_text(f"model.path = '{folder}'\n{data}\nreward.scorers = [{{name = 'exact_match'}}]\n")
+    recipe = load_recipe([path], NOT_OF_THE_MODEL[mistake])
+    with pytest.raises(ConfigError) as foretold:
+        describe_arithmetic(recipe)
+    settings = PolicyProcess(
+        run=recipe.run, model=ModelSettings(**recipe.model.model_dump(exclude={"scratch"})), policy=recipe.policy
+    )
+    with pytest.raises(ConfigError) as refused:
+        create_learner(folder, settings)
+    assert str(foretold.value) == str(refused.value)
 
 
 def test_unknown_algorithm_is_refused_by_the_dry_run() -> None:

@@ -20,7 +20,7 @@ from starling.common.errors import ConfigError
 from starling.common.settings import validate
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.examples import PreferencePair, SftExample
-from starling.policy.train.learner import Learner
+from starling.policy.train.fit import check_fit
 from starling.policy.train.loss.router import find_routers
 from starling.policy.train.preference import DpoTrainer, RewardModelTrainer
 from starling.policy.train.rl import RlTrainer
@@ -229,7 +229,7 @@ def test_dense_model_is_refused(tiny: Callable[..., Any]) -> None:
 
 def test_dense_model_is_refused_before_the_first_step(tiny: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"router_aux_coefficient.*Qwen3ForCausalLM"):
-        Learner(tiny, settings_with(COEFFICIENT))
+        check_fit(tiny(), settings_with(COEFFICIENT), "sft")
 
 
 def test_compiled_blocks_are_refused() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
+from pathlib import Path
 
 from starling.algo.algorithm import defaults
 from starling.algo.staleness import num_slots
 from starling.cli.model.scratch import model_folder
 from starling.cli.recipe.schema import Recipe
-from starling.common.errors import ConfigError
+from starling.common.counts import counted
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -22,22 +22,19 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         ConfigError: there is no such algorithm or option of it, or no such model.
     """
     if not recipe.kind.trains:
-        return [*_answering(recipe), f"model: {_size(recipe)}, in each of {recipe.launch.num_rollouts} instances"]
+        return [*_answering(recipe), f"model: {_size(recipe)}, in {_each(recipe.launch.num_rollouts, 'instance')}"]
     lines = []
-    steps, what, kind = recipe.examples, "examples", "supervised"
+    steps, what, kind = recipe.examples, "example", "supervised"
     if recipe.kind.learns_from_pairs:
-        what, kind = "pairs", recipe.kind.objective
+        what, kind = "pair", recipe.kind.objective
     if steps.num_steps:
-        total = steps.num_steps * steps.examples_per_step
-        lines.append(f"{kind}: {steps.num_steps} steps x {steps.examples_per_step} {what} = {total} {what}")
+        lines.append(f"{kind}: {_product(what, step=steps.num_steps, **{what: steps.examples_per_step})}")
     if recipe.sft.num_steps and not recipe.kind.learns_from_pairs:
         lines.append(_optimizer_line(recipe.policy.sft.optimizer, " of the supervised steps"))
     if recipe.kind.reads_trajectories:
         rl = recipe.rl
-        num = rl.num_steps * rl.prompts_per_step
-        lines.append(
-            f"the run: {rl.num_steps} steps x {rl.prompts_per_step} groups = {num} groups of {recipe.data.source}"
-        )
+        groups = _product("group", step=rl.num_steps, group=rl.prompts_per_step)
+        lines.append(f"the run: {groups} of {recipe.data.source}")
         lines += [*_algorithm(recipe), _optimizer_line(recipe.policy.optimizer)]
     if recipe.kind.learns_from_rewards and recipe.rl.num_steps:
         lines += [*_reinforcement(recipe), *_algorithm(recipe), _optimizer_line(recipe.policy.optimizer)]
@@ -54,12 +51,22 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         lines.append(f"model: {size}")
     if travels:
         what = size if recipe.model.lora is None else "the adapters alone"
-        lines.append(f"weight sync: {what} to each of {recipe.launch.num_rollouts} rollouts, after every step")
+        lines.append(f"weight sync: {what} to {_each(recipe.launch.num_rollouts, 'rollout')}, after every step")
     return lines
 
 
+def _product(result: str, **factors: int) -> str:
+    """Return a product in words: the number of each factor with its noun, and that of the `result`."""
+    terms = (counted(num, noun) for noun, num in factors.items())
+    return f"{' x '.join(terms)} = {counted(math.prod(factors.values()), result)}"
+
+
+def _each(num: int, noun: str) -> str:
+    return f"each of {counted(num, noun)}" if num > 1 else counted(num, noun)
+
+
 def _size(recipe: Recipe) -> str:
-    parameters, item_bytes = num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
+    parameters, item_bytes = _num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
     return f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
 
 
@@ -69,12 +76,9 @@ def _answering(recipe: Recipe) -> list[str]:
     if kind.serves_requests:
         return ["the run: requests, until it is stopped"]
     if kind.answers_each_prompt:
-        return [f"the run: each prompt once, {recipe.evaluation.num_completions} completions of each"]
-    prompts = rl.num_steps * rl.prompts_per_step
-    return [
-        f"the run: {rl.num_steps} files x {rl.prompts_per_step} prompts x {rl.group_size} completions = "
-        f"{prompts * rl.group_size} sequences"
-    ]
+        return [f"the run: each prompt once, {counted(recipe.evaluation.num_completions, 'completion')} of each"]
+    sequences = _product("sequence", file=rl.num_steps, prompt=rl.prompts_per_step, completion=rl.group_size)
+    return [f"the run: {sequences}"]
 
 
 def _reinforcement(recipe: Recipe) -> list[str]:
@@ -83,7 +87,6 @@ def _reinforcement(recipe: Recipe) -> list[str]:
     slots = num_slots(rl.prompts_per_step, rl.max_staleness)
     tokens = sequences * sampling.max_tokens
     least = math.ceil(tokens / recipe.policy.tokens_per_microbatch)
-    offered = recipe.launch.num_rollouts * recipe.rollout.num_slots
     filtered = [
         "dynamic sampling: groups with equal rewards are replaced by further ones until each step is full; at most "
         f"{recipe.plan().max_filtered} in a row"
@@ -96,13 +99,13 @@ def _reinforcement(recipe: Recipe) -> list[str]:
         )
         teachers = [f"teachers: {num}; each completion is scored by one: {scores}"]
     return [
-        f"a step: {rl.prompts_per_step} prompts x {rl.group_size} completions = {sequences} sequences, "
-        f"at most {tokens:,} sampled tokens",
+        f"a step: {_product('sequence', prompt=rl.prompts_per_step, completion=rl.group_size)}, "
+        f"at most {counted(tokens, 'sampled token', form=',')}",
         f"microbatches: at most about {least} of {recipe.policy.tokens_per_microbatch:,} tokens (prompts come on top)",
         f"staleness: at most {rl.max_staleness}, so ({rl.max_staleness} + 1) x {rl.prompts_per_step} = {slots} groups "
-        f"exist at a time; {recipe.launch.num_rollouts} rollouts x {recipe.rollout.num_slots} slots = {offered} can "
+        f"exist at a time; {_product('group', rollout=recipe.launch.num_rollouts, slot=recipe.rollout.num_slots)} can "
         "be generated at a time",
-        f"the run: {rl.num_steps} steps x {rl.prompts_per_step} prompts = {rl.num_steps * rl.prompts_per_step} groups",
+        f"the run: {_product('group', step=rl.num_steps, prompt=rl.prompts_per_step)}",
         *(filtered if rl.dynamic_sampling else []),
         *teachers,
     ]
@@ -110,12 +113,13 @@ def _reinforcement(recipe: Recipe) -> list[str]:
 
 def _algorithm(recipe: Recipe) -> list[str]:
     # Imported here, as torch takes seconds, and only --dry-run needs it.
-    from starling.policy.train.loss.objective import objective_of
+    from starling.policy.train.loss.objective import SETTINGS, check_objective, objective_of
 
     settings = recipe.policy.algorithm
+    check_objective(settings)
     objective = objective_of(settings)
     options = defaults(objective.loss) | defaults(objective.advantage)
-    choices = [f"{name} = {value}" for name, value in options.items()]
+    choices = [f"{SETTINGS.get(name, name)} = {value}" for name, value in options.items()]
     choices += [f"aggregate = {objective.aggregate}", f"old = {objective.old}"]
     if settings.kl_coefficient:
         choices.append(f"kl_coefficient = {settings.kl_coefficient:g} ({settings.kl_estimator})")
@@ -124,11 +128,12 @@ def _algorithm(recipe: Recipe) -> list[str]:
         + (f"from {one.low:g} to {one.high:g}" if one.kind == "mask" else f"at {one.high:g}")
         for one in objective.corrections
     ]
-    num_updates = settings.num_minibatches * settings.num_passes
+    passes, minibatches = settings.num_passes, settings.num_minibatches
     return [
         f"algorithm: {settings.name}, {', '.join(choices)}",
         f"corrections: {', '.join(corrections) or 'none'}",
-        f"updates: {settings.num_passes} passes x {settings.num_minibatches} minibatches = {num_updates} a step",
+        f"updates: {counted(passes, 'pass', 'passes')} x {counted(minibatches, 'minibatch', 'minibatches')} = "
+        f"{passes * minibatches} a step",
     ]
 
 
@@ -136,10 +141,10 @@ def _optimizer_line(optimizer: OptimizerSettings, whose: str = "") -> str:
     """Return kind, learning rate and schedule of an optimizer."""
     schedule: str = optimizer.schedule
     if schedule == "wsd":
-        schedule += f" over the last {optimizer.decay_steps} steps"
+        schedule += f" over the last {counted(optimizer.decay_steps, 'step')}"
     if schedule != "constant":
         schedule += f" to {optimizer.final_share * optimizer.learning_rate:g}"
-    rise = f"{optimizer.warmup_steps} steps of warm-up, then " if optimizer.warmup_steps else ""
+    rise = f"{counted(optimizer.warmup_steps, 'step')} of warm-up, then " if optimizer.warmup_steps else ""
     return f"optimizer{whose}: {optimizer.kind}, learning rate {optimizer.learning_rate:g}, {rise}{schedule}"
 
 
@@ -153,16 +158,26 @@ def _trained(recipe: Recipe) -> str:
     return f"trained: all parameters but {', '.join(frozen)}" if frozen else "trained: all parameters"
 
 
-def num_parameters(recipe: Recipe) -> int:
-    """Count the parameters of the recipe's model without allocating them. Raises ConfigError when it is not one."""
-    # Imported here, as torch takes seconds, and only --dry-run needs it.
-    from starling.policy.train.model.load import count_parameters
+def _num_parameters(recipe: Recipe) -> int:
+    """Count the parameters of the recipe's model without allocating them, and check the policy's settings against it.
 
+    Raises ConfigError, as the policy does.
+    """
+    # Imported here, as torch takes seconds, and only --dry-run needs it.
+    from starling.policy.train.fit import check_fit
+    from starling.policy.train.model.load import freeze, outline
+    from starling.policy.train.model.lora import load_adapters
+    from starling.weightsync.tensors.adapters import add_adapters
+
+    trainer, lora = recipe.kind.trainer, recipe.model.lora
     with model_folder(recipe.model.path, recipe.model.scratch) as folder:
-        try:
-            return count_parameters(json.loads((folder / "config.json").read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).partition("\n")[0][:160]
-            raise ConfigError(
-                f"{folder / 'config.json'} is not of a causal language model ({reason} ...); give another model.path"
-            ) from None
+        model = outline(folder, trust_remote_code=recipe.model.trust_remote_code, scores=trainer == "reward_model")
+    num: int = model.num_parameters()
+    if trainer is not None:
+        if lora is not None:
+            add_adapters(model, lora, seed=recipe.run.seed)
+            if lora.adapter:
+                load_adapters(model, Path(lora.adapter))
+        freeze(model, recipe.policy.frozen)
+        check_fit(model, recipe.policy, trainer)
+    return num

@@ -14,6 +14,7 @@ from starling.algo.text import encode_prompt
 from starling.algo.tokenizer import check_end_token, load_tokenizer
 from starling.cli.model.scratch import model_folder
 from starling.cli.recipe.schema import Recipe
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
 from starling.common.wire.messages import Prompt
@@ -41,7 +42,7 @@ def check_inputs(recipe: Recipe) -> list[str]:
             folder = Path(settings.source.removeprefix(TRAJECTORIES))
             num = num_usable(folder)
             check_enough(folder, num, recipe.rl.prompts_per_step)
-            lines.append(f"{key}: {num} groups in {folder}")
+            lines.append(f"{key}: {counted(num, 'group')} in {folder}")
             continue
         num, first = _first_rows(settings, needs)
         lines.append(
@@ -81,12 +82,15 @@ def _first_rows(settings: DataSettings, needs: Needs) -> tuple[int, Prompt]:
 
 def _tokenizer(recipe: Recipe) -> Any:
     """Return the tokenizer of the recipe's model, checked as by the processes that load it. Raises ConfigError."""
-    from starling.rollout.engine.model_config import end_token_ids, read_config  # they import transformers
+    # They import transformers.
+    from starling.rollout.engine.model_config import end_token_ids, max_trainable_length, read_config
 
     trust = recipe.model.trust_remote_code
     with model_folder(recipe.model.path, recipe.model.scratch) as folder:
-        tokenizer = load_tokenizer(folder, read_config(folder, trust_remote_code=trust), trust_remote_code=trust)
+        config = read_config(folder, trust_remote_code=trust)
+        tokenizer = load_tokenizer(folder, config, trust_remote_code=trust)
         if recipe.generates:
+            max_trainable_length(config, recipe.rollout.max_model_len)
             end_token_ids(tokenizer, folder)
         if recipe.kind.learns_from_examples_only:
             check_end_token(tokenizer, folder)
@@ -103,7 +107,7 @@ def _length(prompt: Prompt, tokenizer: Any, recipe: Recipe) -> str:
         raise ConfigError(
             f"the tokenizer in {where} knows nothing of the first prompt; add its files, or give another model.path"
         )
-    return f"the first of {num} tokens"
+    return f"the first of {counted(num, 'token')}"
 
 
 def _imports(recipe: Recipe) -> list[str]:

@@ -18,7 +18,7 @@ from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load
 from starling.controller.settings import ControllerProcess
-from starling.policy.settings.policy import PolicySettings, check_adapters
+from starling.policy.settings.policy import PolicySettings, check_adapters, check_transport
 from starling.reward.settings import RewardSettings
 from starling.rollout.engine.registry import check_name as check_engine
 from starling.rollout.settings import RolloutSettings, TeacherSettings
@@ -115,13 +115,12 @@ class Recipe(ControllerProcess):
         return self
 
     def _check_transports(self) -> None:
-        """A transport that leaves the machine encrypts, if weights must be encrypted."""
-        choices = {"policy.transport": self.policy.transport, "rollout.transport": self.rollout.transport}
-        for name, choice in choices.items():
-            try:
-                choose_transport(choice, self.network.host, encrypt=self.network.encrypt_weights)
-            except WeightsError as error:
-                raise ValueError(f"{name} with network.encrypt_weights = true: {error}") from error
+        """Weights that leave the machine are encrypted where they must be, and other machines can read them."""
+        check_transport(self.policy, self.network)
+        try:
+            choose_transport(self.rollout.transport, self.network.host, encrypt=self.network.encrypt_weights)
+        except WeightsError as error:
+            raise ValueError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
 
     def _check_sleep(self) -> None:
         """An engine that shares its devices must free their memory."""

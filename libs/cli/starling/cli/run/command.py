@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from starling.cli.command_line import Line, define
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ MOST_USED = {
 }
 """Settings that the help of `starling run` shows, with a short text each."""
 USAGE = """RECIPE.toml [--SECTION.KEY VALUE ...] [OPTIONS]
-       starling run --resume RUN_FOLDER"""
+       starling run --resume RUN_FOLDER [--accept-changed-data]"""
 EXAMPLES = """Examples:
   starling run recipes/quickstart.toml
   starling run mine.toml --config cluster.toml --rl.group-size 16
@@ -150,7 +151,8 @@ def replay_settings(folder: Path, recipe: Path, settings: tuple[str, ...]) -> li
     num, per_step = num_usable(folder), loaded.rl.prompts_per_step
     check_enough(folder, num, per_step)
     steps = min(loaded.rl.num_steps, num // per_step)
-    print(f"replay: {num} groups = {num // per_step} steps x {per_step} prompts; {steps} are trained", flush=True)
+    stored = f"{counted(num, 'group')} = {counted(num // per_step, 'step')} x {counted(per_step, 'prompt')}"
+    print(f"replay: {stored}; it trains {steps}", flush=True)
     return [*flags, f"--rl.num-steps={steps}"]
 
 
@@ -189,7 +191,9 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
 
 def _start(recipe: Recipe) -> int:
     from starling.cli.run.attempt import Attempt
+    from starling.common.net.binding import check_address
 
+    check_address(recipe.network.host, recipe.network.port)
     return supervise(recipe, Attempt.create(recipe))
 
 
@@ -198,10 +202,15 @@ def _print_recipe(recipe: Recipe) -> int:
     from starling.cli.recipe.inputs import check_inputs
     from starling.cli.recipe.schema import to_toml
     from starling.common.importing import without_modules
+    from starling.common.net.binding import check_address
+    from starling.controller.core.groups.truncation import truncation_notice
 
+    check_address(recipe.network.host, recipe.network.port)
     with without_modules("torchao"):  # transformers imports it for its quantisers; it takes time, and warns
         sizes = describe_arithmetic(recipe)
-    lines = [*sizes, *check_inputs(recipe)]
+    plan = recipe.plan()
+    notices = filter(None, [truncation_notice(plan.sampling, plan.kind)])
+    lines = [*sizes, *check_inputs(recipe), *(f"notice: {notice}" for notice in notices)]
     print(to_toml(recipe), *(f"# {line}" for line in lines), sep="\n")
     return 0
 
@@ -213,8 +222,8 @@ def _resume(folder: Path, arguments: tuple[str, ...], *, accept_changed_data: bo
 
     if len([word for word in arguments if word not in ("--resume", "--accept-changed-data")]) != 1:
         raise ConfigError(
-            "write `starling run --resume RUN_FOLDER` and nothing else: a run is resumed as it was, "
-            "and `starling set` changes what may change"
+            "write `starling run --resume RUN_FOLDER`, with --accept-changed-data or nothing else: a run is resumed as "
+            "it was, and `starling set` changes what may change"
         )
     attempt = Attempt.find(folder)
     if not attempt.recipe.exists():

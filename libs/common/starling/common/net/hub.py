@@ -11,7 +11,6 @@ message (`traffic`), loses its connection. A peer that does not read costs one l
 
 from __future__ import annotations
 
-import errno
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import zmq
 
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
+from starling.common.net.binding import bind
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import receive, send
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, RateLimits, RoleRules, rules_of
@@ -63,8 +63,6 @@ WARN_EVERY_S: Final = 60.0
 """How often, at most, a peer that does not read is logged."""
 MAX_WARNINGS: Final = 10_000
 """Maximum number of pairs of peer and kind of bad message that are logged."""
-BIND_WITHIN_S = 1.0
-"""How long to retry an address that is in use: its last owner may be closing."""
 BACKLOG: Final = 4096
 """Connections that wait to be accepted: a fleet that lost its controller reconnects at once."""
 PING_MS: Final = 10_000
@@ -105,7 +103,7 @@ class Hub:
 
     def __init__(
         self,
-        bind: str,
+        address: str,
         run: str,
         incarnation: int,
         keys: HubKeys | None,
@@ -113,7 +111,7 @@ class Hub:
         telemetry: str = "",
         limits: RateLimits = DEFAULT_RATE_LIMITS,
     ) -> None:
-        """Bind to `bind` (``tcp://host:port``, port 0 for a free one), and telemetry to `telemetry` or a free port.
+        """Bind to `address` (``tcp://host:port``, port 0 for a free one), and telemetry to `telemetry` or a free port.
 
         `incarnation` must exceed that of any earlier controller of this run. Raises ConfigError if an address is taken.
         """
@@ -141,8 +139,12 @@ class Hub:
         self._publisher.maxmsgsize = MAX_SUBSCRIPTION_BYTES
         self._publisher.rcvhwm = 0  # libzmq (4.3) aborts when a connection ends whose subscriptions wait for room
         self._subscribers = TrafficGuard(self._publisher, SUBSCRIBER_BYTES)
-        self._bind(self._socket, bind)
-        self._bind(self._publisher, telemetry or bind.rpartition(":")[0] + ":0")
+        try:
+            bind(self._socket, address)
+            bind(self._publisher, telemetry or address.rpartition(":")[0] + ":0")
+        except ConfigError:
+            self.close()
+            raise
         self.address = self._last_endpoint(self._socket)
         self.telemetry_address = self._last_endpoint(self._publisher)
         self._timeout_ms, self._woken = -1, False
@@ -263,22 +265,6 @@ class Hub:
         if self._keys is not None:
             curve.serve_with(socket, self._keys.own, curve.TELEMETRY_DOMAIN if kind == zmq.PUB else curve.ZAP_DOMAIN)
         return socket
-
-    def _bind(self, socket: zmq.Socket[Any], address: str) -> None:
-        deadline = time.monotonic() + BIND_WITHIN_S
-        while True:
-            try:
-                socket.bind(address)
-                return
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                    continue
-                self.close()
-                remedy = "choose another port, or 0"
-                if error.errno not in (zmq.EADDRINUSE, errno.EACCES):
-                    remedy = "set network.host to an address of this machine: 127.0.0.1, or one of its network"
-                raise ConfigError(f"cannot listen on {address}: {error.strerror}; {remedy}") from None
 
     def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from starling.algo.truncation import is_truncated
 from starling.common.errors import StarlingError
 from starling.common.files import write_whole
 from starling.common.net.curve import load_allowed
@@ -35,6 +34,7 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.groups.arrival import received
+from starling.controller.core.groups.truncation import truncation_notice
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
 from starling.controller.core.state import ControllerState, RunPrompts
@@ -210,18 +210,11 @@ class Shell:
         return controller
 
     def _warn_of_truncation(self) -> None:
-        """Say so when log-probabilities are not those of the distribution from which tokens are drawn."""
-        sampling, kind = self._plan.sampling, self._plan.kind
-        truncated = is_truncated(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-        if kind.keeps_tokens and not kind.reads_trajectories and sampling.logprobs == "full" and truncated:
-            log.warning(
-                "truncated_sampling",
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                text="tokens are drawn from a part of the vocabulary, and their log-probabilities are over all of it, "
-                "which sampling/truncation_nats measures; sampling.logprobs = 'truncated' makes them exact",
-            )
+        sampling = self._plan.sampling
+        notice = truncation_notice(sampling, self._plan.kind)
+        if notice:
+            cut = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+            log.warning("truncated_sampling", **cut, text=notice)
 
     def _metrics_summary(self) -> MetricsSummary | None:
         """Return what metrics.jsonl says, durably, of all records so far; None while lines wait for space."""

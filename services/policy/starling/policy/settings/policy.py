@@ -7,9 +7,9 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, WeightsError
 from starling.common.ranges import MAX_COEFFICIENT, MAX_COUNT, MAX_WHOLE
-from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, validate
+from starling.common.settings import ModelSettings, NetworkSettings, Seconds, SettingsSection, WeightsSettings, validate
 from starling.policy.settings.alarms import AlarmSettings
 from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.memory import MemorySettings
@@ -17,6 +17,7 @@ from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
 from starling.weightsync.offers.offer import TransportChoice
+from starling.weightsync.transports.endpoints import choose_transport, is_loopback
 
 CHANGEABLE: Final = (
     "policy.algorithm.clip_high",
@@ -112,6 +113,23 @@ def check_adapters(model: ModelSettings, policy: PolicySettings, weights: Weight
         raise ValueError(
             f"weights.quantise = {weights.quantise!r} is not compatible with [model.lora]: adapters are published "
             "without their base weights, which every replica holds unquantised; leave weights.quantise empty"
+        )
+
+
+def check_transport(policy: PolicySettings, network: NetworkSettings) -> None:
+    """Check that the transport of a policy suits the network of its run.
+
+    Raises:
+        ValueError: it cannot encrypt weights that must be encrypted, or rollouts on other machines cannot use it.
+    """
+    try:
+        choose_transport(policy.transport, network.host, encrypt=network.encrypt_weights)
+    except WeightsError as error:
+        raise ValueError(f"policy.transport with network.encrypt_weights = true: {error}") from error
+    if policy.transport == "local" and not is_loopback(network.host):
+        raise ValueError(
+            f"policy.transport = 'local' is memory of this machine, and network.host = {network.host!r} is for "
+            "replicas on others, which could not read it: set policy.transport = 'auto', or network.host = '127.0.0.1'"
         )
 
 

@@ -34,7 +34,7 @@ from starling.common.service import (
 from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
 from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
-from starling.policy.settings.policy import PolicySettings, check_adapters
+from starling.policy.settings.policy import PolicySettings, check_adapters, check_transport
 from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
 from starling.weightsync.transports.endpoints import choose_transport
 
@@ -58,8 +58,9 @@ class PolicyProcess(ServiceSettings):
     policy: PolicySettings = PolicySettings()
 
     @model_validator(mode="after")
-    def _check_adapters(self) -> Self:
+    def _check(self) -> Self:
         check_adapters(self.model, self.policy, self.weights)
+        check_transport(self.policy, self.network)
         return self
 
 
@@ -70,12 +71,9 @@ class Shell:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
-        try:
-            self._transport, self._encrypted = choose_transport(
-                settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
-            )
-        except WeightsError as error:
-            raise ConfigError(f"policy.transport with network.encrypt_weights = true: {error}") from error
+        self._transport, self._encrypted = choose_transport(
+            settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
+        )
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import check_end_token, load_tokenizer
         from starling.policy.train.metrics.step import StepMetrics
@@ -351,9 +349,9 @@ class Shell:
 def create_learner(path: Path, settings: PolicyProcess) -> Learner:
     """Return a learner with version 0 of the model in the folder `path`. Raises ConfigError if that fails."""
     from starling.policy.train.checkpoint.state import seed_random
+    from starling.policy.train.fit import check_fit
     from starling.policy.train.learner import Learner
     from starling.policy.train.loss.objective import check_objective
-    from starling.policy.train.optim.optimizer import check_optimizers
 
     trainer = KINDS[settings.run.kind].trainer
     if trainer is None:
@@ -362,7 +360,7 @@ def create_learner(path: Path, settings: PolicyProcess) -> Learner:
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
     learner = Learner(partial(load_version_0, path, settings), settings.policy)
-    check_optimizers(learner.model, settings.policy, trainer)
+    check_fit(learner.model, settings.policy, trainer)
     return learner
 
 

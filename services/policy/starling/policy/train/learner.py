@@ -27,7 +27,6 @@ from starling.policy.train.checkpoint.state import (
 from starling.policy.train.data.examples import PreferencePair, SftExample
 from starling.policy.train.data.groups import ModelLimits, ScoredGroup
 from starling.policy.train.errors import StepBrokenError
-from starling.policy.train.loss.router import find_routers
 from starling.policy.train.memory.offload import DeviceOffload
 from starling.policy.train.metrics.clock import StepClock
 from starling.policy.train.model.load import longest_sequence, version_tensors
@@ -61,12 +60,10 @@ class Learner:
             settings: defaults of every step.
 
         Raises:
-            ConfigError: the model cannot be loaded, or has no routers for the loss that `settings` ask for.
+            ConfigError: the model cannot be loaded.
         """
         self._load, self._settings = load, settings
         self.model = load()
-        if settings.router_aux_coefficient:  # each trainer finds them again; a model without them is refused here
-            find_routers(self.model)
         self.tensors = version_tensors(self.model)
         """The tensors of a version; every step changes them in place."""
         self.clock = StepClock(self.model.device)

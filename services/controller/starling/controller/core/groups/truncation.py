@@ -1,9 +1,22 @@
-"""Recording of kept tokens: whether those of a group can be sent."""
+"""Truncated sampling: a notice on its log-probabilities, and whether the kept tokens of a group can be recorded."""
 
 from __future__ import annotations
 
+from starling.algo.truncation import is_truncated
+from starling.common.kinds import RunKind
 from starling.common.wire.messages import Sampling
 from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
+
+
+def truncation_notice(sampling: Sampling, kind: RunKind) -> str:
+    """Return that log-probabilities are not those of the distribution that tokens are drawn from; empty if they are."""
+    truncated = is_truncated(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+    if not kind.keeps_tokens or kind.reads_trajectories or sampling.logprobs != "full" or not truncated:
+        return ""
+    return (
+        "tokens are drawn from a part of the vocabulary, and their log-probabilities are over all of it, which "
+        "sampling/truncation_nats measures; sampling.logprobs = 'truncated' makes them exact"
+    )
 
 
 def recording_problem(sampling: Sampling, group_size: int) -> str:

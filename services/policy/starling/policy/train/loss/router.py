@@ -128,7 +128,7 @@ def find_routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
     if not found or _num_chosen(model) == 0:
         raise ConfigError(
             f"policy.router_aux_coefficient needs a mixture of experts for which transformers has an auxiliary loss, "
-            f"and {type(model).__name__} is none: remove the setting"
+            f"and {type(model).__name__} is not one: remove the setting"
         )
     return found
 

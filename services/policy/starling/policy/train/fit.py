@@ -1,0 +1,31 @@
+"""Check of a policy's settings against its model, by the names and shapes of its parameters alone.
+
+A policy checks the model that it has loaded, and `starling run --dry-run` one without memory (`load.outline`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starling.policy.train.loss.router import find_routers
+from starling.policy.train.model.load import longest_sequence
+from starling.policy.train.optim.optimizer import check_optimizers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from starling.common.ids import TrainerKind
+    from starling.policy.settings.policy import PolicySettings
+
+
+def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: TrainerKind) -> None:
+    """Check the settings of a run that ends with steps of `trainer`, before its first one. Changes nothing.
+
+    Raises:
+        ConfigError: `model` has layers that cannot be trained in packed rows, no routers for the loss that `settings`
+            ask for, or no parameters for a pattern of an optimizer.
+    """
+    longest_sequence(model)
+    if settings.router_aux_coefficient:
+        find_routers(model)
+    check_optimizers(model, settings, trainer)
