@@ -65,6 +65,8 @@ def record_text(record: records.Record) -> str:
             rest = str(step)
         case records.VersionPublished(version=version):
             rest = f"v{version}"
+        case records.CheckpointLoaded(digest=digest, name=name):
+            rest = f"{name} {digest.lstrip('0')}"
         case records.VersionAdopted(name=name, version=version):
             rest = f"{name} v{version}"
         case records.EvaluationOpened(number=number, version=version, cause=cause):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import make_model_folder
 from starling.cli.recipe.schema import load_recipe
+from starling.common.folder_digests import DIGESTS, model_digest
 
 pytestmark = pytest.mark.system
 
 SYNCHRONOUS = {"rl": {"num_steps": 3, "max_staleness": 0}, "sft": {"num_steps": 0}, "evaluation": {}}
 LONG_PROMPT = "ab" * 20
 """Prompt longer than the tiny model's context."""
+DIFFERS = "has loaded another checkpoint than this run began with: "
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,61 @@ def test_evaluate_fails_if_no_prompt_has_an_answer(tmp_path: Path, model: Path) 
     assert "the prompt of 40 tokens leaves no room" in command.errors
     assert "pass_at_0" not in command.output
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["num_failed"] == 2
+
+
+def test_rollout_of_another_checkpoint_is_refused_also_after_a_restart(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / DIGESTS).unlink(missing_ok=True)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    settings = [
+        "[run]",
+        "kind = 'serve'",
+        "id = 'one'",
+        "[network]",
+        "curve = false",
+        "heartbeat_s = 0.3",
+        "[data]",
+        "source = ''",
+    ]
+    (tmp_path / "serve.toml").write_text("\n".join([*settings, "[rollout]", "load_weights = true"]))
+    config = ("--config", "serve.toml", "--dir", "run")
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+
+    def joined() -> list[str]:
+        path = run_folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line["replica"] for line in map(json.loads, lines) if line["kind"] == "joined"]
+
+    def refused(name: str, folder: Path, address: str) -> str:
+        words = ("rollout", *config, "--controller", address, "--name", name, "--model.path", str(folder))
+        with starling_command(tmp_path, *words, name=f"{name}-{folder.name}") as command:
+            assert command.wait() == 1, command.transcript()
+        return command.errors
+
+    with starling_command(tmp_path, "controller", *config, name="first") as controller:
+        controller.wait_until((run_folder / "controller.json").exists, "its address")
+        address = json.loads((run_folder / "controller.json").read_text())["address"]
+        words = ("rollout", *config, "--controller", address, "--model.path", str(model))
+        with starling_command(tmp_path, *words, name="rollout-0") as rollout:
+            controller.wait_until(lambda: joined() == ["rollout-0"], "the first rollout")
+            errors = refused("rollout-1", other, address)
+            assert f"the controller refuses rollout-1: rollout-1 {DIFFERS}" in errors
+            assert f"has the digest {model_digest(other)}, and that of the run is {model_digest(model)}" in errors
+            assert joined() == ["rollout-0"]
+            controller.interrupt()
+            assert (controller.wait(), rollout.wait()) == (0, 0), controller.transcript()
+    (run_folder / "controller.json").unlink()
+    with starling_command(tmp_path, "controller", *config, name="second") as controller:
+        controller.wait_until((run_folder / "controller.json").exists, "its address")
+        address = json.loads((run_folder / "controller.json").read_text())["address"]
+        assert f"the controller refuses rollout-0: rollout-0 {DIFFERS}" in refused("rollout-0", other, address)
+        controller.interrupt()
+        assert controller.wait() == 0
 
 
 def test_serve_answers_an_openai_client_until_stopped(tmp_path: Path, model: Path) -> None:

@@ -14,6 +14,7 @@ from transcript import SMALL, Script, Stream
 
 from starling.common.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.common.wire import messages as wire
+from starling.controller.core.compaction import compact
 from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Ticked, Write
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import CompletionsStored, GroupsOpened, JournalEntry, RewardsStored, StoredGroup
@@ -50,9 +51,19 @@ class AnswerRun(Script):
         """Deliver `message` from the present incarnation of `sender`."""
         return super().receive(sender, message, *buffers, incarnation=incarnation or self.incarnation)
 
-    def joins_with_weights(self, name: str, *, slots: int = 2, version: int = 0, incarnation: int = 0) -> list[str]:
+    def joins_with_weights(
+        self, name: str, *, slots: int = 2, version: int = 0, incarnation: int = 0, checkpoint: str = ""
+    ) -> list[str]:
         """A rollout joins with weights that it has loaded itself."""
-        hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=slots, version=version, has_layout=True)
+        hello = wire.Hello(
+            role="rollout",
+            host="h",
+            pid=1,
+            num_slots=slots,
+            version=version,
+            has_layout=True,
+            checkpoint=checkpoint,
+        )
         return self.receive(name, hello, encoded_layout(name), incarnation=incarnation)
 
     def _step(self, event: Event) -> list[str]:
@@ -105,6 +116,39 @@ class AnswerRun(Script):
     def written(self) -> list[int]:
         """Ordinals of the groups in the files, in order."""
         return [group.ordinal for step in sorted(self.files) for group in self.files[step]]
+
+
+def test_checkpoint_of_the_first_rollout_is_that_of_the_run_also_after_a_compaction() -> None:
+    run = AnswerRun()
+    run.joins_with_weights("rollout-0")  # of an older version: it reports none
+    run.joins_with_weights("rollout-1", checkpoint="a" * 32)
+    entries = [JournalEntry(write.record, write.payload) for write in run.journal]
+    summary = compact(run.state)
+    assert summary is not None
+    for journal in (entries, [entries[0], JournalEntry(summary)]):
+        run.controller = Controller(run.plan, Stream("train"), Stream("sft"), [], journal=journal, incarnation=2)
+        run.state = run.controller.state
+        assert run.state.weights.checkpoint == "a" * 32
+        lines = run.joins_with_weights("rollout-2", checkpoint="b" * 32)
+        assert any("refused: rollout-2 has loaded another checkpoint" in line for line in lines), lines
+        assert "rollout-2" not in run.state.replicas.membership.members
+
+
+@pytest.mark.parametrize("digest", ["a" * 31, "A" * 32, "a" * 33, "²" * 32, "a" * 32 + "\n"])
+def test_malformed_digest_of_a_checkpoint_is_refused(digest: str) -> None:
+    run = AnswerRun()
+    lines = run.joins_with_weights("rollout-0", checkpoint=digest)
+    assert any("refused: rollout-0 sent a digest of its checkpoint that is not 32" in line for line in lines), lines
+    assert run.state.weights.checkpoint == ""
+
+
+def test_checkpoint_means_nothing_where_a_policy_sends_the_weights() -> None:
+    script = Script()
+    for name, digest in (("rollout-0", "a" * 32), ("rollout-1", "b" * 32)):
+        hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True, checkpoint=digest)
+        script.receive(name, hello, encoded_layout(name))
+    assert set(script.state.replicas.membership.members) == {"rollout-0", "rollout-1"}
+    assert script.state.weights.checkpoint == ""
 
 
 def test_every_prompt_is_written_once_in_order() -> None:

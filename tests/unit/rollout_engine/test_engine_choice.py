@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from conformance import make_folder, spec_of
 
 from starling.common.errors import ConfigError
+from starling.common.folder_digests import model_digest
 from starling.common.observe.process import StopSignal
 from starling.rollout.engine.base import EngineLostError, EngineSpec
 from starling.rollout.engine.embedded.engine import TransformersEngine
@@ -80,6 +83,28 @@ def test_engine_factory_restarts_are_limited(folder: Path, tmp_path: Path) -> No
     with pytest.raises(EngineLostError, match=r"restarted 2 times within 600 s already .*: it did not start"):
         engines.replace(engine, EngineLostError("it died again"), StopSignal())
     assert (tmp_path / "made").read_text() == "oxoxo", "each engine was closed before the next"
+
+
+def test_engine_factory_refuses_a_checkpoint_that_changed_before_a_restart(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    engines = EngineFactory(spec(own, "transformers"), has_own_weights=True)
+    engine = engines.make()
+    assert engines.checkpoint == model_digest(own)
+    engine = engines.replace(engine, EngineLostError("it died"), StopSignal())
+    with (own / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(ConfigError, match=rf"{own} has changed .* its digest was {engines.checkpoint}, and now it is"):
+        engines.replace(engine, EngineLostError("it died again"), StopSignal())
+
+
+def test_engine_factory_reads_no_checkpoint_that_a_policy_sends(folder: Path) -> None:
+    engines = EngineFactory(spec(folder, "transformers"))
+    engines.make()
+    assert engines.checkpoint == ""
 
 
 def test_engine_factory_old_restarts_do_not_count(folder: Path, tmp_path: Path) -> None:

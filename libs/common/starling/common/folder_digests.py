@@ -1,6 +1,7 @@
-"""Digests of the files of an exported model, in a file of its folder: a torn or damaged copy is found when it is read.
+"""Digests of the files of a model folder: a torn or damaged copy is found, and two folders can be compared.
 
-They detect damage, not malice. A folder without that file, such as a model from a hub, is not checked.
+An exported model has the digests of its files in a file of its folder. They detect damage, not malice. A folder without
+that file, such as a model from a hub, is not checked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from starling.common.files import write_whole
 DIGESTS: Final = "starling-digests.json"
 """Name of each file in the folder, and its xxh3 digest of 128 bits, as 32 hexadecimal digits."""
 _CHUNK: Final = 1 << 20
+_WEIGHTS: Final = (".safetensors", ".bin")
+"""Endings of files of weights, in the order in which transformers and vLLM prefer them."""
+_OTHERS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+"""Endings of a configuration, a chat template, a tokenizer, and code."""
 
 
 def write_digests(folder: Path) -> None:
@@ -59,6 +64,29 @@ def check_digests(folder: Path, *, leave_out: Sequence[str] = (), source: str = 
                 f"{source or folder}/{name} {problem}; copy the folder again, or export the model again (after a "
                 f"deliberate change remove {DIGESTS})"
             )
+
+
+def model_digest(folder: Path) -> str:
+    """Return one digest of the files of a model folder that an engine reads: 32 hexadecimal digits.
+
+    It is that of the names and digests of the files of weights, configuration, tokenizer and code, and equal for copies
+    of a folder, whatever else lies beside these files. Digests that the folder has are used: compare them first
+    (`check_digests`). Other files are read, at the speed of the disk or, in memory, of some GB/s; a thread of its own
+    can do that.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    try:
+        listed = json.loads((folder / DIGESTS).read_bytes()) if (folder / DIGESTS).is_file() else {}
+        files = {path.name: path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS}
+        kind = next((one for one in _WEIGHTS if any(name.endswith(one) for name in files)), "")
+        read = sorted(name for name in files if name.endswith((*_OTHERS, kind) if kind else _OTHERS))
+        digests = {name: str(listed.get(name) or _digest_of(files[name])) for name in read}
+    except (OSError, ValueError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"the files of the model folder {folder} cannot be read ({reason}); copy it again") from None
+    return xxhash.xxh3_128(json.dumps(digests).encode()).hexdigest()
 
 
 def _problem(path: Path, digest: str) -> str:

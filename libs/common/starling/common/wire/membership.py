@@ -27,6 +27,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     """It can offer the version that it holds to other replicas (`PublishWeights`)."""
     shares_steps: bool = False
     """Policy: it can pull weights and optimizer state from another policy, and train a share of a step."""
+    checkpoint: str = ""
+    """Rollout of a run without a policy: the digest of the model folder that it has loaded
+    (`folder_digests.model_digest`), 32 hexadecimal digits. Empty in other runs."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="welcome"):

@@ -21,6 +21,7 @@ has which lease) the replicas report in their heartbeats.
 | `StepReopened`      | its groups wait for another freeze               | the next compaction |
 | `StepCommitted`     | the step is made: its version exists             | the next compaction |
 | `VersionPublished`  | a version was on offer, and its root             | the next compaction |
+| `CheckpointLoaded`  | digest of the checkpoint of a run without a policy | the next compaction |
 | `VersionAdopted`    | a replica has proven to hold a version           | its next one               |
 | `EvaluationOpened`, `EvaluationClosed` | one evaluation of one version | the next compaction |
 | `EvaluationRequested` | a request of an operator that was granted     | it is opened               |
@@ -200,6 +201,13 @@ class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=
     """By key of the policy's and the rollout's layout; old journals lack it."""
 
 
+class CheckpointLoaded(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="checkpoint_loaded"):
+    """The first rollout of a run without a policy has loaded the checkpoint of this digest: the run's version 0."""
+
+    digest: str
+    name: str
+
+
 class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="version_adopted"):
     """The replica `name`, in its incarnation `epoch`, has proven to hold `version`."""
 
@@ -364,6 +372,8 @@ class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     roots: tuple[tuple[int, tuple[str, ...]], ...]
     layout_roots: tuple[tuple[int, dict[str, tuple[str, ...]]], ...] = ()
     """As `roots`; by key of two layouts."""
+    checkpoint: str = ""
+    """The digest of the checkpoint of a run without a policy."""
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -430,6 +440,7 @@ Record = (
     | StepReopened
     | StepCommitted
     | VersionPublished
+    | CheckpointLoaded
     | VersionAdopted
     | EvaluationOpened
     | EvaluationClosed

@@ -62,6 +62,8 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
         case records.MemberLeft(name=name):
             membership.awaited.discard(name)
             membership.note_gone(name)
+        case records.CheckpointLoaded(digest=digest):
+            state.weights.checkpoint = digest
         case records.VersionAdopted(name=name, epoch=epoch, version=version):
             membership.proven[name] = (epoch, version)
         case records.DataRead(is_changed=True):

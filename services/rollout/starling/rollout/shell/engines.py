@@ -6,11 +6,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from starling.common.counts import counted
+from starling.common.errors import ConfigError
+from starling.common.folder_digests import model_digest
 from starling.common.service import host_name
 from starling.common.wire import messages as wire
 from starling.rollout.engine.base import EngineLostError, EngineSpec
@@ -29,22 +33,49 @@ MEASURE_INTERVAL_S = 0.5
 class EngineFactory:
     """Creates the engine of `spec`, and restarts it when it is lost, as often as the settings allow."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, *, has_own_weights: bool = False) -> None:
+        """Prepare; nothing is started yet.
+
+        `has_own_weights`: those of the model's folder are the run's only weights, because it has no policy.
+        """
         self.spec = spec
+        self.checkpoint = ""
+        """The digest of the model's folder, read while the engine loaded it; empty where a policy sends the weights."""
+        self._has_own_weights = has_own_weights
         self._restarts: deque[float] = deque()
 
     def make(self) -> Engine:
-        """Create the first engine.
+        """Create the engine, and compare the checkpoint that it loads with that of the engine before, if there was one.
 
         Raises:
-            ConfigError: the settings do not allow it.
+            ConfigError: the settings do not allow it, or the checkpoint has changed.
         """
-        return make_engine(self.spec)
+        if not self._has_own_weights:
+            return make_engine(self.spec)
+        thread = ThreadPoolExecutor(1, "digest")  # reads the files while the engine loads them
+        digest = thread.submit(model_digest, self.spec.path)
+        thread.shutdown(wait=False)
+        engine = make_engine(self.spec)
+        try:
+            self._note(digest.result())
+        except BaseException:  # no process of the engine may be left behind, whatever the exception
+            engine.close()
+            raise
+        return engine
+
+    def _note(self, digest: str) -> None:
+        if self.checkpoint and digest != self.checkpoint:
+            raise ConfigError(
+                f"the checkpoint in {self.spec.path} has changed since this replica loaded it: its digest was "
+                f"{self.checkpoint}, and now it is {digest}; restore it, or begin a new run"
+            )
+        self.checkpoint = digest
 
     def replace(self, lost: Engine, error: EngineLostError, stop: StopSignal) -> Engine:
         """Close the `lost` engine and start another one, unless `stop` is requested.
 
         Raises:
+            ConfigError: the checkpoint has changed.
             EngineLostError: too many engines were lost.
             ServiceStopped: the process is to stop; there is no engine now.
         """
@@ -54,7 +85,7 @@ class EngineFactory:
             log.warning("engine_restarted", reason=str(error), restarts=len(self._restarts))
             try:
                 with stop.interruptible():
-                    return make_engine(self.spec)
+                    return self.make()
             except EngineLostError as again:
                 error = again
 
@@ -64,7 +95,7 @@ class EngineFactory:
             self._restarts.popleft()
         if len(self._restarts) >= settings.max_engine_restarts:
             raise EngineLostError(
-                f"the engine was lost, and restarted {len(self._restarts)} times within "
+                f"the engine was lost, and restarted {counted(len(self._restarts), 'time')} within "
                 f"{settings.engine_restart_window_s:g} s already (rollout.max_engine_restarts): {error}"
             ) from error
         self._restarts.append(now)
@@ -92,8 +123,8 @@ def make_spec(
     )
 
 
-def hello_of(settings: RolloutSettings, engine: Engine) -> wire.Hello:
-    """Return the `Hello` of a replica with `engine`."""
+def hello_of(settings: RolloutSettings, engine: Engine, checkpoint: str) -> wire.Hello:
+    """Return the `Hello` of a replica with `engine`. `checkpoint`: see there."""
     return wire.Hello(
         role="rollout",
         host=host_name(),
@@ -102,6 +133,7 @@ def hello_of(settings: RolloutSettings, engine: Engine) -> wire.Hello:
         version=engine.version,
         has_layout=True,
         serves=engine.serves,
+        checkpoint=checkpoint,
     )
 
 

@@ -12,6 +12,7 @@ import structlog
 
 from starling.algo.text import decode
 from starling.common.errors import StarlingError
+from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, end_process, end_within
 from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
@@ -63,7 +64,8 @@ class Shell:
         self._tokenizer: Any = load_tokenizer(path, config, trust_remote_code=trusted)
         self._wake: Callable[[], None] = lambda: None  # until the link exists
         spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
-        self._engine_factory = EngineFactory(spec)
+        has_own_weights = own.load_weights and not KINDS[settings.run.kind].trains
+        self._engine_factory = EngineFactory(spec, has_own_weights=has_own_weights)
         self._engine: Engine = self._engine_factory.make()
         try:
             self._build_parts(path, config)
@@ -90,7 +92,8 @@ class Shell:
             finish_timeout_s=own.finish_timeout_s,
         )
         layout = self._engine.layout()
-        self._link = ControllerLink(link_settings(arguments, settings), hello_of(own, self._engine), (encode(layout),))
+        hello = hello_of(own, self._engine, self._engine_factory.checkpoint)
+        self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(layout),))
         self._wake = self._link.wake
         self._groups = EngineGroups(self._link.answer, lambda ids: decode(self._tokenizer, ids))
         self._adoptions = Adoptions(self._link, settings)

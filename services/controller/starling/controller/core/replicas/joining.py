@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
-from starling.controller.core.records import MemberJoined
+from starling.controller.core.records import CheckpointLoaded, MemberJoined
 from starling.controller.core.replicas.departure import refuse, remove
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
@@ -18,6 +19,7 @@ from starling.weightsync.plan.layout import Layout, decode_layout
 
 MAX_LAYOUT_BYTES: Final = 64 << 20
 """A model of 45,000 tensors, each split over 16 ranks, has a layout of about 50 MiB."""
+_DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> None:
@@ -43,6 +45,9 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)
     welcome(state, member)
     if member.role == "rollout":
+        if message.checkpoint and not state.plan.kind.trains and not state.weights.checkpoint:
+            state.weights.checkpoint = message.checkpoint
+            state.outbox.write(CheckpointLoaded(digest=message.checkpoint, name=name))
         set_held_version(state, member, member.version)
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
@@ -81,7 +86,25 @@ def _check(
     # A rollout that was a member had weights: its engine is being rebuilt.
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
         refusal = f"this run has no policy, and {name} holds no weights; set rollout.load_weights = true"
-    return refusal, layout
+    return refusal or _checkpoint_problem(state, name, message), layout
+
+
+def _checkpoint_problem(state: ControllerState, name: str, message: wire.Hello) -> str | None:
+    """Return why the checkpoint that a rollout of a run without a policy has loaded is not that of the run, or None.
+
+    What a rollout says of its own weights cannot be proven here. This finds folders that differ, not lies.
+    """
+    if state.plan.kind.trains or message.role != "rollout" or not message.checkpoint:
+        return None  # A replica of an older version does not report it.
+    if not _DIGEST.fullmatch(message.checkpoint):
+        return f"{name} sent a digest of its checkpoint that is not 32 hexadecimal digits"
+    if message.checkpoint == (state.weights.checkpoint or message.checkpoint):
+        return None
+    return (
+        f"{name} has loaded another checkpoint than this run began with: its model folder has the digest "
+        f"{message.checkpoint}, and that of the run is {state.weights.checkpoint}; give it a copy of the same folder, "
+        "or begin a new run"
+    )
 
 
 def _decode(name: str, data: bytes) -> tuple[str | None, Layout | None]:

@@ -56,6 +56,8 @@ class Publications:
     of policies that split tensors otherwise, and of one that made the version again."""
     layout_roots: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     """By version, and by key of the policy's and the rollout's layout: the layout roots that policies computed."""
+    checkpoint: str = ""
+    """The digest of the model folder that the first rollout of a run without a policy has loaded."""
     policy_layout: Layout | None = None
     """Layout of the policy that joined or published last; None before any has."""
     offers: dict[str, PublishedOffer] = field(default_factory=dict)
@@ -168,12 +170,14 @@ class Publications:
                 (version, {key: tuple(sorted(roots)) for key, roots in sorted(by_key.items())})
                 for version, by_key in self.layout_roots.items()
             ),
+            checkpoint=self.checkpoint,
         )
 
     def restore(self, summary: WeightsSummary) -> None:
         """Take over the publications of `summary`."""
         if summary.roots:
             self.version, self.requested = summary.version, max(self.requested, summary.version)
+        self.checkpoint = summary.checkpoint
         self.roots = {version: set(roots) for version, roots in summary.roots}
         self.layout_roots = {
             version: {key: set(roots) for key, roots in by_key.items()} for version, by_key in summary.layout_roots

@@ -1,0 +1,54 @@
+"""The digest of a model folder: the same for copies, another for any change of what an engine reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from starling.common.errors import ConfigError
+from starling.common.folder_digests import DIGESTS, model_digest, write_digests
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    contents = {"config.json": "{}", "model.safetensors": "weights", "pytorch_model.bin": "old", "tokenizer.json": "{}"}
+    for name, text in contents.items():
+        (path / name).write_text(text)
+    return path
+
+
+def test_copies_of_a_folder_have_one_digest(folder: Path, tmp_path: Path) -> None:
+    digest = model_digest(folder)
+    assert len(bytes.fromhex(digest)) == 16
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / "README.md").write_text("about the model")
+    (copy / "pytorch_model.bin").unlink()  # not read where there are safetensors
+    (copy / "logs").mkdir()
+    assert model_digest(copy) == digest
+
+
+def test_recorded_digests_are_those_of_the_files(folder: Path) -> None:
+    digest = model_digest(folder)
+    write_digests(folder)
+    assert model_digest(folder) == digest
+    (folder / DIGESTS).write_text("[")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        model_digest(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_any_file_that_an_engine_reads_changes_the_digest(name: str, folder: Path) -> None:
+    digest = model_digest(folder)
+    (folder / name).write_text("other")
+    assert model_digest(folder) != digest
+
+
+def test_weights_of_an_older_format_are_read_where_there_are_no_others(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    digest = model_digest(folder)
+    (folder / "pytorch_model.bin").write_text("other")
+    assert model_digest(folder) != digest
