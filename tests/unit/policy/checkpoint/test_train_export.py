@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,14 @@ def test_export_accepts_run_states_folder_and_state(
         again = version_tensors(load_model(out))
         assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
         assert (out / "tokenizer.json").exists()
+
+
+def test_export_prints_one_line_and_nothing_of_libraries(tmp_path: Path, model: Path) -> None:
+    folder, out = attempt(tmp_path, model), tmp_path / "out"
+    words = [sys.executable, "-m", "starling.cli.main", "export", str(folder), str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 from starling.cli.run.attempt import attempts_in
 from starling.common.errors import ConfigError
+from starling.common.importing import without_modules
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, read_toml, validate
 
@@ -22,9 +23,13 @@ def export_model(
     state_source, config = _source(source)
     settings, seed = _model_settings(config, source, model, trust_remote_code)
     check_model_folder(settings.path, weights=settings.lora is not None)
-    from starling.policy.train.checkpoint.huggingface import export_newest
+    with without_modules("torchao"):  # transformers imports it for its quantisers; it takes time, and warns
+        from transformers.utils.logging import disable_progress_bar
 
-    exported = export_newest(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb)
+        from starling.policy.train.checkpoint.huggingface import export_newest
+
+        disable_progress_bar()
+        exported = export_newest(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb)
     print(f"version {exported.version} is in {out}, from {exported.url}")
 
 
