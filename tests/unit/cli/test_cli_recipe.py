@@ -56,7 +56,10 @@ def test_colocated_vllm_without_sleep_mode_is_refused() -> None:
 CONVERSATIONS = ("--data.format", "", "--data.source", "rows.jsonl")
 
 
-def test_conversations_need_a_chat_template() -> None:
+def test_conversations_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    load_recipe([RECIPE], CONVERSATIONS)  # a missing file is reported as such when it is read
+    Path("rows.jsonl").touch()
     with pytest.raises(
         ConfigError, match=r"data.source = 'rows.jsonl' gives conversations, .*model.scratch.chat_templ"
     ):
@@ -79,13 +82,14 @@ def test_chat_template_is_found_in_the_model_folder(tmp_path: Path, name: str, c
         f"""[model]
 path = "{tmp_path}"
 [data]
-source = "rows.jsonl"
+source = "{tmp_path}/rows.jsonl"
 [[reward.scorers]]
 name = "exact_match"
 """
     )
     for file, text in (
         ("config.json", "{}"),
+        ("rows.jsonl", ""),
         ("model.safetensors", ""),
         ("tokenizer_config.json", "{}"),
         (name, content),
@@ -97,3 +101,5 @@ name = "exact_match"
     with pytest.raises(ConfigError, match=r"no chat template; add a chat_template.jinja to the model folder, or make"):
         load_recipe([recipe], ())
     load_recipe([recipe], ("--data.format", "{question}"))
+    with pytest.raises(ConfigError, match=r"or make plain text by data.format \(--plain of infer and evaluate\)"):
+        load_recipe([recipe], ("--run.kind", "infer"))

@@ -22,7 +22,7 @@ def check_chat_template(recipe: Recipe) -> None:
     """Refuse data that becomes conversations, for a model without a chat template.
 
     The rows of a function may be prompts of either kind, and code in the model's folder may make a template: such runs
-    are not checked here.
+    are not checked here. A file that does not exist is reported by the process that reads it.
 
     Raises:
         ConfigError: naming the data and the remedy.
@@ -30,12 +30,18 @@ def check_chat_template(recipe: Recipe) -> None:
     if recipe.model.trust_remote_code or _has_template(recipe):
         return
     for key, data in _data(recipe):
-        if data.source and not data.format and not names_a_function(data.source):
-            remedy = "a chat_template.jinja to the model folder" if recipe.model.path else "model.scratch.chat_template"
-            raise ConfigError(
-                f"{key}.source = {data.source!r} gives conversations, and the model's tokenizer has no chat template; "
-                f"add {remedy}, or make plain text by {key}.format"
-            )
+        if not data.source or data.format or names_a_function(data.source) or _is_missing(data.source):
+            continue
+        flag = " (--plain of infer and evaluate)" if recipe.kind.answers_each_prompt else ""
+        remedy = "a chat_template.jinja to the model folder" if recipe.model.path else "model.scratch.chat_template"
+        raise ConfigError(
+            f"{key}.source = {data.source!r} gives conversations, and the model's tokenizer has no chat template; "
+            f"add {remedy}, or make plain text by {key}.format{flag}"
+        )
+
+
+def _is_missing(source: str) -> bool:
+    return source.endswith((".jsonl", ".parquet")) and not Path(source).is_file()
 
 
 def _has_template(recipe: Recipe) -> bool:
