@@ -263,7 +263,8 @@ def test_journaled_evaluation_request_survives_crashes() -> None:
 def test_journaled_stop_survives_crashes() -> None:
     script = Script()
     script.start_run()
-    script.receive("operator-0", wire.RequestStop(request="a", reason="maintenance"))
+    lines = script.receive("operator-0", wire.RequestStop(request="a", reason="maintenance"))
+    assert any("the run is stopping, and waits for " in line for line in lines), lines
     script.receive("operator-0", wire.RequestStop(request="b", reason="another"))
     script = resumed(script)
     script.advance_time(0.0)

@@ -237,7 +237,7 @@ def test_status_lists_work_by_replica() -> None:
         "waits for the groups of step 1: 2 being generated, 0 being scored, 0 scored of 2",
         "set: rl.max_tries = 3",
         "  policy-0 on h: version 0, no work",
-        "  reward-0 on h: version -1, no work",
+        "  reward-0 on h: no work",
         "  rollout-0 on h: version 0, 2 generate",
     ]
 

@@ -225,13 +225,14 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
         f"{data['phase']}: version {state.version} of {state.plan.last_step}, published {state.weights.version}, "
         f"saved {state.training.saved.newest}; controller's incarnation {state.incarnation}",
         "groups: " + ", ".join(f"{num} {name}" for name, num in groups.items()),
-        _waiting(data["waiting_for"]),
+        waiting(data["waiting_for"]),
     ]
     lines += [f"set: {key} = {value:g}" for key, value in state.training.changes.all().items()]
     for member in members:
         work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "no work"
         pinned = f", pinned to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
-        lines.append(f"  {member['name']} on {member['host']}: version {member['version']}, {work}{pinned}")
+        version = f"version {member['version']}, " if member["role"] in ("policy", "rollout") else ""
+        lines.append(f"  {member['name']} on {member['host']}: {version}{work}{pinned}")
     return "\n".join(lines), data
 
 
@@ -317,7 +318,7 @@ def why(state: ControllerState) -> tuple[str, dict[str, Any]]:
         by_owner.setdefault(wait["owner"], []).append(wait)
     begun = [wait for kind, wait in tagged if cause.includes(kind, wait)]
     root = _root(begun, by_owner)
-    lines = [f"the run {_waiting(sentence)}"]
+    lines = [f"the run {waiting(sentence)}"]
     if root is not None:
         lines.append(
             f"at the root: {root['owner']} waits for {root['what']} on {root['on']}, for {root['since_s']:.1f} s, "
@@ -329,7 +330,8 @@ def why(state: ControllerState) -> tuple[str, dict[str, Any]]:
     return "\n".join(lines), {"waiting_for": sentence, "root": root, "waits": found}
 
 
-def _waiting(sentence: str) -> str:
+def waiting(sentence: str) -> str:
+    """Return what a run waits for, or needs, as the predicate of a sentence."""
     return sentence if sentence.startswith("needs ") else f"waits for {sentence}"
 
 

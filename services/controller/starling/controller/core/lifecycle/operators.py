@@ -7,7 +7,7 @@ import msgspec
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
-from starling.controller.core.explain import explain, status, why
+from starling.controller.core.explain import explain, status, waiting, why
 from starling.controller.core.groups.truncation import recording_problem
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import SettingChanged, StopAsked
@@ -37,7 +37,7 @@ def _answer(state: ControllerState, message: wire.OperatorMessage) -> tuple[str,
             return _evaluate(state, message), {}
         case wire.RequestStop(reason=reason):
             _stop(state, reason)
-            return explain(state), {}
+            return f"the run is stopping, and {waiting(explain(state))}", {}
     raise AssertionError(f"an operator does not send {message!r}")
 
 
