@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from starling.cli.main import main
 from starling.cli.recipe.schema import Recipe
 from starling.cli.recipe.warm_start import start_from_state
 from starling.common.errors import ConfigError
@@ -84,3 +85,14 @@ def test_a_state_of_the_last_step_is_refused_with_the_setting_to_raise(
 ) -> None:
     with pytest.raises(ConfigError, match=f"it has version 4, and the recipe ends with version 4; raise {remedy}$"):
         start_from_state(recipe(kind), write_state(tmp_path, kind, 4))
+
+
+def test_folder_of_a_run_stands_for_its_newest_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, version in ((9, 3), (10, 4)):
+        state = tmp_path / "mine" / f"attempt-{number}" / "states" / f"version-{version}"
+        state.mkdir(parents=True)
+        write_state(state, "sft", version)
+    tiny = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
+    flags = ["--run.kind", "sft", "--sft.num-steps", "2", "--evaluation.at-end", "false", "--data.held-out", "0"]
+    assert main(["run", str(tiny), *flags, "--from", str(tmp_path / "mine"), "--dry-run"]) == 2
+    assert f"cannot continue from {tmp_path / 'mine' / 'attempt-10'}: it has version 4" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from starling.cli.run.attempt import attempts_in
+from starling.cli.run.attempt import newest_attempt
 from starling.common.errors import ConfigError
 from starling.common.importing import without_modules
 from starling.common.service import check_model_folder
@@ -40,9 +40,7 @@ def _source(text: str) -> tuple[str, Path | None]:
     path = Path(text)
     if not path.is_dir():
         raise ConfigError(f"{text} does not exist; give a run's folder, a state's folder or a URL")
-    attempts = attempts_in(path)
-    if attempts:
-        path = max(attempts, key=lambda found: int(found.name.removeprefix("attempt-")))
+    path = newest_attempt(path)
     for near in (path, path.absolute().parent, path.absolute().parent.parent):
         if (near / "config.toml").is_file():
             return str(path), near / "config.toml"

@@ -214,6 +214,11 @@ def attempts_in(parent: Path) -> list[Path]:
     return [path for path in parent.glob("attempt-*") if path.name.removeprefix("attempt-").isdecimal()]
 
 
+def newest_attempt(folder: Path) -> Path:
+    """Return the newest attempt in the folder of a run; any other folder itself."""
+    return max(attempts_in(folder), key=_number, default=folder)
+
+
 def _number(attempt: Path) -> int:
     return int(attempt.name.removeprefix("attempt-"))
 

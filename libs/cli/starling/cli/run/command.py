@@ -63,7 +63,13 @@ def run(
         bool, Parameter(help="Check recipe, data, tokenizer and scorers, print the sizes; start nothing.", group=START)
     ] = False,
     state: Annotated[
-        str, Parameter(name="--from", metavar="STATE", help="Begin from a saved state: folder or URL.", group=OTHER)
+        str,
+        Parameter(
+            name="--from",
+            metavar="STATE",
+            help="Begin from a saved state: its folder or URL, or a run's folder.",
+            group=OTHER,
+        ),
     ] = "",
     resume: Annotated[
         Path | None, Parameter(metavar="RUN_FOLDER", help="Resume a run after a stop or a crash.", group=OTHER)
@@ -87,8 +93,9 @@ def run(
     loaded = load_recipe([recipe, *config], line.settings)
     if state:
         from starling.cli.recipe.warm_start import start_from_state
+        from starling.cli.run.attempt import newest_attempt
 
-        loaded = start_from_state(loaded, state)
+        loaded = start_from_state(loaded, state if "://" in state else str(newest_attempt(Path(state))))
     if dry_run:
         return _print_recipe(loaded)
     return _start(loaded)
