@@ -28,6 +28,15 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "a word for a number": ([*RUN, "--rl.num-steps", "ten"], ("rl.num_steps = 'ten'", "valid integer")),
     "no rollouts": ([*RUN, "--launch.num-rollouts", "0"], ("launch.num_rollouts = 0, but", "set at least 1")),
     "no rewards": ([*RUN, "--launch.num-rewards", "0"], ("launch.num_rewards = 0, but", "set at least 1")),
+    "one table for a list of tables": (
+        [*RUN, "--reward.scorers", '{name = "prefix_match"}'],
+        ("reward.scorers = {'name': 'prefix_match'}", "write [[reward.scorers]] above each table"),
+    ),
+    "a value for a list": ([*RUN, "--policy.frozen", '"embed"'], ("policy.frozen = ", "write a list in brackets")),
+    "a name of two words": (
+        [*RUN, "--run.name", "two words"],
+        ("run.name: 'two words' names a folder", "use letters, digits, '.', '_' and '-'"),
+    ),
     "no such port": ([*RUN, "--network.port", "99999"], ("network.port = 99999", "65535")),
     "a group of one": (
         [*RUN, "--rl.group-size", "1"],

@@ -56,6 +56,12 @@ def _check_temperature(temperature: float) -> float:
     return temperature
 
 
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(f"{name!r} names a folder; use letters, digits, '.', '_' and '-', first a letter or a digit")
+    return name
+
+
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 """A duration or time limit."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -73,7 +79,7 @@ class SettingsSection(BaseModel):
 class RunSettings(SettingsSection):
     """Settings of the whole run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, AfterValidator(_check_name)] = "run"
     """Name of the run; its files go to <folder>/<name>/attempt-<n>/."""
     kind: Literal["rl", "sft", "dpo", "reward_model", "replay", "generate", "evaluate", "infer", "serve"] = "rl"
     """`rl`: reinforcement learning, after [sft] steps if there are any. `sft`: supervised fine-tuning only. `dpo`:
@@ -268,8 +274,18 @@ def _sentence(error: ValidationError) -> str:
         return f"{where}: {cause}" if where else str(cause)
     if first["type"] == "missing":
         return f"{where} is missing; set it in a recipe or with --{where.replace('_', '-')}"
-    remedy = "; write it in quotes" if first["type"] == "string_type" else ""
-    return f"{where} = {shown(first['input'])}: {first['msg']}{remedy}"
+    return f"{where} = {shown(first['input'])}: {first['msg']}{_remedy(first['type'], first['input'], where)}"
+
+
+def _remedy(kind: str, given: object, key: str) -> str:
+    """Return what to write instead of a value of another type than that of the setting `key`; empty for most types."""
+    match kind:
+        case "string_type":
+            return "; write it in quotes"
+        case "tuple_type":
+            return f"; write [[{key}]] above each table" if isinstance(given, dict) else "; write a list in brackets"
+        case _:
+            return ""
 
 
 def shown(value: object) -> str:
