@@ -64,7 +64,7 @@ def test_files_stack_then_environment_then_flags(file: Path, monkeypatch: pytest
         (["--engine.max-rows", "0"], "engine.max_rows = 0: Input should be greater than or equal to 1"),
         (["--engine.max-rows"], "--engine.max-rows needs a value"),
         (["max_rows", "3"], "'max_rows' is not a flag"),
-        (["--run.name", "a/b"], "run.name = 'a/b'"),
+        (["--run.name", "a/b"], "run.name: 'a/b' names a folder; use letters"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_value_and_remedy(file: Path, flags: list[str], sentence: str) -> None:
