@@ -223,7 +223,7 @@ def test_replay_reproduces_the_weights_of_the_recorded_run(tmp_path: Path) -> No
     trajectories = attempt(first) / "trajectories"
     with starling_command(second, "policy", "--replay", str(trajectories), "tiny.toml", name="replay") as command:
         assert command.wait() == 0, command.transcript()
-    assert "replay: 12 groups = 3 steps x 4 prompts; 3 are trained" in command.output
+    assert "replay: 12 groups = 3 steps x 4 prompts; it trains 3" in command.output
     assert not list((attempt(second) / "logs").glob("rollout*"))
     made, replayed = weights(first), weights(second)
     assert made.keys() == replayed.keys()
