@@ -202,7 +202,7 @@ def _offer(version: int):  # type: ignore[no-untyped-def]
             rank=0,
             transport="local",
             address="/",
-            token="t",
+            secret="s",
             snapshot=version,
             holds=holds_of(pieces_of(layout_of("policy-0"), 0)),
             root=digest_of(version.to_bytes(4, "little") * 4),

@@ -57,7 +57,7 @@ def offers(script: Script, version: int, data: bytes, name: str = "rollout-0") -
 
 
 def test_each_pull_of_each_rollout_has_a_ticket_of_its_own_and_none_has_the_secret() -> None:
-    """Tokens of adoptions: a stolen one opens nothing for another reader, and nothing again."""
+    """Tickets of adoptions: a stolen one opens nothing for another reader, and nothing again."""
     script = Script()
     for name in ("policy-0", "rollout-0", "rollout-1"):
         enters(script, name, name)
@@ -68,13 +68,13 @@ def test_each_pull_of_each_rollout_has_a_ticket_of_its_own_and_none_has_the_secr
     script.receive("rollout-0", failed)
     script.advance_time(RETRY_S)
     sent += [send for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
-    tokens = [decode_offer(send.buffers[0]).ranks[0].token for send in sent]
+    ranks = [decode_offer(send.buffers[0]).ranks[0] for send in sent]
     assert [send.peer for send in sent] == ["rollout-0", "rollout-1", "rollout-0"]
-    assert len(set(tokens)) == 3
-    secret = offer_of(0).ranks[0].token
-    assert secret not in tokens
-    for send, token in zip(sent, tokens, strict=True):
-        assert token == ticket(secret, send.peer, send.message.lease)
+    assert len({rank.ticket for rank in ranks}) == 3
+    assert {rank.secret for rank in ranks} == {""}
+    secret = offer_of(0).ranks[0].secret
+    for send, rank in zip(sent, ranks, strict=True):
+        assert rank.ticket == ticket(secret, send.peer, send.message.lease)
 
 
 def test_offer_that_arrives_after_the_next_adoption_is_ignored() -> None:

@@ -35,7 +35,7 @@ Kind = Literal[
     "reader killed",
     "wire flipped",
     "snapshot flipped",
-    "token wrong",
+    "ticket wrong",
     "snapshot revoked",
     "cancelled",
     "disk full",
@@ -143,11 +143,11 @@ def _flip_bit_of_arena(pair: FaultPair, content: bytes) -> bool:
     return False
 
 
-def forge_token(pair: FaultPair) -> Outcome:
-    """Present a random token, or that of the previous version."""
+def forge_secret(pair: FaultPair) -> Outcome:
+    """Open with a random secret, or that of the previous version."""
     old, offer = pair.source.publish(), pair.source.publish()
-    token = old.ranks[0].token if _coin(pair) else secrets.token_hex(16)
-    forged = msgspec.structs.replace(offer, ranks=(msgspec.structs.replace(offer.ranks[0], token=token),))
+    secret = old.ranks[0].secret if _coin(pair) else secrets.token_hex(16)
+    forged = msgspec.structs.replace(offer, ranks=(msgspec.structs.replace(offer.ranks[0], secret=secret),))
     return pair.expect(pair.pull(forged, in_place=_coin(pair)), "stale", "torn")
 
 
@@ -242,7 +242,7 @@ FAULTS: Final[dict[Kind, Callable[[FaultPair], Outcome]]] = {
     "reader killed": kill_reader,
     "wire flipped": flip_wire,
     "snapshot flipped": flip_snapshot,
-    "token wrong": forge_token,
+    "ticket wrong": forge_secret,
     "snapshot revoked": revoke_snapshot,
     "cancelled": cancel,
     "disk full": fill_disk,

@@ -21,7 +21,7 @@ from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import RankOffer, Transport
-from starling.weightsync.offers.tickets import Presented, present
+from starling.weightsync.offers.tickets import TicketProof, prove
 from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
 from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient, TransportServer
 from starling.weightsync.transports.local import LocalClient
@@ -92,13 +92,13 @@ class ServedSource:
         slot = self.arena.claim(0.0)
         for piece, array in zip(self.pieces, packed_arrays(self.pieces, self.arena.slots[slot]), strict=True):
             np.copyto(array, content(piece, piece.box.size))
-        snapshot, token = self.arena.commit(slot)
+        snapshot, secret = self.arena.commit(slot)
         return RankOffer(
             rank=0,
             transport=self.transport,
             address=self.address,
             encrypted=self.encrypted,
-            token=token,
+            secret=secret,
             snapshot=snapshot,
             holds="",
             root="",
@@ -167,12 +167,18 @@ def remote_source(transport: AnyTransport, pieces: Sequence[ShardPiece]) -> Iter
 
 def opening(offer: RankOffer, number: int = 1) -> OpenSnapshot:
     """Return a request to open the offered snapshot, with a ticket that was not used before."""
-    return OpenSnapshot(number=number, snapshot=offer.snapshot, token=shown(offer.token, offer.snapshot))
+    proof = prove(offer, rank=0, nonce=secrets.token_hex(8))
+    return OpenSnapshot(number=number, snapshot=offer.snapshot, proof=proof.text)
 
 
-def shown(token: str, snapshot: int, rank: int = 0) -> str:
-    """Return what a reader with this secret or ticket presents."""
-    return present(token, snapshot=snapshot, rank=rank, nonce=secrets.token_hex(8)).text
+def local_offer(snapshot: int, secret: str) -> RankOffer:
+    """Return the offer of a snapshot of an arena in this process."""
+    return RankOffer(rank=0, transport="local", address="", secret=secret, snapshot=snapshot, holds="", root="")
+
+
+def proof_for(offer: RankOffer) -> str:
+    """Return the text of a proof with which the offered snapshot can be opened once."""
+    return opening(offer).proof
 
 
 class Reader:
@@ -198,19 +204,19 @@ class Reader:
         self._events: deque[Event] = deque()
 
     def connect(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
-        """Connect and present the token."""
+        """Connect and open the snapshot."""
         self.client.connect(name, offer)
         return self.open(offer, name)
 
     def open(self, offer: RankOffer, name: str = "source") -> SourceAnswer:
-        """Present the token."""
-        request, presented = self.opening(offer)
-        return self.ask(request, name=name, presented=presented)
+        """Open the snapshot."""
+        request, proof = self.opening(offer)
+        return self.ask(request, name=name, proof=proof)
 
-    def opening(self, offer: RankOffer, rank: int = 0) -> tuple[OpenSnapshot, Presented]:
-        """Return a request that opens the offered snapshot, and the ticket in it."""
-        presented = present(offer.token, snapshot=offer.snapshot, rank=rank, nonce=secrets.token_hex(8))
-        return OpenSnapshot(number=self.number(), snapshot=offer.snapshot, token=presented.text), presented
+    def opening(self, offer: RankOffer, rank: int = 0) -> tuple[OpenSnapshot, TicketProof]:
+        """Return a request that opens the offered snapshot, and the proof in it."""
+        proof = prove(offer, rank=rank, nonce=secrets.token_hex(8))
+        return OpenSnapshot(number=self.number(), snapshot=offer.snapshot, proof=proof.text), proof
 
     def number(self, num: int = 1) -> int:
         first, self._number = self._number, self._number + num
@@ -229,10 +235,10 @@ class Reader:
         request: Request,
         target: ReadTarget = NO_TARGET,
         name: str = "source",
-        presented: Presented | None = None,
+        proof: TicketProof | None = None,
     ) -> SourceAnswer:
         """Send a request and wait for the answer."""
-        self.client.ask(name, request, target, presented)
+        self.client.ask(name, request, target, proof)
         event = self.event()
         assert isinstance(event, AnswerReceived), event
         assert event.answer.number == request.number

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from transport_peers import shown
+from transport_peers import local_offer, proof_for
 
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.plan.layout import Box, ShardPiece
@@ -25,7 +25,7 @@ def test_no_other_descriptor_writes_to_an_arena(arena: Arena) -> None:
     """Any process of this user can open it through /proc, and would change weights that others are about to read."""
     slot = arena.claim(0.0)
     arena.slots[slot][:SIZE] = 7
-    snapshot, token = arena.commit(slot)
+    snapshot, secret = arena.commit(slot)
     descriptor = os.open(arena.address, os.O_RDWR)
     try:
         with pytest.raises(PermissionError):
@@ -37,7 +37,9 @@ def test_no_other_descriptor_writes_to_an_arena(arena: Arena) -> None:
     finally:
         os.close(descriptor)
     reader = ArenaMapping(arena.address)
-    np.testing.assert_array_equal(reader.open(snapshot, shown(token, snapshot))[:SIZE], np.full(SIZE, 7, np.uint8))
+    np.testing.assert_array_equal(
+        reader.open(snapshot, proof_for(local_offer(snapshot, secret)))[:SIZE], np.full(SIZE, 7, np.uint8)
+    )
     reader.close()
     arena.slots[slot][:SIZE] = 8  # its own process can still write
     arena.close()

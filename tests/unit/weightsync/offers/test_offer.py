@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starling.weightsync.offers.offer import RankOffer, attested_root, joined_root, make_offer
 
-RANK = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=1, holds="h", root="0" * 32)
+RANK = RankOffer(rank=0, transport="local", address="/", secret="s", snapshot=1, holds="h", root="0" * 32)
 
 
 def test_version_is_attested_by_all_ranks_together() -> None:

@@ -6,32 +6,44 @@ import pytest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, make_offer
-from starling.weightsync.offers.tickets import MAX_RANKS, accept, offer_for, present, ticket
+from starling.weightsync.offers.tickets import MAX_RANKS, accept, offer_for, prove, ticket
 
 SECRET, NONCE = "ab" * 16, "0123"
 
 
-def shown(token: str, rank: int = 0, snapshot: int = 7) -> str:
-    return present(token, snapshot=snapshot, rank=rank, nonce=NONCE).text
+def offer_with(own: str = "", *, secret: str = "", snapshot: int = 7) -> RankOffer:
+    """Return an offer with this ticket or secret."""
+    return RankOffer(
+        rank=0, transport="tcp", address="h:1", secret=secret, ticket=own, snapshot=snapshot, holds="0", root="0"
+    )
 
 
-def test_presented_ticket_is_accepted_with_the_key_of_the_reader() -> None:
-    mine = present(ticket(SECRET, "rollout-1", "adopt:3:1.2"), snapshot=7, rank=2, nonce=NONCE)
+def proof_of(own: str, rank: int = 0, snapshot: int = 7) -> str:
+    return prove(offer_with(own, snapshot=snapshot), rank=rank, nonce=NONCE).text
+
+
+def test_proof_of_a_ticket_is_accepted_with_the_key_of_the_reader() -> None:
+    mine = prove(offer_with(ticket(SECRET, "rollout-1", "adopt:3:1.2")), rank=2, nonce=NONCE)
     accepted = accept(SECRET, mine.text, snapshot=7)
     assert accepted == mine
     assert accepted.use == "rollout-1 adopt:3:1.2|2"
 
 
-def test_neither_secret_nor_key_is_presented() -> None:
-    token = ticket(SECRET, "rollout-1", "adopt:3:1.2")
-    mine = present(token, snapshot=7, rank=0, nonce=NONCE)
-    for hidden in (SECRET, token.rpartition("|")[2], mine.key.hex()):
+def test_reader_with_the_offer_of_the_source_makes_a_ticket() -> None:
+    mine = prove(offer_with(secret=SECRET), rank=0, nonce=NONCE)
+    assert accept(SECRET, mine.text, snapshot=7) == mine
+
+
+def test_proof_has_neither_secret_nor_key() -> None:
+    own = ticket(SECRET, "rollout-1", "adopt:3:1.2")
+    mine = prove(offer_with(own), rank=0, nonce=NONCE)
+    for hidden in (SECRET, own.rpartition("|")[2], mine.key.hex()):
         assert hidden not in mine.text
 
 
 def test_readers_pulls_and_ranks_have_different_keys() -> None:
-    tokens = [ticket(SECRET, name, pull) for name in ("rollout-1", "rollout-2") for pull in ("1.1", "1.2")]
-    keys = {present(token, snapshot=7, rank=rank, nonce=NONCE).key for token in tokens for rank in range(3)}
+    tickets = [ticket(SECRET, name, pull) for name in ("rollout-1", "rollout-2") for pull in ("1.1", "1.2")]
+    keys = {prove(offer_with(own), rank=rank, nonce=NONCE).key for own in tickets for rank in range(3)}
     assert len(keys) == 12
 
 
@@ -42,28 +54,28 @@ def test_readers_pulls_and_ranks_have_different_keys() -> None:
         "é",
         "|||",
         SECRET,
-        shown(ticket("cd" * 16, "rollout-1", "1.1")),
-        shown(ticket(SECRET, "rollout-1", "1.1"), snapshot=9),
-        shown(ticket(SECRET, "rollout-1", "1.1")).replace("rollout-1", "rollout-2"),
-        shown(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|1|"),
-        shown(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|00|"),
-        shown(ticket(SECRET, "rollout-1", "1.1")).replace(NONCE, "4567"),
-        shown(ticket(SECRET, "rollout-1", "1.1")) + "|",
-        shown(ticket(SECRET, "rollout-1", "1.1"), rank=MAX_RANKS),
-        shown(ticket(SECRET, "r" * 1000, "1.1")),
-        shown(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|²|"),
-        shown(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|\ud800|"),
+        proof_of(ticket("cd" * 16, "rollout-1", "1.1")),
+        proof_of(ticket(SECRET, "rollout-1", "1.1"), snapshot=9),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")).replace("rollout-1", "rollout-2"),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|1|"),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|00|"),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")).replace(NONCE, "4567"),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")) + "|",
+        proof_of(ticket(SECRET, "rollout-1", "1.1"), rank=MAX_RANKS),
+        proof_of(ticket(SECRET, "r" * 1000, "1.1")),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|²|"),
+        proof_of(ticket(SECRET, "rollout-1", "1.1")).replace("|0|", "|\ud800|"),
     ],
 )
 def test_anything_else_is_refused(forged: str) -> None:
-    with pytest.raises(WeightsError, match="The token for snapshot 7 is wrong"):
+    with pytest.raises(WeightsError, match="The ticket for snapshot 7 is wrong"):
         accept(SECRET, forged, snapshot=7)
 
 
 def test_offer_for_a_reader_has_no_secret() -> None:
     ranks = [
         RankOffer(
-            rank=rank, transport="tcp", address="h:1", token=f"{rank}" * 32, snapshot=7, holds=str(rank), root="0"
+            rank=rank, transport="tcp", address="h:1", secret=f"{rank}" * 32, snapshot=7, holds=str(rank), root="0"
         )
         for rank in range(2)
     ]
@@ -71,5 +83,6 @@ def test_offer_for_a_reader_has_no_secret() -> None:
     mine = offer_for(offer, "rollout-1", "adopt:3:1.2")
     assert (mine.root, mine.version) == (offer.root, offer.version)
     for rank, other in zip(offer.ranks, mine.ranks, strict=True):
-        assert rank.token not in other.token
-        accept(rank.token, shown(other.token), snapshot=7)
+        assert other.secret == ""
+        assert rank.secret not in other.ticket
+        accept(rank.secret, proof_of(other.ticket), snapshot=7)

@@ -10,7 +10,7 @@ import sys
 import msgspec
 import pytest
 import torch
-from transport_peers import served_transports, shown
+from transport_peers import local_offer, proof_for, served_transports
 from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
@@ -97,20 +97,20 @@ def test_tensors_that_do_not_fit_the_layout_are_named(name: str, tensor: torch.T
 
 def test_leased_snapshot_is_revoked_only_after_the_timeout() -> None:
     arena = Arena(PIECES)
-    first, token = arena.commit(arena.claim(0.0))
+    first, secret = arena.commit(arena.claim(0.0))
     reader, other = ArenaMapping(arena.address), ArenaMapping(arena.address)
     with pytest.raises(WeightsError, match="wrong"):
         reader.open(first, "")
-    memory = reader.open(first, shown(token, first))
+    memory = reader.open(first, proof_for(local_offer(first, secret)))
     assert not memory.flags.writeable
     begin = PAGE_BYTES + arena.slots[first & 1].ctypes.data - arena.slots[0].ctypes.data
     assert (memory.ctypes.data - begin) % HUGE_BYTES == 0
-    second, token = arena.commit(arena.claim(0.0))
+    second, secret = arena.commit(arena.claim(0.0))
     third, _ = arena.commit(arena.claim(0.0))  # the newer slot: the older one is being read
     assert second & 1 == third & 1 != first & 1
     assert reader.valid()
     with pytest.raises(WeightsError, match="is gone"):
-        other.open(second, shown(token, second))
+        other.open(second, proof_for(local_offer(second, secret)))
     arena.claim(0.0)
     assert reader.valid()
     arena.close()
@@ -133,9 +133,9 @@ def test_claim_with_both_slots_leased_revokes_the_older() -> None:
     arena = Arena(PIECES)
     readers = []
     for _ in range(2):
-        snapshot, token = arena.commit(arena.claim(0.0))
+        snapshot, secret = arena.commit(arena.claim(0.0))
         readers.append(ArenaMapping(arena.address))
-        readers[-1].open(snapshot, shown(token, snapshot))
+        readers[-1].open(snapshot, proof_for(local_offer(snapshot, secret)))
     arena.commit(arena.claim(0.0))
     assert [reader.valid() for reader in readers] == [False, True]
     readers[1].release()

@@ -75,7 +75,7 @@ def test_lost_source_is_replaced_by_its_copy(world: World) -> None:
 
 def test_refusing_source_is_replaced_by_its_copy(world: World) -> None:
     offer = world.publish(0)
-    forged = msgspec.structs.replace(offer.ranks[0], token="0" * 32)
+    forged = msgspec.structs.replace(offer.ranks[0], secret="0" * 32)
     world.pull(msgspec.structs.replace(offer, ranks=(forged, offer.ranks[1])))
     world.puller.switch(world.live)
     assert world.holds(0)
@@ -83,8 +83,8 @@ def test_refusing_source_is_replaced_by_its_copy(world: World) -> None:
 
 def test_pull_without_fallback_names_the_reason(world: World) -> None:
     offer = world.publish(0)
-    forged = tuple(msgspec.structs.replace(rank, token="0" * 32) for rank in offer.ranks)
-    with pytest.raises(WeightsError, match=r"The token for snapshot \d+ is wrong"):
+    forged = tuple(msgspec.structs.replace(rank, secret="0" * 32) for rank in offer.ranks)
+    with pytest.raises(WeightsError, match=r"The ticket for snapshot \d+ is wrong"):
         world.pull(msgspec.structs.replace(offer, ranks=forged))
     assert world.puller.state == "stale"
     world.pull(offer)

@@ -107,8 +107,8 @@ def test_report_counts_what_was_moved(peer: Source, transport: Transport, rollou
 
 def test_wrong_token_is_refused(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
-    forged = msgspec.structs.replace(offer.ranks[0], token="0" * 32)
-    with pytest.raises(WeightsError, match=r"token for snapshot .* is wrong"):
+    forged = msgspec.structs.replace(offer.ranks[0], secret="0" * 32)
+    with pytest.raises(WeightsError, match=r"ticket for snapshot .* is wrong"):
         rollout.pull(msgspec.structs.replace(offer, ranks=(forged,)))
     assert rollout.puller.state == "stale"
     rollout.adopt(offer)

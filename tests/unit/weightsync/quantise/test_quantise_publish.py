@@ -31,7 +31,7 @@ from test_quantise import SMALL_FORMATS, weights
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization.granularity import PerBlock
 from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
-from transport_peers import shown
+from transport_peers import proof_for
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.fused import contiguous
@@ -224,7 +224,7 @@ def test_rank_with_busy_snapshots_does_not_block_others() -> None:
         for version in range(2):
             offer = offer_of(version, threads.each(lambda r: made[r].snapshot(version, local(source, r, full))))  # noqa: B023
             reader = stack.enter_context(closing(ArenaMapping(arena.address)))
-            reader.open(offer.ranks[0].snapshot, shown(offer.ranks[0].token, offer.ranks[0].snapshot))
+            reader.open(offer.ranks[0].snapshot, proof_for(offer.ranks[0]))
 
         def attempt(rank: int) -> bool:
             try:

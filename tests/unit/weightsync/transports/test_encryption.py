@@ -17,7 +17,7 @@ from transport_peers import AnyTransport, content, piece, read_target, reader, s
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.offers.offer import RankOffer, make_offer
-from starling.weightsync.offers.tickets import present
+from starling.weightsync.offers.tickets import prove
 from starling.weightsync.transports.base import ConnectionLost
 from starling.weightsync.transports.endpoints import check_offered_transports, choose_transport, split_address
 from starling.weightsync.transports.registry import serve
@@ -103,7 +103,7 @@ def test_only_encrypted_weights_cannot_be_read_on_the_way(transport: AnyTranspor
             presented = bytes(tap.passed["from_reader"])
         samples = [truth[at : at + 32] for at in range(0, len(truth), 1 << 16)]
         assert all((sample in tap.passed["from_source"]) is readable for sample in samples)
-        assert offer.token.encode() not in presented
+        assert offer.secret.encode() not in presented
         assert (b"segments" in presented) is readable, "requests are encrypted, too"
 
 
@@ -128,7 +128,7 @@ def test_each_opening_has_its_own_keys_in_each_direction() -> None:
         key
         for nonce in ("1", "2")
         for rank in range(2)
-        for key in channel_keys(present("ab" * 16 + "|" + "cd" * 32, snapshot=1, rank=rank, nonce=nonce))
+        for key in channel_keys(prove(offered("tcp", True, FAR), rank=rank, nonce=nonce))
     ]
     assert len(set(keys)) == 8
     assert all(len(key) == 32 for key in keys)
@@ -248,7 +248,7 @@ def test_source_that_cannot_encrypt_is_not_served() -> None:
 
 
 def offered(transport: Any, encrypted: bool, host: str) -> RankOffer:
-    return RankOffer(rank=0, transport=transport, address=f"{host}:9", token="t", snapshot=1, holds="h",
+    return RankOffer(rank=0, transport=transport, address=f"{host}:9", secret="s", snapshot=1, holds="h",
                      root="0" * 32, encrypted=encrypted)  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def connect(made: ServedSource) -> socket.socket:
         LENGTH.pack(1 << 31),
         LENGTH.pack(REQUEST_BYTES + 1) + b"x" * 100,
         LENGTH.pack(10) + b"\xc1" * 10,
-        with_length(OpenSnapshot(number=1, snapshot=3, token="x"))[:-3],
+        with_length(OpenSnapshot(number=1, snapshot=3, proof="x"))[:-3],
     ],
 )
 def test_tcp_server_survives_garbage(served: ServedSource, data: bytes) -> None:
@@ -144,7 +144,7 @@ def test_tcp_server_survives_garbage(served: ServedSource, data: bytes) -> None:
 def test_server_times_out_without_a_token_despite_requests(served: ServedSource) -> None:
     with connect(served) as plain:
         for number in range(1, 20):
-            plain.sendall(with_length(OpenSnapshot(number=number, snapshot=served.offer.snapshot, token="0" * 32)))
+            plain.sendall(with_length(OpenSnapshot(number=number, snapshot=served.offer.snapshot, proof="0" * 32)))
             (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
             assert "wrong" in decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
     assert works(served)
@@ -166,7 +166,6 @@ def impostor(reply: Callable[[socket.socket], None]) -> Iterator[RankOffer]:
             rank=0,
             transport="tcp",
             address=f"127.0.0.1:{listener.getsockname()[1]}",
-            token="",
             snapshot=1,
             holds="",
             root="",
@@ -208,7 +207,7 @@ def answers_something_else(connection: socket.socket) -> None:
 def test_source_that_violates_the_protocol_is_lost(reply: Callable[[socket.socket], None]) -> None:
     with impostor(reply) as offer, reader("tcp") as peer:
         peer.client.connect("source", offer)
-        peer.client.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), ReadTarget())
+        peer.client.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, proof=""), ReadTarget())
         array = np.zeros(1000, np.uint8)
         peer.client.ask("source", peer.request([PIECE]), read_target([array]))
         events = []

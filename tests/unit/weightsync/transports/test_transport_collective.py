@@ -216,7 +216,7 @@ def act_until_closed(act: Callable[[Channel, _Pair], None], channel: Channel, pa
 def test_no_group_is_formed_before_the_token(served: ServedSource) -> None:
     before = num_threads()
     with raw_reader(served) as (channel, _):
-        channel.send([framed(OpenSnapshot(number=1, snapshot=served.offer.snapshot, token="0" * 32))])
+        channel.send([framed(OpenSnapshot(number=1, snapshot=served.offer.snapshot, proof="0" * 32))])
         assert "wrong" in decode_answer(channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)).reason
         channel.send([framed(StoreEntry(key="0/1", value=b"address"))])
         with pytest.raises(ConnectionError):
@@ -259,7 +259,7 @@ def impostor(act: Callable[[Channel, _Pair], None]) -> Iterator[RankOffer]:
 
         done = pool.submit(run)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        yield RankOffer(rank=0, transport="gloo", address=address, token="", snapshot=1, holds="", root="")
+        yield RankOffer(rank=0, transport="gloo", address=address, snapshot=1, holds="", root="")
         done.result(ANSWER_S)
 
 
@@ -293,7 +293,7 @@ def break_off(channel: Channel, pair: _Pair) -> None:
 def test_source_that_aborts_is_lost(act: Callable[[Channel, _Pair], None]) -> None:
     with impostor(act) as offer, reader("gloo") as peer:
         peer.client.connect("source", offer)
-        peer.client.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, token=""), read_target([]))
+        peer.client.ask("source", OpenSnapshot(number=peer.number(), snapshot=1, proof=""), read_target([]))
         boxes = [piece("half", "uint8", (0, size)) for size in HALVES]
         peer.client.ask("source", peer.request(boxes), read_target([np.zeros(size, np.uint8) for size in HALVES]))
         events = []
@@ -359,7 +359,7 @@ def test_reader_stopped_during_the_handshake_ends_at_once() -> None:
     before = num_threads()
     with impostor(wait) as offer, reader("gloo") as peer:
         peer.client.connect("source", offer)
-        peer.client.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), read_target([]))
+        peer.client.ask("source", OpenSnapshot(number=1, snapshot=1, proof=""), read_target([]))
         assert peer.event(0.3) is None
         peer.client.drop("source")
         ended.set()

@@ -172,50 +172,50 @@ def test_digest_of_a_box_is_computed_once(source: ServedSource, transport: AnyTr
     assert cache.num_computed == before + 1
 
 
-@pytest.mark.parametrize("token", ["0" * 32, "", "é"])
-def test_wrong_token_is_refused(source: ServedSource, transport: AnyTransport, token: str) -> None:
+@pytest.mark.parametrize("secret", ["0" * 32, "", "é"])
+def test_wrong_secret_is_refused(source: ServedSource, transport: AnyTransport, secret: str) -> None:
     with reader(transport) as made:
-        assert "token" in made.connect(msgspec.structs.replace(source.offer, token=token)).reason
+        assert "ticket" in made.connect(msgspec.structs.replace(source.offer, secret=secret)).reason
         answer, arrays = made.read([whole("flat63", "uint8", (63,))])
-        assert "token first" in answer.reason
+        assert "ticket first" in answer.reason
         assert (arrays[0][1:] == 0xFF).all()
         assert not made.open(source.offer).reason
 
 
 def test_ticket_opens_a_snapshot_once(source: ServedSource, transport: AnyTransport) -> None:
-    """A listener replays what was presented; a thief presents the stolen ticket in its own way."""
+    """A listener replays the proof; a thief proves the stolen ticket anew."""
     if transport == "local":
         pytest.skip("a local reader maps the memory itself: no source decides")
-    offer = msgspec.structs.replace(source.offer, token=ticket(source.offer.token, "rollout-1", "adopt:1:1.1"))
+    offer = msgspec.structs.replace(source.offer, ticket=ticket(source.offer.secret, "rollout-1", "adopt:1:1.1"))
     with reader(transport) as mine, reader(transport) as other:
-        request, presented = mine.opening(offer)
+        request, proof = mine.opening(offer)
         mine.client.connect("source", offer)
-        assert not mine.ask(request, presented=presented).reason
+        assert not mine.ask(request, proof=proof).reason
         other.client.connect("source", offer)
         assert "was used before" in other.ask(request).reason
         other.number()
         assert "was used before" in other.open(offer).reason
         answer, _ = other.read([whole("flat63", "uint8", (63,))])
-        assert "token first" in answer.reason
+        assert "ticket first" in answer.reason
         assert not mine.read([whole("flat63", "uint8", (63,))])[0].reason
         assert not mine.release().reason
         assert "was used before" in mine.open(offer).reason
 
 
 def test_ranks_of_a_reader_share_its_ticket(source: ServedSource, transport: AnyTransport) -> None:
-    offer = msgspec.structs.replace(source.offer, token=ticket(source.offer.token, "rollout-1", "adopt:1:1.2"))
+    offer = msgspec.structs.replace(source.offer, ticket=ticket(source.offer.secret, "rollout-1", "adopt:1:1.2"))
     for rank in range(2):
         with reader(transport) as made:
             made.client.connect("source", offer)
-            request, presented = made.opening(offer, rank)
-            assert not made.ask(request, presented=presented).reason
+            request, proof = made.opening(offer, rank)
+            assert not made.ask(request, proof=proof).reason
             check(made, [whole("flat63", "uint8", (63,))])
 
 
 def test_ticket_of_another_version_is_refused(transport: AnyTransport) -> None:
     with serving(transport, PIECES[:4]) as made, reader(transport) as late:
         newer = made.publish()
-        stale = msgspec.structs.replace(newer, token=ticket(made.offer.token, "rollout-1", "adopt:1:1.1"))
+        stale = msgspec.structs.replace(newer, ticket=ticket(made.offer.secret, "rollout-1", "adopt:1:1.1"))
         assert "is wrong" in late.connect(stale).reason
         replayed = msgspec.structs.replace(late.opening(made.offer)[0], snapshot=newer.snapshot)
         assert "is wrong" in late.ask(replayed).reason
@@ -226,8 +226,8 @@ def test_read_before_the_token_is_refused(source: ServedSource, transport: AnyTr
     with reader(transport) as made:
         made.client.connect("source", source.offer)
         answer, _ = made.read([whole("flat63", "uint8", (63,))])
-        assert "open a snapshot with its token first" in answer.reason
-        assert "token first" in made.release().reason
+        assert "open a snapshot with its ticket first" in answer.reason
+        assert "ticket first" in made.release().reason
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_read_of_a_revoked_snapshot_is_refused(transport: AnyTransport) -> None:
             made.arena.revoke_all()
         answer, _ = slow.read([PIECES[2]])
         assert "revoked while it was read" in answer.reason
-        assert "revoked" in slow.release().reason or "token first" in slow.ask(slow.request([PIECES[2]])).reason
+        assert "revoked" in slow.release().reason or "ticket first" in slow.ask(slow.request([PIECES[2]])).reason
 
 
 def test_release_ends_the_lease(transport: AnyTransport) -> None:
@@ -291,7 +291,7 @@ def test_missing_source_is_lost(transport: AnyTransport) -> None:
             made.client.connect("source", offer)
         except WeightsError:
             return
-        made.client.ask("source", OpenSnapshot(number=1, snapshot=1, token=""), ReadTarget())
+        made.client.ask("source", OpenSnapshot(number=1, snapshot=1, proof=""), ReadTarget())
         assert isinstance(made.event(), ConnectionLost)
 
 
@@ -312,16 +312,16 @@ def test_source_killed_or_stopped_at_any_stage_is_handled(
     with remote_source(transport, [wanted]) as other, reader(transport) as made:
         array = np.zeros(size, np.uint8)
         made.client.connect("source", other.offer)
-        opening, presented = made.opening(other.offer)
+        opening, proof = made.opening(other.offer)
         if stage != "connected":
-            assert not made.ask(opening, presented=presented).reason
+            assert not made.ask(opening, proof=proof).reason
         if stage == "read":
             assert not made.read([wanted])[0].reason
         if stage == "asked":
             made.client.ask("source", made.request([wanted]), read_target([array]))
         other.signal(number)
         if stage == "connected":
-            made.client.ask("source", opening, ReadTarget(), presented)
+            made.client.ask("source", opening, ReadTarget(), proof)
         elif stage != "asked":
             made.client.ask("source", made.request([wanted]), read_target([array]))
         event = made.event(0.2 if number == signal.SIGSTOP else 20.0)

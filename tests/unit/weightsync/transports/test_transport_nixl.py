@@ -362,11 +362,11 @@ def served() -> Iterator[ServedSource]:
 def test_metadata_is_not_sent_before_the_token(served: ServedSource) -> None:
     with raw_reader(served) as one:
         one.send(read_of(PIECE))
-        assert "token first" in one.answer().reason
-        one.send(OpenSnapshot(number=3, snapshot=served.offer.snapshot, token="0" * 32))
-        assert "token" in one.answer().reason
+        assert "ticket first" in one.answer().reason
+        one.send(OpenSnapshot(number=3, snapshot=served.offer.snapshot, proof="0" * 32))
+        assert "ticket" in one.answer().reason
         one.send(read_of(PIECE, number=4))
-        assert "token first" in one.answer().reason
+        assert "ticket first" in one.answer().reason
         one.open()
         one.send(read_of(PIECE, number=5))
         kind, body = one.receive()
@@ -494,7 +494,7 @@ def impostor(reply: Callable[[NonBlockingChannel], None]) -> Iterator[RankOffer]
         thread = threading.Thread(target=run)
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        yield RankOffer(rank=0, transport="nixl", address=address, token="", snapshot=1, holds="", root="")
+        yield RankOffer(rank=0, transport="nixl", address=address, snapshot=1, holds="", root="")
         thread.join(ANSWER_S)
         assert not failures
 
@@ -528,7 +528,7 @@ def test_source_that_violates_the_protocol_is_lost(reply: Callable[[NonBlockingC
         peer.client.ask("source", peer.request([PIECE]), read_target([array]))
         assert isinstance(peer.event(), ConnectionLost)
         assert peer.event(0.05) is None, "a loss is reported twice"
-        peer.client.ask("source", OpenSnapshot(number=9, snapshot=1, token=""), ReadTarget())
+        peer.client.ask("source", OpenSnapshot(number=9, snapshot=1, proof=""), ReadTarget())
         peer.client.drop("source")
         assert peer.event(0.05) is None
     assert not array.any()

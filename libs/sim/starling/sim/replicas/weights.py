@@ -62,7 +62,7 @@ def offer_of(version: int) -> Offer:
         rank=0,
         transport="local",
         address="/",
-        token="t",
+        secret="s",
         snapshot=version,
         holds=holds_of(pieces_of(layout_of("policy-0"), 0)),
         root=digest_of(content_of(version)),

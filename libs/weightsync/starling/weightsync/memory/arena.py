@@ -33,7 +33,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.huge_pages import collapse, map_shared
-from starling.weightsync.offers.tickets import Presented, accept
+from starling.weightsync.offers.tickets import TicketProof, accept
 from starling.weightsync.plan.layout import ShardPiece, packed_offsets
 
 WhenBusy = Literal["revoke", "wait", "skip"]
@@ -41,10 +41,10 @@ WhenBusy = Literal["revoke", "wait", "skip"]
 fail at once."""
 
 MAGIC: Final = int.from_bytes(b"STARARN2", "little")
-TOKEN_BYTES: Final = 16
+SECRET_BYTES: Final = 16
 MAX_SLOTS: Final = 4
 _NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 12  # words of the header
-_TOKENS_AT: Final = 256
+_SECRETS_AT: Final = 256
 _LOCKS_AT: Final = 1 << 60
 _RETRY_S: Final = 0.0005
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1
@@ -92,7 +92,7 @@ class ArenaMapping:
             raise
         self._header: npt.NDArray[np.uint64] | None = memory[:PAGE_BYTES].view(np.uint64)
         self._bytes: Memory | None = memory
-        self.presented: Presented | None = None
+        self.proof: TicketProof | None = None
         """The ticket that opened the leased snapshot."""
         self._leased = self._slot = 0  # id of the leased snapshot, 0 for none, and its slot
         self._num_slots, self._extent, list_bytes = (int(self._header[at]) for at in (1, 2, 3))
@@ -111,11 +111,11 @@ class ArenaMapping:
         )
         return pieces
 
-    def open(self, snapshot: int, token: str) -> Memory:
-        """Take a lease on `snapshot` for what a reader presents (`offers.tickets`), and return its memory.
+    def open(self, snapshot: int, proof: str) -> Memory:
+        """Take a lease on `snapshot` for the reader whose ticket `proof` proves, and return its memory.
 
         Raises:
-            WeightsError: the token is wrong, or the snapshot is gone.
+            WeightsError: the proof is wrong, or the snapshot is gone.
         """
         assert self._bytes is not None
         self.release()
@@ -125,10 +125,10 @@ class ArenaMapping:
         if not self.valid():
             self.release()
             raise WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
-        begin = _TOKENS_AT + self._slot * TOKEN_BYTES
-        secret = self._bytes[begin : begin + TOKEN_BYTES].tobytes().hex()
+        begin = _SECRETS_AT + self._slot * SECRET_BYTES
+        secret = self._bytes[begin : begin + SECRET_BYTES].tobytes().hex()
         try:
-            self.presented = accept(secret, token, snapshot=snapshot)
+            self.proof = accept(secret, proof, snapshot=snapshot)
         except WeightsError:
             self.release()
             raise
@@ -150,7 +150,7 @@ class ArenaMapping:
         """Give the lease back, if there is one."""
         if self._leased:
             _lock(self._fd, fcntl.F_UNLCK, self._leased)
-            self._leased, self.presented = 0, None
+            self._leased, self.proof = 0, None
 
     def close(self) -> None:
         """Release and unmap; the memory is freed with the last view of it."""
@@ -226,12 +226,12 @@ class Arena:
         """Make the claimed slot readable. Return the new snapshot's id and secret."""
         self._count += 1
         snapshot = self._num_slots * self._count + slot
-        token = secrets.token_bytes(TOKEN_BYTES)
-        begin = _TOKENS_AT + slot * TOKEN_BYTES
-        self._bytes[begin : begin + TOKEN_BYTES] = np.frombuffer(token, np.uint8)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        begin = _SECRETS_AT + slot * SECRET_BYTES
+        self._bytes[begin : begin + SECRET_BYTES] = np.frombuffer(secret, np.uint8)
         self._snapshots[slot] = snapshot
         self._header[_IDS_AT + slot] = snapshot
-        return snapshot, token.hex()
+        return snapshot, secret.hex()
 
     def set_digests(self, snapshot: int, digests: Sequence[bytes]) -> None:
         """Add the digests of the pieces of a snapshot, unless it is gone."""

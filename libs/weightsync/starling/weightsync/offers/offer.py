@@ -14,7 +14,7 @@ version on, could send other bits with their digests. So there is a second root,
 the plan from the publisher's layout to the destination's: the publisher computes it from its snapshot, the destination
 from what its engine holds, from wherever that came. Equal layout roots mean equal bits.
 
-This guards against errors, not against an adversary; tokens control read access.
+This guards against errors, not against an adversary; tickets control read access.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     address: str
     """``host:port`` of the rank's listener, or the path of its arena (local)."""
-    token: str
-    """From a publisher: the secret of this snapshot, for the controller only. To a reader: its ticket for one pull, see
-    `offers.tickets`."""
     snapshot: int
     holds: str
     """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""
     root: str
     """Root of the rank's pieces."""
+    secret: str = ""
+    """Secret of this snapshot (`offers.tickets`), in the offer of a source to the controller; else empty."""
+    ticket: str = ""
+    """Ticket for one pull, in an offer to a reader; else empty."""
     encrypted: bool = False
-    """Whether what follows the token is encrypted; only `tcp` can."""
+    """Whether what follows the opening of the snapshot is encrypted; only `tcp` can."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

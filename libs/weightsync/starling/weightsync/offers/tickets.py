@@ -5,12 +5,13 @@ plane, and nowhere else. For each pull the controller derives a ticket from it a
 the encrypted control plane too. The source derives the same key from its secret and the claims that the reader
 presents, so it needs to know nothing of its readers:
 
-    key       = HMAC-SHA256(secret, claims)           claims: the reader's name and its pull
+    ticket    = claims, key                           claims: the reader's name and its pull
+    key       = HMAC-SHA256(secret, claims)
     rank key  = HMAC-SHA256(key, rank)                a reader of several ranks opens the snapshot once with each
-    presented = claims, rank, nonce, HMAC-SHA256(rank key, snapshot, nonce)
+    proof     = claims, rank, nonce, HMAC-SHA256(rank key, snapshot, nonce)
 
 The keys never travel over the network of the weights: an eavesdropper learns none. The source accepts each pair of
-claims and rank once, so what was presented is worth nothing afterwards; and another snapshot has another secret. The
+claims and rank once, so a proof is worth nothing afterwards; and another snapshot has another secret. The
 keys of an encrypted connection are derived from the rank key, too (RFC 2104; the scheme is that of a Kerberos ticket).
 """
 
@@ -23,7 +24,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from starling.common.errors import WeightsError
-from starling.weightsync.offers.offer import Offer
+from starling.weightsync.offers.offer import Offer, RankOffer
 
 MAX_RANKS: Final = 1 << 16
 """Number of ranks that a reader may have."""
@@ -31,8 +32,8 @@ _MAX_CHARACTERS: Final = 512
 _SEPARATOR: Final = "|"
 
 
-class Presented(NamedTuple):
-    """A ticket as a source accepted it, or as a reader presents it."""
+class TicketProof(NamedTuple):
+    """Proof that a reader has a ticket for one snapshot, without the key in the ticket."""
 
     text: str
     """What travels to the source."""
@@ -50,7 +51,7 @@ def offer_for(offer: Offer, reader: str, pull: str) -> Offer:
         reader: name of the replica that may pull.
         pull: name of its pull, which no other pull has.
     """
-    ranks = (msgspec.structs.replace(rank, token=ticket(rank.token, reader, pull)) for rank in offer.ranks)
+    ranks = (msgspec.structs.replace(rank, secret="", ticket=ticket(rank.secret, reader, pull)) for rank in offer.ranks)
     return msgspec.structs.replace(offer, ranks=tuple(ranks))
 
 
@@ -60,41 +61,38 @@ def ticket(secret: str, reader: str, pull: str) -> str:
     return claims + _SEPARATOR + _mac(secret.encode(), claims).hex()
 
 
-def present(token: str, *, snapshot: int, rank: int, nonce: str) -> Presented:
-    """Return what rank `rank` of a reader presents to open a snapshot.
+def prove(offer: RankOffer, *, rank: int, nonce: str) -> TicketProof:
+    """Return the proof with which rank `rank` of a reader opens the offered snapshot.
 
     Args:
-        token: the ticket. A reader in the publisher's own program may have the secret instead, and then makes a ticket
-            for itself.
-        snapshot: number of the snapshot.
+        offer: with the reader's ticket. A reader in the source's own program may have the source's own offer, and then
+            makes a ticket for itself.
         rank: the reader's rank.
         nonce: fresh random characters, none of them a bar.
     """
-    if _SEPARATOR not in token:
-        token = ticket(token, "reader", nonce)
-    claims, _, key = token.rpartition(_SEPARATOR)
-    return _present(claims, key, snapshot, rank, nonce)
+    claims, _, key = (offer.ticket or ticket(offer.secret, "reader", nonce)).rpartition(_SEPARATOR)
+    return _proof(claims, key, offer.snapshot, rank, nonce)
 
 
-def accept(secret: str, text: str, *, snapshot: int) -> Presented:
-    """Check what a reader presents against the secret of a snapshot.
+def accept(secret: str, text: str, *, snapshot: int) -> TicketProof:
+    """Check the text of a reader's proof against the secret of a snapshot.
 
     Raises:
-        WeightsError: it is not a ticket for this snapshot.
+        WeightsError: it does not prove a ticket for this snapshot.
     """
     claims, rank, nonce, _ = (*text.split(_SEPARATOR), "", "", "", "")[:4]
     if len(text) <= _MAX_CHARACTERS and rank.isascii() and rank.isdigit() and int(rank) < MAX_RANKS:
-        own = _present(claims, _mac(secret.encode(), claims).hex(), snapshot, int(rank), nonce)
+        own = _proof(claims, _mac(secret.encode(), claims).hex(), snapshot, int(rank), nonce)
         if hmac.compare_digest(own.text.encode(), text.encode("utf-8", "surrogatepass")):
             return own
-    raise WeightsError(f"The token for snapshot {snapshot} is wrong.")
+    raise WeightsError(f"The ticket for snapshot {snapshot} is wrong.")
 
 
-def _present(claims: str, key: str, snapshot: int, rank: int, nonce: str) -> Presented:
+def _proof(claims: str, key: str, snapshot: int, rank: int, nonce: str) -> TicketProof:
     rank_key = _mac(key.encode(), str(rank))
-    proof = _mac(rank_key, f"{snapshot} {nonce}").hex()
+    mac = _mac(rank_key, f"{snapshot} {nonce}").hex()
     use = f"{claims}{_SEPARATOR}{rank}"
-    return Presented(_SEPARATOR.join((use, nonce, proof)), use, rank_key)
+    return TicketProof(_SEPARATOR.join((use, nonce, mac)), use, rank_key)
 
 
 def _mac(key: bytes, text: str) -> bytes:

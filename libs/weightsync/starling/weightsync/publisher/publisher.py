@@ -246,12 +246,12 @@ class Publisher:
         self._end_comparing()
         with torch.no_grad():
             fill(self._views[slot])
-        snapshot, token = self._arena.commit(slot)
+        snapshot, secret = self._arena.commit(slot)
         before, base = self._last_slot, self._version if self._last_slot not in (-1, slot) else -1
         self._version, self._last_slot = version, slot
         if self._history is not None:
             self._history.begin(snapshot, version, base)
-        future = self._pool.submit(self._digest, version, snapshot, token, self._arrays[slot])
+        future = self._pool.submit(self._digest, version, snapshot, secret, self._arrays[slot])
         self._digesting[slot] = [future]
         self._snapshot, self._layout_roots = snapshot, {}
         self.add_layout_roots(root_plans or {})  # before the comparison, for which the offer does not wait
@@ -357,7 +357,7 @@ class Publisher:
             roots.append(rank_root((t.destination_shard, t.box, digest(t.source_shard, t.box)) for t in transfers))
         return layout_root(roots)
 
-    def _digest(self, version: int, snapshot: int, token: str, arrays: tuple[Array, ...]) -> RankOffer:
+    def _digest(self, version: int, snapshot: int, secret: str, arrays: tuple[Array, ...]) -> RankOffer:
         """Digest a snapshot, in the digesting thread."""
         cache = self._source.cache(snapshot)
         digests: list[bytes] = []
@@ -374,7 +374,7 @@ class Publisher:
             transport=self._transport,
             address=self._address,
             encrypted=self._encrypted,
-            token=token,
+            secret=secret,
             snapshot=snapshot,
             holds=self._holds,
             root=digest_of(b"%d" % version) if self._digests == "off" else root_of(proofs),

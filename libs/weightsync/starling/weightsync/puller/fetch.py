@@ -27,7 +27,7 @@ from starling.weightsync.memory.arrays import Array, Memory, flat_bytes, grouped
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.offers.offer import DIGEST_BYTES
-from starling.weightsync.offers.tickets import present
+from starling.weightsync.offers.tickets import prove
 from starling.weightsync.plan.buckets import BUCKETS_PER_SOURCE, payload_bytes
 from starling.weightsync.plan.layout import aligned
 from starling.weightsync.puller.deadline import Deadline
@@ -46,7 +46,7 @@ from starling.weightsync.transports.messages import (
 MAX_ATTEMPTS: Final = 2
 """How often a source is asked for a bucket that arrives with a wrong digest."""
 NONCE_BYTES: Final = 16
-"""Randomness in what is presented to a source."""
+"""Randomness in the proof of a ticket."""
 PROGRESS_INTERVAL_S: Final = 0.1
 """Minimum time between two progress reports."""
 
@@ -252,8 +252,8 @@ class BucketFetcher:
         self._control[number] = source
         offer = source.offer
         nonce = secrets.token_hex(NONCE_BYTES)
-        shown = present(offer.token, snapshot=offer.snapshot, rank=self._options.rank, nonce=nonce)
-        source.ask(OpenSnapshot(number=number, snapshot=offer.snapshot, token=shown.text), ReadTarget(), shown)
+        proof = prove(offer, rank=self._options.rank, nonce=nonce)
+        source.ask(OpenSnapshot(number=number, snapshot=offer.snapshot, proof=proof.text), ReadTarget(), proof)
 
     def _may_ask(self, source: SourceConnection) -> bool:
         num_in_flight = len(self._requested) + len(self._measuring)

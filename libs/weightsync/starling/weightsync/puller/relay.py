@@ -65,7 +65,7 @@ class Relay:
         self._source.pending = PendingBoxes(
             (shard, box.box) for read in schedule.reads for shard, box in zip(read.shards, read.boxes, strict=True)
         )
-        snapshot, token = self._arena.commit(slot)
+        snapshot, secret = self._arena.commit(slot)
         self._cache = self._source.cache(snapshot)
         self._deltas.begin(snapshot, tuple(sorted({base for base in bases if base >= 0})))
         self._digests, self._salt = digests, offer.version if digests == "sampled" else 0
@@ -74,7 +74,7 @@ class Relay:
             transport=self._transport,
             address=self._address,
             encrypted=self._encrypted,
-            token=token,
+            secret=secret,
             snapshot=snapshot,
             holds=self._holds,
             root=offer.root,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from starling.weightsync.offers.offer import RankOffer
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import ReadTarget, TransportClient
 from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.messages import Request
@@ -37,12 +37,12 @@ class SourceConnection:
     last_answer_at: float = 0.0
     """Monotonic time of its last answer, or of the first request after it had answered all."""
 
-    def ask(self, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
-        """Send a request; `presented` is the ticket in an `OpenSnapshot`."""
+    def ask(self, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
+        """Send a request; `proof` is the one in an `OpenSnapshot`."""
         if not self.num_outstanding:
             self.last_answer_at = time.monotonic()
         self.num_outstanding += 1
-        self.client.ask(self.key, request, target, presented)
+        self.client.ask(self.key, request, target, proof)
 
     def answered(self) -> None:
         """Record an answer."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from starling.weightsync.memory.arrays import Array, Memory
 from starling.weightsync.offers.offer import RankOffer
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.messages import Request, SourceAnswer
 
 
@@ -76,10 +76,10 @@ class TransportClient(Protocol):
             WeightsError: its address is malformed, or cannot be reached.
         """
 
-    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """Send a request. The memory of `target` belongs to the transport until the answer or `drop`.
 
-        `presented`: the ticket in an `OpenSnapshot`; its key encrypts what follows, where the offer says so.
+        `proof`: of the ticket, in an `OpenSnapshot`; its key encrypts what follows, where the offer says so.
         """
 
     def poll(self, wait_s: float) -> list[Event]:

@@ -2,14 +2,14 @@
 
 Requests and answers go over a socket, as with plain TCP. The payload of a granted `ReadBoxes` is sent and received
 within a process group of two ranks, source and reader, that belongs to this one connection. It is formed after the
-token was presented and aborted with the connection; no other group is touched, and none need exist. Why pairs, and not
+ticket was proven and aborted with the connection; no other group is touched, and none need exist. Why pairs, and not
 one group of all: docs/decisions/0007-nccl-groups-of-two.md.
 
 Both ends must post the same operations in the same order. They do because both follow the answers: one operation for
 each segment of a granted `ReadBoxes` that is not empty, none for a refused one. Lengths are not sent, they follow from
 the request; gloo aborts a process that is sent more than it posted a receive for.
 
-gloo listens on a port that knows no tokens. So nothing is sent over a group before the reader has proven in it that it
+gloo listens on a port that knows no tickets. So nothing is sent over a group before the reader has proven in it that it
 knows a secret which it was sent over the socket.
 """
 

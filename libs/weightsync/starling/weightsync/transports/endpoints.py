@@ -11,7 +11,7 @@ from starling.weightsync.offers.offer import Offer, Transport, TransportChoice
 LONGEST_WAIT_S: Final = 0.05
 """Longest uninterrupted wait, so that a cancellation is noticed."""
 IDLE_TIMEOUT_S: Final = 10.0
-"""How long a connection may last without a valid token, and how long a peer may accept none of what is sent."""
+"""How long a connection may last without a valid ticket, and how long a peer may accept none of what is sent."""
 MAX_CONNECTIONS: Final = 1024
 """Maximum number of readers of one server."""
 ACCEPT_BACKOFF_S: Final = 1.0

@@ -18,7 +18,7 @@ from starling.weightsync.memory.arena import ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, chunks_of, packed_arrays, part_of
 from starling.weightsync.memory.digests import Hasher, digest_of_array
 from starling.weightsync.offers.offer import DIGEST_BYTES, RankOffer
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import AnswerReceived, Event, EventQueue, ReadTarget
 from starling.weightsync.transports.messages import (
     OpenSnapshot,
@@ -56,7 +56,7 @@ class LocalClient:
         mapping = ArenaMapping(offer.address)
         self._connections[source] = _Connection(mapping, PiecesByName(mapping.pieces()))
 
-    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """See `TransportClient.ask`."""
         connection = self._connections[source]
         if isinstance(request, ReadBoxes):
@@ -66,7 +66,7 @@ class LocalClient:
             return
         try:
             if isinstance(request, OpenSnapshot):
-                connection.memory = connection.mapping.open(request.snapshot, request.token)
+                connection.memory = connection.mapping.open(request.snapshot, request.proof)
                 connection.arrays = packed_arrays(connection.pieces.pieces, connection.memory)
             elif isinstance(request, ReleaseSnapshot):
                 _check(connection)

@@ -42,8 +42,8 @@ class OpenSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     number: Number
     snapshot: Number
-    token: str
-    """What `offers.tickets.present` returns. Not the ticket itself, which contains a key."""
+    proof: str
+    """Text of the `TicketProof` that `offers.tickets.prove` returns."""
 
 
 class ReadBoxes(msgspec.Struct, frozen=True, kw_only=True, tag="read"):

@@ -18,7 +18,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
 from starling.weightsync.transports.messages import (
@@ -30,7 +30,7 @@ from starling.weightsync.transports.messages import (
     SourceAnswer,
 )
 
-NOT_OPENED: Final = "Refused: open a snapshot with its token first."
+NOT_OPENED: Final = "Refused: open a snapshot with its ticket first."
 REVOKED: Final = "The snapshot was revoked while it was read: too slow; pull a newer version."
 
 
@@ -147,7 +147,7 @@ class SnapshotSource:
                 del self._used[old]
             used = self._used.setdefault(snapshot, set())
             if ticket in used:
-                raise WeightsError(f"The token for snapshot {snapshot} was used before: each one opens it once.")
+                raise WeightsError(f"The ticket for snapshot {snapshot} was used before: each one opens it once.")
             used.add(ticket)
 
 
@@ -224,14 +224,14 @@ class ReaderSession:
 
     @property
     def opened(self) -> bool:
-        """Whether the reader has presented a token."""
+        """Whether the reader has proven its ticket."""
         return self._snapshot > 0
 
     @property
-    def presented(self) -> Presented:
+    def proof(self) -> TicketProof:
         """The ticket that opened the snapshot."""
-        assert self._lease is not None and self._lease.presented is not None  # noqa: PT018
-        return self._lease.presented
+        assert self._lease is not None and self._lease.proof is not None  # noqa: PT018
+        return self._lease.proof
 
     def grant(self, request: Request) -> Grant:
         """Carry out a request.
@@ -322,9 +322,9 @@ class ReaderSession:
         self._arrays, self._snapshot = (), 0
         if self._lease is None:
             self._lease = ArenaMapping(self._source.address)
-        self._lease.open(request.snapshot, request.token)
+        self._lease.open(request.snapshot, request.proof)
         try:
-            self._source.use(request.snapshot, self.presented.use)
+            self._source.use(request.snapshot, self.proof.use)
         except WeightsError:
             self._lease.release()
             raise

@@ -26,7 +26,7 @@ from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.offers.offer import RankOffer
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
 from starling.weightsync.transports.endpoints import split_address
 from starling.weightsync.transports.messages import (
@@ -102,7 +102,7 @@ class NixlClient:
             NonBlockingChannel.dial(split_address(offer.address), max(ANSWER_BYTES, LOCATION_BYTES))
         )
 
-    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """See `TransportClient.ask`."""
         connection = self._connections[source]
         connection.sent[request.number] = _SentRequest(request, target)

@@ -120,7 +120,7 @@ class _Connection:
             for number in [number for number, reply in self._replies.items() if self._finish(reply)]:
                 del self._replies[number]
             if time.monotonic() > min(self._ends_at, *(reply.ends_at for reply in self._replies.values()), math.inf):
-                raise TimeoutError("the reader has not presented its token, or not fetched its payload")
+                raise TimeoutError("the reader has not proven its ticket, or not fetched its payload")
         except (WeightsError, MemoryError, OSError) as error:
             log.debug("a reader left: %s", error)
             return False

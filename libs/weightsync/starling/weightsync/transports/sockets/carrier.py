@@ -13,7 +13,7 @@ class PayloadCarrier(Protocol):
     """One end of the payload path of one channel. Used by one thread, except for `close`."""
 
     def opened(self) -> None:
-        """Set up the path: the reader has presented its token. Called at both ends, right after the answer."""
+        """Set up the path: the reader has proven its ticket. Called at both ends, right after the answer."""
 
     def send(self, answer: memoryview, segments: Sequence[Memory]) -> None:
         """Send the answer to a `ReadBoxes`, then its payload."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, EventQueue, ReadTarget
 from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, split_address
 from starling.weightsync.transports.messages import ANSWER_BYTES, OpenSnapshot, ReadBoxes, Request, decode_answer
@@ -33,7 +33,7 @@ class _Connection:
         self._connected = threading.Event()
         self._open_answered = threading.Event()
         """Set while no `OpenSnapshot` waits for its answer."""
-        self._expected: queue.SimpleQueue[tuple[Request, ReadTarget, Presented | None]] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[tuple[Request, ReadTarget, TicketProof | None]] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._ends: tuple[Channel, PayloadCarrier] | None = None
         self._lock = threading.Lock()
@@ -45,8 +45,8 @@ class _Connection:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, request: Request, target: ReadTarget, presented: Presented | None) -> None:
-        self._expected.put((request, target, presented))
+    def ask(self, request: Request, target: ReadTarget, proof: TicketProof | None) -> None:
+        self._expected.put((request, target, proof))
         self._outgoing.put(request)
 
     def drop(self) -> None:
@@ -97,7 +97,7 @@ class _Connection:
         channel, carrier = self._ends
         while not self._stop.is_set():
             try:
-                request, target, presented = self._expected.get(timeout=LONGEST_WAIT_S)
+                request, target, proof = self._expected.get(timeout=LONGEST_WAIT_S)
             except queue.Empty:
                 continue
             answer = decode_answer(channel.receive_message(ANSWER_BYTES))
@@ -107,8 +107,8 @@ class _Connection:
                 carrier.receive(target.buffers)
             if isinstance(request, OpenSnapshot):
                 if not answer.reason:
-                    if self.encrypted and presented is not None:
-                        keys = channel_keys(presented)
+                    if self.encrypted and proof is not None:
+                        keys = channel_keys(proof)
                         channel.encrypt(sending=keys.from_reader, receiving=keys.from_source)
                     carrier.opened()
                 self._open_answered.set()
@@ -137,9 +137,9 @@ class SocketClient:
             source, address, self._make_carrier, self._events, encrypted=offer.encrypted
         )
 
-    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """See `TransportClient.ask`."""
-        self._connections[source].ask(request, target, presented)
+        self._connections[source].ask(request, target, proof)
 
     def poll(self, wait_s: float) -> list[Event]:
         """See `TransportClient.poll`."""

@@ -2,7 +2,7 @@
 
 A record is the size of its content, which is authenticated too, then the content and its tag. Each direction has a key
 of its own, and the number of the record is the nonce: no pair of key and nonce occurs twice, because each key belongs
-to what a reader has presented once, with fresh random characters in it, and a source has accepted once. A record that
+to a proof, with fresh random characters in it, that a reader has made and a source has accepted once. A record that
 was changed, left out, repeated or put elsewhere does not decrypt.
 """
 
@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from starling.common.errors import WeightsError
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 
 RECORD_BYTES: Final = 1 << 20
 """Longest content of a record. A channel needs three times as much memory: to send, to receive and to decrypt."""
@@ -33,11 +33,11 @@ class ChannelKeys(NamedTuple):
     from_source: bytes
 
 
-def channel_keys(presented: Presented) -> ChannelKeys:
-    """Return the keys that follow from what a reader has presented and its source has accepted."""
+def channel_keys(proof: TicketProof) -> ChannelKeys:
+    """Return the keys that follow from a proof that its source has accepted."""
     return ChannelKeys(
         *(
-            hmac.digest(presented.key, f"records from the {end} {presented.text}".encode(), hashlib.sha256)
+            hmac.digest(proof.key, f"records from the {end} {proof.text}".encode(), hashlib.sha256)
             for end in ("reader", "source")
         )
     )

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SocketServer:
-    """Listens on a free port of `host` and serves a source until closed; `encrypted`: all that follows a token."""
+    """Listens on a free port of `host` and serves a source until closed; `encrypted`: all that follows an opening."""
 
     def __init__(
         self, source: SnapshotSource, make_carrier: MakeCarrier, *, host: str, encrypted: bool = False
@@ -132,7 +132,7 @@ class SocketServer:
             channel.send([framed(grant.answer(request.number))])
             if isinstance(request, OpenSnapshot):
                 if self._encrypted:
-                    keys = channel_keys(session.presented)
+                    keys = channel_keys(session.proof)
                     channel.encrypt(sending=keys.from_source, receiving=keys.from_reader)
                 carrier.opened()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer
-from starling.weightsync.offers.tickets import Presented
+from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, split_address
 from starling.weightsync.transports.messages import (
@@ -48,7 +48,7 @@ class _Connection:
 
     channel: NonBlockingChannel
     endpoint: Any = None
-    """None until the source has accepted a token."""
+    """None until the source has accepted a ticket."""
     opening: int = 0
     """Number of the first `OpenSnapshot` while it is not answered."""
     held: list[tuple[Request, ReadTarget]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class UcxClient:
         self._worker.watch(channel)
         _send(channel, WORKER, self._worker.address)
 
-    def ask(self, source: str, request: Request, target: ReadTarget, presented: Presented | None = None) -> None:
+    def ask(self, source: str, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """See `TransportClient.ask`."""
         self._ask(self._connections[source], request, target)
 

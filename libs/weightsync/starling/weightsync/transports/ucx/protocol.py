@@ -1,7 +1,7 @@
 """Messages of a UCX connection: requests and answers over a socket, payloads by tag over UCX.
 
 UCXX's listener can be bound to no address, so there is none: the source listens on a socket of its own. The reader
-sends the address of its UCX worker over it, and the source its own once the reader has presented a token; each end then
+sends the address of its UCX worker over it, and the source its own once the reader has proven a ticket; each end then
 makes an endpoint from the address of the other. The socket also tells each end at once that the other one is gone,
 which UCX notices by its keepalive only.
 

@@ -76,7 +76,7 @@ class _Connection:
         self._reader = b""
         """Address of the reader's worker."""
         self._endpoint: Any = None
-        """None until the reader has presented a token."""
+        """None until the reader has proven a ticket."""
         self._waiting: deque[_Reply] = deque()
         self._replies: list[_Reply] = []
         self._refusals: deque[UcxRequest] = deque()
@@ -138,7 +138,7 @@ class _Connection:
         self._ends_at = math.inf
         if self._endpoint is None:
             if not self._reader:
-                raise WeightsError("A reader presented a token before the address of its worker.")
+                raise WeightsError("A reader proved a ticket before the address of its worker.")
             self._endpoint = self._worker.connect(self._reader)
             self.channel.send(WORKER, self._worker.address)
         if isinstance(request, ReadBoxes | MeasureDeltas):
