@@ -276,7 +276,7 @@ def test_lost_engine_is_restarted(hub: FakeHub, model: Path, tmp_path: Path) -> 
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
         assert errors.splitlines()[-1] == (
-            "starling rollout-0: the engine was lost, and restarted 1 times within 600 s already "
+            "starling rollout-0: the engine was lost, and restarted 1 time within 600 s already "
             "(rollout.max_engine_restarts): the test broke it"
         )
 
@@ -382,7 +382,7 @@ def test_rollout_opens_no_transport_that_another_rollout_chose(hub: FakeHub, mod
         forged = replace(rank, transport="gloo", address=f"127.0.0.1:{listener.getsockname()[1]}")
         order = wire.AdoptWeights(lease=hub.lease("adopt"), version=1, source="rollout-1")
         failed, _ = hub.ask(NAME, order, wire.LeaseFailed, (encode(replace(offer, ranks=(forged,))), plan))
-        assert "'gloo', not encrypted, which the settings of this replica do not allow at 127.0.0.1" in failed.reason
+        assert "'gloo', not encrypted, which this reader does not allow at 127.0.0.1" in failed.reason
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()

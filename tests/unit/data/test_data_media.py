@@ -148,8 +148,8 @@ def test_rows_with_other_images_are_other_questions(tmp_path: Path) -> None:
     ("columns", "complaint"),
     [
         ({"question": "Why?"}, "has no column 'images', which image_column names"),
-        ({"question": "<image> <image>", "images": "/a"}, "has 1 images and its messages contain <image> 2 times"),
-        ({"question": "<video>", "images": "/a"}, "has 1 images and its messages contain <image> 0 times"),
+        ({"question": "<image> <image>", "images": "/a"}, "has 1 image and its messages contain <image> 2 times"),
+        ({"question": "<video>", "images": "/a"}, "has 1 image and its messages contain <image> 0 times"),
         ({"question": "Why?", "images": 7}, "column 'images' of row 4 of 'rows.jsonl' holds 7: give a path"),
         ({"question": "Why?", "images": [""]}, "holds '': give a path"),
         ({"question": "Why?", "images": bytes(MAX_INLINE_BYTES)}, "a prompt holds at most 8388608: give paths"),

@@ -110,7 +110,7 @@ class ServedModel:
             )
         if options.num_completions > self.max_rows:
             raise ApiError(
-                f"n = {options.num_completions}: at most {self.max_rows} can be generated together; "
-                "ask for fewer, or raise rollout.max_rows",
+                f"n = {options.num_completions}: at most {counted(self.max_rows, 'completion')} can be generated "
+                "together; ask for fewer, or raise rollout.max_rows",
                 parameter="n",
             )
