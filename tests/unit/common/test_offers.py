@@ -19,7 +19,7 @@ from starling.weightsync.publisher.publisher import PublishedSnapshot, Publisher
 from starling.weightsync.tensors.modules import layout_of
 
 WAIT_S = 60.0
-RANK = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=1, holds="h", root="0" * 32)
+RANK = RankOffer(rank=0, transport="local", address="/", secret="t", snapshot=1, holds="h", root="0" * 32)
 
 
 class RecordedSender:

@@ -53,7 +53,7 @@ def offer_of(version: int) -> Offer:
     """Return an offer of weights that encode the version."""
     holds = holds_of(pieces_of(layout_of("policy-0"), 0))
     root = digest_of(version.to_bytes(4, "little") * 4)
-    rank = RankOffer(rank=0, transport="local", address="/", token="t", snapshot=version, holds=holds, root=root)
+    rank = RankOffer(rank=0, transport="local", address="/", secret="t", snapshot=version, holds=holds, root=root)
     return make_offer(version, (rank,))
 
 
