@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_vision import FAMILIES, make_config, make_model, write_folder
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from starling.algo.architecture import auto_class
 from starling.policy.train.model.load import load_model, longest_sequence, outline, pair_cost, version_tensors
@@ -42,6 +45,28 @@ def test_outline_has_the_parameters_of_the_model(family: str, tmp_path: Path) ->
     write_folder(tmp_path, family)
     described = {name: parameter.shape for name, parameter in outline(tmp_path).named_parameters()}
     assert described == {name: parameter.shape for name, parameter in make_model(family).named_parameters()}
+
+
+def test_auto_class_is_that_of_the_mappings_for_every_configuration() -> None:
+    """The oracle, `keys`, imports the configuration of every model; replicas must not."""
+    mappings = [auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)]
+    of_text, with_images = (set(mapping.keys()) for mapping in mappings)
+    assert with_images - of_text
+    for kind in of_text | with_images:
+        expected = AutoModelForImageTextToText if kind in with_images - of_text else AutoModelForCausalLM
+        assert auto_class(object.__new__(kind)) is expected, kind
+
+
+def test_auto_class_imports_no_other_model() -> None:
+    code = (
+        "import sys\n"
+        "from transformers import Qwen3Config\n"
+        "from starling.algo.architecture import auto_class\n"
+        "auto_class(Qwen3Config())\n"
+        "assert 'transformers.models.gemma3' not in sys.modules, 'imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_auto_class_follows_the_configuration() -> None:

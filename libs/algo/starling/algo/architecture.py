@@ -30,11 +30,26 @@ def auto_class(config: Any) -> Any:
         return AutoModelForCausalLM
     if AutoModelForImageTextToText.__name__ in own:
         return AutoModelForImageTextToText
-    # A set of its keys: the mapping's own `__contains__` has other semantics.
     of_text, with_images = (
-        set(auto._model_mapping.keys()) for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
+        _is_registered(config, auto) for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
     )
-    return AutoModelForImageTextToText if type(config) in with_images - of_text else AutoModelForCausalLM
+    return AutoModelForImageTextToText if with_images and not of_text else AutoModelForCausalLM
+
+
+def _is_registered(config: Any, auto: Any) -> bool:
+    """Return whether the class of `config` is a key of an auto class's mapping.
+
+    The mapping's own `keys` imports the configuration of every model, which takes longer than to load a small model;
+    its own `__contains__` looks at one model type of the class only.
+    """
+    mapping, kind = auto._model_mapping, type(config)
+    if kind in mapping._extra_content:
+        return True
+    is_of_library = kind.__module__.startswith("transformers.")
+    return is_of_library and any(
+        name == kind.__name__ and model_type in mapping._model_mapping
+        for model_type, name in mapping._config_mapping.items()
+    )
 
 
 def context_length(config: Any) -> int | None:

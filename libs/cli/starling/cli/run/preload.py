@@ -20,6 +20,7 @@ _MODULES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_utils",
+    "transformers.modeling_layers",
     "starling.policy.settings.policy",
     "starling.policy.train.learner",
     "starling.policy.train.model.load",
@@ -33,8 +34,9 @@ _MODULES = (
     "starling.weightsync.puller.puller",
 )
 
-_UNUSED = ("sklearn", "scipy", "torchao")
-"""transformers imports them where they are installed, for assisted generation, detection losses and its quantisers."""
+_UNUSED = ("sklearn", "scipy", "torchao", "accelerate")
+"""transformers imports them where they are installed: for assisted generation, detection losses, its quantisers, and
+models on several devices."""
 
 # Ctrl-C reaches every process of the terminal: the supervisor stops the run, for which the server has to live. It
 # starts with these signals blocked; those that wait are discarded here.
