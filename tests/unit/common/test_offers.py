@@ -15,7 +15,8 @@ from starling.common.errors import WeightsError
 from starling.common.offers import OFFER_TIMEOUT_S, OfferSender
 from starling.common.wire import messages as wire
 from starling.weightsync.offers.offer import RankOffer, decode_offer
-from starling.weightsync.publisher.publisher import PublishedSnapshot, Publisher
+from starling.weightsync.publisher.published import PublishedSnapshot
+from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.tensors.modules import layout_of
 
 WAIT_S = 60.0

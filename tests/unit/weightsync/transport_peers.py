@@ -23,7 +23,7 @@ from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import RankOffer, Transport
 from starling.weightsync.offers.tickets import TicketProof, prove
 from starling.weightsync.plan.layout import ITEM_BYTES, Box, ShardPiece
-from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient, TransportServer
+from starling.weightsync.transports.base import AnswerReceived, Event, ReadTarget, TransportClient
 from starling.weightsync.transports.local import LocalClient
 from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes, ReleaseSnapshot, Request, SourceAnswer
 from starling.weightsync.transports.nixl.agent import has_nixl
@@ -81,10 +81,10 @@ class ServedSource:
         self.pieces = tuple(pieces)
         self.arena = Arena(self.pieces)
         self.source = SnapshotSource(self.arena, self.pieces)
-        self.server: TransportServer | None
-        kind, self.encrypted = unencrypted(transport)
-        self.server, self.transport, self.address = serve(self.source, kind, "127.0.0.1", encrypted=self.encrypted)
-        assert self.transport == kind
+        kind, encrypted = unencrypted(transport)
+        self.serving = serve(self.source, kind, "127.0.0.1", encrypted=encrypted)
+        assert self.serving.transport == kind
+        self.server, self.address = self.serving.server, self.serving.server.address
         self.offer = self.publish()
 
     def publish(self) -> RankOffer:
@@ -93,20 +93,10 @@ class ServedSource:
         for piece, array in zip(self.pieces, packed_arrays(self.pieces, self.arena.slots[slot]), strict=True):
             np.copyto(array, content(piece, piece.box.size))
         snapshot, secret = self.arena.commit(slot)
-        return RankOffer(
-            rank=0,
-            transport=self.transport,
-            address=self.address,
-            encrypted=self.encrypted,
-            secret=secret,
-            snapshot=snapshot,
-            holds="",
-            root="",
-        )
+        return self.serving.offer(rank=0, snapshot=snapshot, secret=secret, holds="", root="")
 
     def close(self) -> None:
-        if self.server is not None:
-            self.server.close(ANSWER_S)
+        self.server.close(ANSWER_S)
         self.arena.close()
 
 

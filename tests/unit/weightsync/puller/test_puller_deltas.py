@@ -63,7 +63,8 @@ class World:
 
     def compared(self) -> None:
         """Wait until the newest version has been compared with the one before; the next snapshot would interrupt it."""
-        assert all(each._comparing is None or each._comparing.result(DEADLINE_S) for each in self.publishers)
+        running = [each._comparison._running for each in self.publishers if each._comparison is not None]
+        assert all(future is None or future.result(DEADLINE_S) for future in running)
 
     def close(self) -> None:
         self.puller.close()

@@ -94,7 +94,7 @@ def test_pull_without_fallback_names_the_reason(world: World) -> None:
 
 def poison(publisher: Publisher) -> None:
     """Make a source send wrong digests, as if every payload were corrupted on the way."""
-    publisher._source.cache = lambda snapshot: WrongDigests()  # type: ignore[method-assign,assignment,return-value]
+    publisher._digests._source.cache = lambda snapshot: WrongDigests()  # type: ignore[method-assign,assignment,return-value]
 
 
 class WrongDigests:

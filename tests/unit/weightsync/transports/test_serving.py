@@ -59,7 +59,7 @@ def served() -> Iterator[ServedSource]:
 
 
 def works(made: ServedSource) -> bool:
-    with reader(made.transport) as peer:
+    with reader(made.serving.transport) as peer:
         answer = peer.connect(made.offer)
         _, arrays = peer.read([PIECE])
         return not answer.reason and arrays[0].tobytes() == content(PIECE, (1000,)).tobytes()

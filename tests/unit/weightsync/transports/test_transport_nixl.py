@@ -202,7 +202,7 @@ def test_unregistered_memory_cannot_be_read(two: AgentPair, begin: int) -> None:
 def test_snapshot_tokens_cannot_be_read() -> None:
     with serving("nixl", [PIECE]) as made:
         agent = NixlAgent(host="127.0.0.1")
-        name = agent.add_remote(made.server.agent.metadata())  # type: ignore[union-attr]
+        name = agent.add_remote(made.server.agent.metadata())  # type: ignore[attr-defined]
         slot = made.arena.slots[0].ctypes.data
         agent.read(name, [(allocate(1000), slot)]).release()
         with pytest.raises(WeightsError, match="NOT_FOUND"):

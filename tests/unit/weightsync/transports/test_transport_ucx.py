@@ -232,8 +232,8 @@ def test_missing_ucxx_falls_back_to_sockets_with_a_warning() -> None:
         "from starling.weightsync.transports.registry import serve\n"
         "from starling.weightsync.transports.source import SnapshotSource\n"
         "from starling.weightsync.memory.arena import Arena\n"
-        "arena = Arena(()); server, transport, address = serve(SnapshotSource(arena, ()), 'ucx', '127.0.0.1')\n"
-        "print(transport); server.close(5.0); arena.close()"
+        "arena = Arena(()); serving = serve(SnapshotSource(arena, ()), 'ucx', '127.0.0.1')\n"
+        "print(serving.transport); serving.server.close(5.0); arena.close()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "tcp"

@@ -128,17 +128,11 @@ class Puller:
             WeightsError: not done by the deadline, cancelled, refused, revoked, a connection lost, a wrong digest, a
                 plan that does not fit, or another pull in progress. With staging the live tensors keep their version.
         """
-        if not self._busy.acquire(blocking=False):
-            raise WeightsError("Another pull is in progress.")
-        before = self.state
-        try:
-            check_offer(offer)
-            for other in relays:
-                if other.version != offer.version:
-                    raise WeightsError(f"A relay offers version {other.version}, not {offer.version}.")
-            self._staged_version = -1
-            if before != "torn":
-                self.state = "pulling"
+        check_offer(offer)
+        for other in relays:
+            if other.version != offer.version:
+                raise WeightsError(f"A relay offers version {other.version}, not {offer.version}.")
+        with self._pulling():
             deadline = Deadline(deadline_s, cancelled)
             fallbacks = [rank for relay in relays for rank in relay.ranks]
             report = self._pull(offer, plan, deadline, into, fallbacks, relays_first, progress, announce)
@@ -146,16 +140,7 @@ class Puller:
                 self._staged_version, self.state = offer.version, "staged"
             else:
                 self.version, self.state = offer.version, "current"
-            return report
-        except BaseException:  # whatever it is: end the pull's connections and its relay, and re-raise
-            if self.state == "pulling":
-                self.state = "stale"
-            if self._relay is not None:
-                self._relay.revoke()
-            self._connections.drop_all()
-            raise
-        finally:
-            self._busy.release()
+        return report
 
     def switch(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Copy the staged version into the live tensors, in place. Return the version.
@@ -233,6 +218,26 @@ class Puller:
         list(self._pool.map(lambda index: attestation.add_bucket(index, live), range(len(self._sent))))
         list(self._pool.map(lambda shard: attestation.add_others(shard, live[shard]), attestation.shards_of_others))
         return attestation.roots(self._sent)
+
+    @contextmanager
+    def _pulling(self) -> Iterator[None]:
+        """Mark what was staged as gone; end the pull's connections and its relay if it fails within the context."""
+        if not self._busy.acquire(blocking=False):
+            raise WeightsError("Another pull is in progress.")
+        try:
+            self._staged_version = -1
+            if self.state != "torn":
+                self.state = "pulling"
+            yield
+        except BaseException:  # whatever it is: clean up, and re-raise
+            if self.state == "pulling":
+                self.state = "stale"
+            if self._relay is not None:
+                self._relay.revoke()
+            self._connections.drop_all()
+            raise
+        finally:
+            self._busy.release()
 
     @contextmanager
     def _switching(self) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -13,7 +13,7 @@ from typing import Final
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.digests import DigestCache, DigestMode
-from starling.weightsync.offers.offer import Offer, RankOffer, Transport, holds_of, make_offer
+from starling.weightsync.offers.offer import Offer, Transport, holds_of, make_offer
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.publisher.delta_history import ForwardedDeltas
 from starling.weightsync.puller.deadline import Deadline
@@ -35,13 +35,12 @@ class Relay:
         self._holds = holds_of(pieces)
         self._arena = Arena(pieces, num_slots=1)
         self._source = SnapshotSource(self._arena, pieces)
-        self._encrypted = encrypt
         self._cache = DigestCache()
         self._source.deltas = self._deltas = ForwardedDeltas()
         self._digests: DigestMode = "full"
         self._salt = 0
         try:
-            self._server, self._transport, self._address = serve(self._source, transport, host, encrypted=encrypt)
+            self._serving = serve(self._source, transport, host, encrypted=encrypt)
         except BaseException:  # whatever it is: free the arena, and re-raise
             self._arena.close()
             raise
@@ -69,15 +68,8 @@ class Relay:
         self._cache = self._source.cache(snapshot)
         self._deltas.begin(snapshot, tuple(sorted({base for base in bases if base >= 0})))
         self._digests, self._salt = digests, offer.version if digests == "sampled" else 0
-        rank = RankOffer(
-            rank=self._rank,
-            transport=self._transport,
-            address=self._address,
-            encrypted=self._encrypted,
-            secret=secret,
-            snapshot=snapshot,
-            holds=self._holds,
-            root=offer.root,
+        rank = self._serving.offer(
+            rank=self._rank, snapshot=snapshot, secret=secret, holds=self._holds, root=offer.root
         )
         if announce is not None:
             announce(make_offer(offer.version, [rank]))
@@ -90,8 +82,7 @@ class Relay:
             if digest:
                 self._cache.put((self._pieces[shard].names[0], box.box, self._digests, self._salt), digest)
             self._source.pending.arrived(shard, box.box)
-        if self._server is not None:
-            self._server.wake()
+        self._serving.server.wake()
 
     def revoke(self) -> None:
         """Revoke the snapshot of a failed pull."""
@@ -100,7 +91,6 @@ class Relay:
     def close(self) -> None:
         """End serving. Raises WeightsError when a thread does not end."""
         try:
-            if self._server is not None:
-                self._server.close(CLOSE_TIMEOUT_S)
+            self._serving.server.close(CLOSE_TIMEOUT_S)
         finally:
             self._arena.close()

@@ -28,7 +28,7 @@ from starling.weightsync.transports.messages import (
     SourceAnswer,
     refusal,
 )
-from starling.weightsync.transports.source import NOT_OPENED, REVOKED, PiecesByName
+from starling.weightsync.transports.source import NOT_OPENED, REVOKED, PiecesByName, SnapshotSource
 
 
 @dataclass
@@ -39,6 +39,29 @@ class _Connection:
     arrays: tuple[Array, ...] = ()
     jobs: set[Future[SourceAnswer]] = field(default_factory=set)
     dropped: threading.Event = field(default_factory=threading.Event)
+
+
+class LocalServer:
+    """A `TransportServer` that only collapses the arena into huge pages, in a thread: its readers map the arena."""
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self.address, self.failure = source.address, ""
+        self._stop = threading.Event()
+        # Not in the publisher's digesting thread: the first digests would wait for it, a second for each few GiB.
+        self._thread = threading.Thread(
+            target=source.arena.collapse, args=(self._stop.is_set,), name="weightsync-pages", daemon=True
+        )
+        self._thread.start()
+
+    def wake(self) -> None:
+        """See `TransportServer.wake`: no reader waits in this process."""
+
+    def close(self, deadline_s: float) -> None:
+        """See `TransportServer.close`."""
+        self._stop.set()
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            raise WeightsError(f"The thread that collapses snapshots did not end within {deadline_s:g} s.")
 
 
 class LocalClient:

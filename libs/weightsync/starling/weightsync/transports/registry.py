@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from starling.common.errors import WeightsError
-from starling.weightsync.offers.offer import Transport
+from starling.weightsync.offers.offer import RankOffer, Transport
 from starling.weightsync.transports.base import TransportClient, TransportServer
-from starling.weightsync.transports.local import LocalClient
+from starling.weightsync.transports.local import LocalClient, LocalServer
 from starling.weightsync.transports.nixl.client import NixlClient
 from starling.weightsync.transports.nixl.server import NixlServer
 from starling.weightsync.transports.source import SnapshotSource
@@ -20,32 +21,47 @@ from starling.weightsync.transports.ucx.worker import load_ucxx
 log = logging.getLogger(__name__)
 
 
-def serve(
-    source: SnapshotSource, transport: Transport, host: str, *, encrypted: bool = False
-) -> tuple[TransportServer | None, Transport, str]:
+@dataclass(frozen=True)
+class Serving:
+    """A source that readers can reach."""
+
+    server: TransportServer
+    transport: Transport
+    """The transport in use, which may not be the requested one."""
+    encrypted: bool
+
+    def offer(self, *, rank: int, snapshot: int, secret: str, holds: str, root: str) -> RankOffer:
+        """Return the offer of a snapshot of the source."""
+        return RankOffer(
+            rank=rank,
+            transport=self.transport,
+            address=self.server.address,
+            encrypted=self.encrypted,
+            secret=secret,
+            snapshot=snapshot,
+            holds=holds,
+            root=root,
+        )
+
+
+def serve(source: SnapshotSource, transport: Transport, host: str, *, encrypted: bool = False) -> Serving:
     """Make a source readable.
 
     Where UCX is requested but not installed, plain sockets serve instead, with a warning. There is no such fallback for
     NIXL: it is chosen for its RDMA. `encrypted` is for plain sockets only.
-
-    Returns:
-        The server, if the transport has one; the transport that is used; and the address to offer.
 
     Raises:
         WeightsError: `host` cannot be listened on, or this transport is not available, or cannot encrypt.
     """
     if encrypted and transport != "tcp":
         raise WeightsError(f"Transport {transport!r} cannot encrypt weights: choose 'tcp'.")
-    if transport == "local":
-        return None, transport, source.address
     if transport == "ucx":
         try:
             load_ucxx()
         except WeightsError as error:
             log.warning("weights travel over plain sockets, several times slower: %s", error)
             transport = "tcp"
-    server = _make_server(source, transport, host, encrypted=encrypted)
-    return server, transport, server.address
+    return Serving(_make_server(source, transport, host, encrypted=encrypted), transport, encrypted)
 
 
 def make_client(transport: Transport, pool: ThreadPoolExecutor, *, host: str) -> TransportClient:
@@ -75,6 +91,8 @@ def make_client(transport: Transport, pool: ThreadPoolExecutor, *, host: str) ->
 
 
 def _make_server(source: SnapshotSource, transport: Transport, host: str, *, encrypted: bool) -> TransportServer:
+    if transport == "local":
+        return LocalServer(source)
     if transport == "ucx":
         return UcxServer(source, host=host)
     if transport == "nccl" or transport == "gloo":
