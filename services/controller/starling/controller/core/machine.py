@@ -57,7 +57,13 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import JournalEntry
 from starling.controller.core.recovery import restore
 from starling.controller.core.replicas.assignments import release
-from starling.controller.core.replicas.departure import evict_culprit, evict_hanging, remove, stop_awaiting
+from starling.controller.core.replicas.departure import (
+    depart,
+    evict_culprit,
+    evict_hanging,
+    evict_useless,
+    stop_awaiting,
+)
 from starling.controller.core.replicas.failures import on_failed
 from starling.controller.core.replicas.heartbeat import on_heartbeat
 from starling.controller.core.replicas.joining import on_hello
@@ -160,7 +166,7 @@ def _handle(state: ControllerState, event: Event) -> None:
             member = state.replicas.membership.members.get(peer)
             # A policy that is alone cannot be replaced at once, and may come back: its lease decides.
             if member is not None and (member.role != "policy" or member.shares_steps):
-                remove(state, peer, "its connection closed")
+                depart(state, member, "its connection closed")
         case StopRequested(reason=reason):
             state.lifecycle.stop(reason, event.now)
             state.dirty = Dirty.ALL
@@ -178,13 +184,14 @@ def _tick(state: ControllerState) -> None:
     if replicas.membership.awaited and not replicas.membership.is_awaiting(now):
         stop_awaiting(state)
     for name in replicas.membership.expired(now):
-        remove(state, name, f"it was silent for {state.plan.lease_s:g} s")
+        depart(state, replicas.membership.members[name], f"it was silent for {state.plan.lease_s:g} s")
     for lease in replicas.leases.expired(now):
         member = replicas.membership.members.get(lease.peer)
         if member is not None:
             evict_hanging(state, member, lease)
     if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
         evict_culprit(state)
+        evict_useless(state)
         problem = overdue(state)
         if problem is not None:
             state.lifecycle.fail(problem, now)
@@ -214,7 +221,7 @@ def _received(state: ControllerState, event: Received) -> None:
         case wire.Heartbeat():
             on_heartbeat(state, member, message)
         case wire.Leave(reason=reason):
-            remove(state, sender, f"it left: {reason}", ended=True)
+            depart(state, member, f"it left: {reason}", ended=True)
         case _:
             # The release of a lease that is not, or no longer, in force makes a late result harmless.
             release(state, sender, message.lease)
@@ -236,11 +243,11 @@ def _result(state: ControllerState, member: Member, lease: Lease, message: Resul
         case wire.GroupGenerated():
             on_generated(state, member, lease, message, event)
         case wire.GroupInterrupted():
-            on_interrupted(state, member, message, event)
+            on_interrupted(state, member, lease, message, event)
         case wire.GroupScored():
-            on_scored(state, member, message)
+            on_scored(state, member, lease, message)
         case wire.TokensScored():
-            on_tokens_scored(state, member, message, event)
+            on_tokens_scored(state, member, lease, message, event)
         case wire.StepTrained():
             on_trained(state, member, message)
         case wire.WeightsPublished():

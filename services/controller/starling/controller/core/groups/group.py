@@ -107,6 +107,8 @@ class Group(msgspec.Struct, gc=False):
     this one is about completions that are gone."""
     generated_by: str = ""
     """The lease under which its completions were generated. Leases to score these completions are all newer."""
+    generator: str = ""
+    """The rollout that generated its completions; empty if an earlier controller stored them."""
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
     problem: str = ""
@@ -313,7 +315,7 @@ class Groups:
         """Let a group wait again, whose completions were thrown away for the `tries`-th time."""
         group.tries, group.floor = tries, floor
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
-        group.score_lease = group.teacher_lease = group.generated_by = ""
+        group.score_lease = group.teacher_lease = group.generated_by = group.generator = ""
         group.has_teacher_logprobs, group.partial = False, None
         self.move(group, GroupState.WAITING)
 

@@ -62,4 +62,4 @@ def _reopen(state: ControllerState, step: int, reason: str) -> None:
 def _generate_again(state: ControllerState, ordinal: int, reason: str) -> None:
     group: Group | None = state.buffer.get(ordinal)
     assert group is not None, "a group of the buffer is live"
-    retry(state, state.buffer, group, f"it cannot be trained: {reason}")
+    retry(state, state.buffer, group, f"it cannot be trained: {reason}", group.generator)

@@ -33,6 +33,7 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
 )
 from starling.controller.core.replicas.assignments import revoke
+from starling.controller.core.replicas.conduct import note_answered, note_unanswered, note_used
 from starling.controller.core.replicas.departure import distrust
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
@@ -50,6 +51,7 @@ def on_generated(
 ) -> None:
     """Store the completions of a group if they are those that were requested."""
     state.dirty |= Dirty.SCORE | Dirty.DISPATCH
+    note_answered(state, member, lease)
     found = state.group_of_lease(message.lease)
     if found is None:
         return
@@ -77,6 +79,7 @@ def on_generated(
     keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
     tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
     groups.store_completions(group, message.trajectories, tensors, buffers, message.lease)
+    group.generator = member.name
     _update_estimates(state, member, lease, group)
     record = CompletionsStored(
         key=group.key,
@@ -154,7 +157,9 @@ def _update_estimates(state: ControllerState, member: Member, lease: Lease, grou
         state.replicas.slots.rates.note(member.name, num_tokens - resumed, state.now - lease.begun_at)
 
 
-def on_interrupted(state: ControllerState, member: Member, message: wire.GroupInterrupted, event: Received) -> None:
+def on_interrupted(
+    state: ControllerState, member: Member, lease: Lease, message: wire.GroupInterrupted, event: Received
+) -> None:
     """Requeue a group that a rollout cannot finish, with its tokens so far where they may be trained.
 
     A rollout that gives a group back is about to leave, or has lost its engine, so it gets no other for a while.
@@ -173,6 +178,10 @@ def on_interrupted(state: ControllerState, member: Member, message: wire.GroupIn
     except InvalidResultError as error:
         fields = {"num_tokens": 0, "thrown_away": str(error)}
         malformed = error if error.is_malformed else None
+    if fields["num_tokens"]:
+        note_answered(state, member, lease)
+    else:
+        note_unanswered(state, member, [lease])
     reason = message.reason[:MAX_REASON_CHARACTERS]
     state.outbox.note("interrupted", prompt=group.prompt.id, replica=member.name, reason=reason, **fields)
     group.num_lost_engines += message.lost
@@ -220,14 +229,16 @@ def _store_partial(
 
 def store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> None:
     """Store rewards of 0 in a run that scores nothing: it learns only from its teacher's log-probabilities."""
+    note_used(state, group.generator)
     groups.store_rewards(group, (0.0,) * len(group.trajectories), {})
     state.outbox.write(RewardsStored(key=group.key, rewards=group.rewards))
     state.dirty |= Dirty.TRAIN
 
 
-def on_scored(state: ControllerState, member: Member, message: wire.GroupScored) -> None:
+def on_scored(state: ControllerState, member: Member, lease: Lease, message: wire.GroupScored) -> None:
     """Store the rewards of a group, unless some scorer failed."""
     state.dirty |= Dirty.SCORE | Dirty.TRAIN | Dirty.EVALUATE
+    note_answered(state, member, lease)
     found = state.group_of_lease(message.lease)
     if found is None:
         return
@@ -242,6 +253,7 @@ def on_scored(state: ControllerState, member: Member, message: wire.GroupScored)
         return
     state.buffer.num_discarded_in_a_row = 0
     state.buffer.discarded_by.clear()
+    note_used(state, group.generator, member.name)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
         _filter(state, group, rewards[0] or 0.0)
@@ -251,9 +263,12 @@ def on_scored(state: ControllerState, member: Member, message: wire.GroupScored)
     state.outbox.write(record)
 
 
-def on_tokens_scored(state: ControllerState, member: Member, message: wire.TokensScored, event: Received) -> None:
+def on_tokens_scored(
+    state: ControllerState, member: Member, lease: Lease, message: wire.TokensScored, event: Received
+) -> None:
     """Store the teacher's log-probabilities of a group."""
     state.dirty |= Dirty.SCORE | Dirty.TRAIN
+    note_answered(state, member, lease)
     found = state.group_of_lease(message.lease)
     if found is None:
         return
@@ -264,6 +279,7 @@ def on_tokens_scored(state: ControllerState, member: Member, message: wire.Token
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
+    note_used(state, member.name)
     groups.store_teacher_logprobs(group, message.tensors, event.buffers)
     state.outbox.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)
 
@@ -296,6 +312,9 @@ def retry(
         status: the status of a completion that failed, if one did.
     """
     reason = reason[:MAX_REASON_CHARACTERS]
+    if replica:
+        was_used = group.state in (GroupState.SCORED, GroupState.FROZEN)
+        state.replicas.membership.conduct[replica].note_spoiled(was_used=was_used)
     groups.num_env_errors += status is wire.Status.ENV_ERROR
     _revoke_scoring(state, group)
     group.problem = reason

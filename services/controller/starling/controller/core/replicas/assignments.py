@@ -8,6 +8,7 @@ from starling.common.ids import LeaseKind, lease_id, lease_kind
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Send
+from starling.controller.core.replicas.conduct import note_unanswered
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 
@@ -71,6 +72,7 @@ def requeue(state: ControllerState, dropped: list[str]) -> None:
 
 def take_back_groups(state: ControllerState, member: Member) -> None:
     """Requeue the groups that a rollout generates, because its weights are not those of a publication."""
+    note_unanswered(state, member, state.replicas.leases.all_of(member.name))
     dropped = state.replicas.leases.drop(member.name, "generate")
     if dropped:
         release(state, member.name, *dropped)

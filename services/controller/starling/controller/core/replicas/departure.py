@@ -6,6 +6,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.records import MemberLeft
 from starling.controller.core.replicas.assignments import requeue
+from starling.controller.core.replicas.conduct import note_invalid, note_unanswered
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.slots import SLOT_KINDS
@@ -53,15 +54,14 @@ def evict_hanging(state: ControllerState, member: Member, lease: Lease) -> None:
     """
     reason = f"{member.name} did not answer {lease.id} within {state.plan.timeouts.of(lease.kind):g} s"
     if lease.kind in SLOT_KINDS:
-        note_invalid(state, member, reason)
+        note_invalid(state, member.name, reason)
     evict(state, member, reason)
 
 
-def note_invalid(state: ControllerState, member: Member, reason: str) -> None:
-    """Count an invalid result of a replica, an invalid offer, or a group that it did not answer in time."""
-    counts = state.replicas.membership.num_invalid
-    counts[member.name] += 1
-    state.outbox.note("invalid", replica=member.name, reason=reason, num=counts[member.name])
+def depart(state: ControllerState, member: Member, reason: str, *, ended: bool = False) -> None:
+    """Remove a replica that left, was lost or was started again; `ended`: its process has ended for certain."""
+    note_unanswered(state, member, state.replicas.leases.all_of(member.name))
+    remove(state, member.name, reason, ended=ended)
 
 
 def distrust(state: ControllerState, member: Member, reason: str) -> None:
@@ -69,7 +69,7 @@ def distrust(state: ControllerState, member: Member, reason: str) -> None:
 
     The last one of its role stays: without it the run could not go on, and the tries of its groups are counted.
     """
-    note_invalid(state, member, reason)
+    note_invalid(state, member.name, reason)
     if state.replicas.membership.num(member.role) > 1:
         evict(state, member, reason)
 
@@ -89,8 +89,32 @@ def evict_culprit(state: ControllerState) -> None:
     if member is None or membership.num(member.role) > 1:
         num, buffer.num_discarded_in_a_row = buffer.num_discarded_in_a_row, 0
         buffer.discarded_by.clear()
+        reason = f"{name} led to all of {num} groups that were discarded in a row"
+        note_invalid(state, name, reason)
         if member is not None:
-            evict(state, member, f"{member.name} led to all of {num} groups that were discarded in a row")
+            evict(state, member, reason)
+
+
+def evict_useless(state: ControllerState) -> None:
+    """Evict replicas that keep groups and give no result, or spoil more than others can use, if others do better.
+
+    Otherwise one replica could hold up the run: with results that only the policy can refuse, or with none.
+    """
+    membership = state.replicas.membership
+    for name, conduct in list(membership.conduct.items()):
+        member = membership.members.get(name)
+        if member is None or not (conduct.is_idle or conduct.excess >= state.plan.max_discarded):
+            continue
+        others = [membership.conduct[one.name] for one in membership.of(member.role) if one is not member]
+        if conduct.is_idle:
+            conduct.is_idle = False  # it is counted already
+            if others:
+                evict(state, member, f"{name} keeps groups and gives no result")
+        elif any(one.num_used > one.num_spoiled for one in others):  # else the prompts or the scorers may be at fault
+            excess, conduct.excess = conduct.excess, 0
+            reason = f"{name} led to {excess} more groups that were thrown away than to groups with rewards"
+            note_invalid(state, name, reason)
+            evict(state, member, reason)
 
 
 def refuse(state: ControllerState, name: str, reason: str) -> None:

@@ -10,7 +10,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
-from starling.controller.core.replicas.departure import refuse, remove
+from starling.controller.core.replicas.departure import depart, refuse
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version, version_problem
@@ -38,7 +38,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         welcome(state, known)
         return
     if known is not None:
-        remove(state, name, "it was started again", ended=True)
+        depart(state, known, "it was started again", ended=True)
     member = replicas.membership.join(name, incarnation, message, layout, event.now)
     replicas.sharing.reset(member)
     state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation))

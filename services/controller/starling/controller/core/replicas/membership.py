@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,8 +15,7 @@ from starling.weightsync.plan.layout import Layout
 MAX_GONE = 4096
 """Departed replicas whose incarnation and proven version are remembered."""
 MAX_INVALID = 3
-"""Number of invalid results and of groups not answered in time, over all incarnations, after which a replica of this
-name is refused."""
+"""How often a replica may be counted as invalid, over all its incarnations, before this name is refused."""
 MAX_HOST_CHARACTERS = 255
 """As in the DNS."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
@@ -48,6 +47,42 @@ class Member:
     """Its leases are known: it is new, or has sent a heartbeat since it came back."""
 
 
+@dataclass(slots=True)
+class Conduct:
+    """What the answers of one replica have led to, over all its incarnations since the controller started."""
+
+    num_used: int = 0
+    """Groups whose rewards came by its answers."""
+    num_spoiled: int = 0
+    """Groups that were thrown away because of its answers."""
+    excess: int = 0
+    """How many more groups were spoiled than used, never below 0."""
+    balance_s: float = 0.0
+    """Seconds for which it had the groups that it answered, less those for which it had others: a sum over groups."""
+    wasted_s: float = 0.0
+    """Seconds for which it had groups without a result, since `balance_s` was last positive."""
+    wasted_until: float = float("-inf")
+    """The end of that time so far."""
+    is_idle: bool = False
+    """It was too long."""
+
+    def note_wasted(self, begin: float, end: float) -> None:
+        """Add a time for which it had groups without a result; where such times overlap, they count once."""
+        self.wasted_s += max(0.0, end - max(begin, self.wasted_until))
+        self.wasted_until = end
+
+    def note_used(self) -> None:
+        """Note that the rewards of a group came by an answer."""
+        self.num_used += 1
+        self.excess = max(0, self.excess - 1)
+
+    def note_spoiled(self, *, was_used: bool = False) -> None:
+        """Note that a group was thrown away because of an answer; `was_used`: after it had counted as used."""
+        self.num_spoiled += 1
+        self.num_used -= was_used
+        self.excess += 1 + was_used
+
+
 @dataclass
 class Membership:
     """The replicas that are in the run now."""
@@ -63,8 +98,11 @@ class Membership:
     await_until: float = float("-inf")
     """When the controller stops waiting for them."""
     num_invalid: Counter[str] = field(default_factory=Counter)
-    """By replica, of all its incarnations since the controller started: its invalid results and offers, and how often
-    it was evicted because it did not answer for a group in time."""
+    """By replica, of all its incarnations since the controller started: its invalid results and offers, how often it
+    kept groups until their deadline, or left for as long, without an answer, and how often its answers spoiled the
+    groups of some steps."""
+    conduct: defaultdict[str, Conduct] = field(default_factory=lambda: defaultdict(Conduct))
+    """By replica, also after it left."""
     accusers: dict[str, None] = field(default_factory=dict)
     """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published."""
     accused: dict[str, None] = field(default_factory=dict)
@@ -191,7 +229,8 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            for known in (self.proven, self._incarnations, self._banned, self.num_invalid, self.accusers, self.accused):
+            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct)
+            for known in (*by_name, self.accusers, self.accused):
                 known.pop(oldest, None)
 
     def known_incarnations(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.files import fetch_step, take_fetched
 from starling.controller.core.records import VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
-from starling.controller.core.replicas.departure import distrust, evict, note_invalid
+from starling.controller.core.replicas.conduct import note_invalid
+from starling.controller.core.replicas.departure import distrust, evict
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
@@ -94,7 +95,7 @@ def _offer_failed(state: ControllerState, member: Member, reason: str) -> None:
     if member.role == "policy" and state.replicas.membership.num("policy") == 1:
         state.lifecycle.fail(reason, state.now)
     else:
-        note_invalid(state, member, reason)
+        note_invalid(state, member.name, reason)
         evict(state, member, reason)
 
 

@@ -1,0 +1,221 @@
+"""Replicas that keep to the protocol and hold up the run: by groups that they do not answer, or that they spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transcript import Script
+
+from starling.common.wire import messages as wire
+from starling.controller.core.plan import LeaseTimeouts
+from starling.controller.core.replicas.membership import MAX_INVALID
+
+LATE_S = 6.0
+"""Seconds after which the bad replica gives its groups up: before their deadline."""
+TIMEOUTS = LeaseTimeouts(generate_s=7.0, score_s=7.0, adopt_s=1000.0)
+COUNTED_OUT = f"has {MAX_INVALID} times sent an invalid result, or none in time"
+
+
+class Incarnations(Script):
+    """A script in which each message comes from the present incarnation of its sender."""
+
+    def receive(self, sender: str, message: wire.Up, *buffers: bytes, incarnation: int = 0) -> list[str]:
+        member = self.state.replicas.membership.members.get(sender)
+        present = member.incarnation if member is not None else 1
+        return super().receive(sender, message, *buffers, incarnation=incarnation or present)
+
+    def held_by(self, name: str, kind: str) -> list[str]:
+        """Return the short names of the leases of this kind that a replica has."""
+        return [self.aliases.short(lease) for lease in self.state.replicas.leases.of(name, kind)]
+
+    def wait(self, seconds: float, silent: str = "") -> None:
+        """Let time pass, in which all replicas but `silent` send heartbeats."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 2.0, until)
+            for name, member in sorted(self.state.replicas.membership.members.items()):
+                if name != silent:
+                    held = [self.aliases.short(lease.id) for lease in self.state.replicas.leases.all_of(name)]
+                    self.heartbeats(name, *held, version=member.version, incarnation=0)
+            self.advance_time(0.0)
+
+
+def run_of(*rollouts: str, reward: str = "reward-0", **changes: Any) -> Incarnations:
+    """Return a run of 8 groups a step whose rollouts have adopted version 0; `rollout-9` has 8 slots, others fewer."""
+    changes = {"prompts_per_step": 8, "timeouts": TIMEOUTS, "lease_s": 5.0, "max_tries": 1000} | changes
+    script = Incarnations(**changes)
+    script.joins("policy-0")
+    for name in rollouts:
+        script.joins(name, slots=8 if name == "rollout-9" or len(rollouts) == 1 else 4)
+    script.publishes(0)
+    for attempt, name in enumerate(rollouts):
+        script.adopts(name, 0, attempt)
+    script.joins(reward, slots=8)
+    return script
+
+
+def generates_all(script: Incarnations, name: str) -> None:
+    """Let a rollout generate all groups that it has, and each of them be due again."""
+    for lease in script.held_by(name, "generate"):
+        script.generates(name, lease)
+    for lease in script.held_by("reward-0", "score"):
+        script.fails("reward-0", lease)
+
+
+def adopts_again(script: Incarnations, name: str, version: int = 0) -> None:
+    """Let a rollout adopt a version as it was told."""
+    [adoption] = script.held_by(name, "adopt")
+    script.adopts(name, version, int(adoption.rpartition(":")[2]))
+
+
+# --- groups that are not answered ----------------------------------------------------------------------------------
+
+
+def leaves(script: Incarnations, name: str) -> None:
+    script.leaves(name)
+
+
+def is_lost(script: Incarnations, name: str) -> None:
+    script.disconnect(name)
+
+
+def falls_silent(script: Incarnations, name: str) -> None:
+    script.wait(script.plan.lease_s + 0.1, silent=name)
+
+
+def restarts(script: Incarnations, name: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("gives_up", [leaves, is_lost, falls_silent, restarts])
+def test_replica_that_gives_its_groups_up_before_their_deadline_is_not_admitted_forever(
+    gives_up: Callable[[Incarnations, str], None],
+) -> None:
+    script = run_of("rollout-0", reward="reward-9", timeouts=LeaseTimeouts(score_s=12.0))
+    for number in range(8):
+        script.generates("rollout-0", f"generate:t{number}:0")
+    for incarnation in range(2, 2 * MAX_INVALID + 2):
+        assert script.held_by("reward-9", "score"), "it was given groups"
+        script.wait(LATE_S)
+        gives_up(script, "reward-9")
+        script.joins("reward-9", slots=8, incarnation=incarnation)
+    script.joins("reward-0", slots=4)
+    script.leaves("reward-9")
+    [_, refusal] = script.joins("reward-9", slots=8, incarnation=100)
+    assert COUNTED_OUT in refusal
+    assert script.state.replicas.leases.num("reward-0", "score") == 4
+    script.leaves("reward-0")
+    assert "reward-9 <- welcome" in script.joins("reward-9", incarnation=101), "there is no other reward"
+
+
+def returns_groups(script: Incarnations) -> None:
+    for lease in script.held_by("rollout-9", "generate"):
+        script.receive("rollout-9", wire.GroupInterrupted(lease=lease, reason="", partial=(), tensors=()))
+
+
+def tears_its_weights(script: Incarnations) -> None:
+    script.heartbeats("rollout-9", version=-1, incarnation=0)
+    adopts_again(script, "rollout-9")
+
+
+@pytest.mark.parametrize("gives_up", [returns_groups, tears_its_weights])
+def test_rollout_that_stays_and_gives_its_groups_up_is_evicted(gives_up: Callable[[Incarnations], None]) -> None:
+    script = run_of("rollout-0", "rollout-9", prompts_per_step=12, timeouts=LeaseTimeouts(generate_s=15.0))
+    for _ in range(2):
+        assert script.held_by("rollout-9", "generate"), "it was given groups"
+        script.wait(8.0)
+        generates_all(script, "rollout-0")
+        gives_up(script)
+        script.wait(script.plan.lease_s)
+        generates_all(script, "rollout-0")
+        script.wait(0.25)
+        generates_all(script, "rollout-0")
+    assert sorted(script.state.replicas.membership.members) == ["policy-0", "reward-0", "rollout-0"]
+
+
+def test_rollout_that_answers_as_much_as_it_leaves_behind_may_be_lost_again_and_again() -> None:
+    script = run_of("rollout-0", num_steps=100)
+    for incarnation in range(2, 20):
+        script.wait(LATE_S)
+        held = script.held_by("rollout-0", "generate")
+        for lease in held[: len(held) // 2]:
+            script.generates("rollout-0", lease)
+        script.disconnect("rollout-0")
+        script.joins("rollout-0", slots=8, incarnation=incarnation)
+        adopts_again(script, "rollout-0")
+        for lease in script.held_by("reward-0", "score"):
+            script.fails("reward-0", lease)  # the groups are due again
+    assert not script.state.replicas.membership.num_invalid["rollout-0"]
+
+
+# --- groups that are spoiled ---------------------------------------------------------------------------------------
+
+
+def test_step_is_trained_although_a_rollout_sends_what_only_the_policy_can_refuse() -> None:
+    """Tokens beyond the vocabulary, for example: the groups are scored, and each step is reopened."""
+    script = run_of("rollout-0", "rollout-9")
+    generated: dict[str, str] = {}
+    num_evictions = 0
+    for round_ in range(40):
+        for name in ("rollout-0", "rollout-9"):
+            for lease in script.held_by(name, "generate"):
+                script.generates(name, lease)
+                generated["train" + lease.split(":")[1][1:]] = name
+                for score in script.held_by("reward-0", "score"):
+                    script.scores(score)
+        for train in script.held_by("policy-0", "train"):
+            prompts = [group.prompt.id for group in script.state.buffer.frozen_groups(1)]
+            rejected = tuple(prompt for prompt in prompts if generated[prompt] == "rollout-9")
+            if not rejected:
+                assert num_evictions
+                return
+            failed = wire.LeaseFailed(
+                lease=train, status=wire.Status.INFRA_LOST, reason="a token is too large", rejected=rejected
+            )
+            script.receive("policy-0", failed)
+        script.wait(0.25)
+        if "rollout-9" not in script.state.replicas.membership.members:
+            num_evictions += 1
+            script.joins("rollout-9", slots=8, incarnation=round_ + 2)
+            if script.held_by("rollout-9", "adopt"):
+                adopts_again(script, "rollout-9")
+    pytest.fail(f"no step was trained; rollout-9 was evicted {num_evictions} times")
+
+
+def test_rollout_that_fails_all_its_groups_at_once_is_counted_out() -> None:
+    script = run_of("rollout-0", "rollout-9", max_tries=0)
+    for incarnation in range(2, 2 + MAX_INVALID):
+        while script.state.buffer.num_discarded_in_a_row < script.plan.max_discarded:
+            script.fails("rollout-9", script.held_by("rollout-9", "generate")[0])
+        script.advance_time(0.25)
+        assert "rollout-9" not in script.state.replicas.membership.members
+        lines = script.joins("rollout-9", slots=8, incarnation=incarnation)
+        if incarnation <= MAX_INVALID:
+            adopts_again(script, "rollout-9")
+    assert COUNTED_OUT in lines[-1]
+
+
+@pytest.mark.parametrize("share", [0, 2])
+def test_rollouts_stay_where_all_spoil_alike(share: int) -> None:
+    """The prompts or the scorers may be at fault; `share`: one of this number of groups of each can be used."""
+    script = run_of("rollout-0", "rollout-1", max_tries=0, num_steps=100)
+    for number in range(4 * script.plan.max_discarded):
+        name = f"rollout-{number % 2}"
+        for lease in script.held_by(name, "generate")[:1]:
+            if share and number // 2 % share == 0:
+                script.generates(name, lease)
+                script.scores(lease.replace("generate", "score"))
+            else:
+                script.fails(name, lease)
+        for train in script.held_by("policy-0", "train"):
+            step = int(train.split(":")[1])
+            script.trains(step)
+            script.publishes(step)
+            for rollout in ("rollout-0", "rollout-1"):
+                adopts_again(script, rollout, step)
+        script.advance_time(0.0)
+    members = script.state.replicas.membership
+    assert {"rollout-0", "rollout-1"} <= members.members.keys()
+    assert not members.num_invalid
