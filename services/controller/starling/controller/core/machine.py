@@ -129,7 +129,7 @@ class Controller:
     def step(self, event: Event) -> list[Command]:
         """Handle one event and return the commands that follow, in order."""
         state = self.state
-        state.outbox.clear()
+        state.outbox.clear(event.now)
         state.now = event.now
         if state.lifecycle.stage is RunStage.OVER:
             return []  # messages that arrive before the process ends are ignored

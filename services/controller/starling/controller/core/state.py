@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from starling.common.ids import whole_number
 from starling.common.wire.messages import Down, Prompt
+from starling.controller.core.allowance import Allowances
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.evaluation import Evaluations
 from starling.controller.core.events import Buffers, Command, Note, Prompts, Send, Write
@@ -22,20 +23,28 @@ from starling.controller.core.weights.publications import Publications
 
 MAX_TEXT_CHARACTERS: Final = 8192
 """Characters of one text in metrics.jsonl and in the log. Peers may send texts of the size of a message."""
+NOTE_BURST_BYTES: Final = 16 << 20
+"""Bytes of notes about one replica, in metrics.jsonl and in the log, at once, and below on average. A replica that
+adopts ten versions a second is below that."""
+NOTE_BYTES_PER_S: Final = 8192.0
+NOTE_BYTES: Final = 100
+"""Bytes of a note besides its texts."""
 
 
 class Outbox:
     """The commands that one event leads to: records for the journal first, then all others, each in order."""
 
-    __slots__ = ("_commands", "_writes")
+    __slots__ = ("_allowances", "_commands", "_now", "_writes")
 
     def __init__(self) -> None:
         self._writes: list[Write] = []
         self._commands: list[Command] = []
+        self._allowances = Allowances(NOTE_BURST_BYTES, NOTE_BYTES_PER_S)
+        self._now = 0.0
 
-    def clear(self) -> None:
-        """Begin with the next event."""
-        self._writes, self._commands = [], []
+    def clear(self, now: float = 0.0) -> None:
+        """Begin with the next event, which happens at `now`."""
+        self._writes, self._commands, self._now = [], [], now
 
     def commands(self) -> list[Command]:
         """Return all commands, in the order in which the shell carries them out."""
@@ -53,9 +62,29 @@ class Outbox:
         """Send a message that needs no answer."""
         self._commands.append(Send(peer, message, buffers))
 
-    def note(self, kind: str, **fields: Any) -> None:
-        """Note something in metrics.jsonl and in the log, with texts of bounded length."""
-        self._commands.append(Note(kind, {name: _bounded(value) for name, value in fields.items()}))
+    def note(self, kind: str, *, because_of: str = "", **fields: Any) -> None:
+        """Note something in metrics.jsonl and in the log, with texts of bounded length.
+
+        `because_of`: the replica whose message led to it; by default the field `replica`. Beyond its allowance nothing is
+        noted: otherwise one that joins or fails again and again would fill the disk.
+        """
+        bounded = {name: _bounded(value) for name, value in fields.items()}
+        name = because_of or fields.get("replica", "")
+        if not name or self._allowances.take(name, NOTE_BYTES + _num_characters(bounded), self._now):
+            self._commands.append(Note(kind, bounded))
+
+
+def _num_characters(value: Any) -> int:
+    """Return the number of characters of all texts in `value`."""
+    match value:
+        case str():
+            return len(value)
+        case list() | tuple():
+            return sum(map(_num_characters, value))
+        case dict():
+            return sum(_num_characters(name) + _num_characters(item) for name, item in value.items())
+        case _:
+            return 0
 
 
 def _bounded(value: Any) -> Any:

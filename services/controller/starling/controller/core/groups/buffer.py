@@ -51,6 +51,8 @@ class GroupBuffer(Groups):
         """Groups that were filtered out because all their rewards were equal."""
         self.num_filtered_in_a_row = 0
         """Groups filtered out since the last group that was kept."""
+        self.filtered_by: dict[str, set[str]] = {"rollout": set(), "reward": set()}
+        """By role: the replicas that generated and scored these; an empty name stands for unknown ones."""
         self.num_discarded_in_a_row = 0
         """Groups discarded, also those of an evaluation, since the last group that was scored."""
         self.discarded_by: set[str] = set()
@@ -118,7 +120,7 @@ class GroupBuffer(Groups):
         self, group: Group, rewards: tuple[float | None, ...], components: dict[str, tuple[float | None, ...]]
     ) -> None:
         """Store the rewards of a generated group."""
-        self.num_filtered_in_a_row = 0
+        self.note_kept()
         super().store_rewards(group, rewards, components)
 
     def _complete(self, group: Group) -> None:
@@ -134,6 +136,17 @@ class GroupBuffer(Groups):
         """Let every group that is not frozen wait again without completions, because its prompt may differ."""
         super().regenerate_all(floor)
         self._num_ready = 0
+
+    def note_kept(self) -> None:
+        """Begin to count filtered groups anew."""
+        self.num_filtered_in_a_row = 0
+        for names in self.filtered_by.values():
+            names.clear()
+
+    def note_filtered_by(self, rollout: str, reward: str) -> None:
+        """Note which replicas generated and scored a group that is filtered out."""
+        self.filtered_by["rollout"].add(rollout)
+        self.filtered_by["reward"].add(reward)
 
     def filter(self, group: Group, reward: float) -> None:
         """Discard a group whose rewards are all equal: it has no advantage to learn from, and did not fail."""

@@ -256,6 +256,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     note_used(state, group.generator, member.name)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
+        state.buffer.note_filtered_by(group.generator, member.name)
         _filter(state, group, rewards[0] or 0.0)
         return
     groups.store_rewards(group, message.rewards, message.components)
@@ -330,7 +331,7 @@ def retry(
         state.outbox.write(GroupRequeued(key=group.key, tries=group.tries, floor=group.floor))
     kind = GroupState.WAITING if group.state is GroupState.WAITING else GroupState.DISCARDED
     fields = {} if status is None else {"status": str(status)}
-    state.outbox.note(str(kind), prompt=group.prompt.id, tries=group.tries, reason=reason, **fields)
+    state.outbox.note(str(kind), because_of=replica, prompt=group.prompt.id, tries=group.tries, reason=reason, **fields)
 
 
 def _revoke_scoring(state: ControllerState, group: Group) -> None:

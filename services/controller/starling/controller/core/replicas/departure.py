@@ -77,22 +77,33 @@ def distrust(state: ControllerState, member: Member, reason: str) -> None:
 def evict_culprit(state: ControllerState) -> None:
     """Evict the replica that alone led to all groups that were discarded in a row, if another one has its role.
 
-    Otherwise one replica that fails whatever it is given, and fails it fast, would end the run.
+    Otherwise one replica that fails whatever it is given, and fails it fast, would end the run. The same for groups
+    that were filtered out in a row, by completions that are all the same, or by equal rewards.
     """
-    buffer, membership = state.buffer, state.replicas.membership
-    if buffer.num_discarded_in_a_row < state.plan.max_discarded or len(buffer.discarded_by) != 1:
-        return
-    [name] = buffer.discarded_by
-    member = membership.members.get(name)
-    if not name:
-        return
-    if member is None or membership.num(member.role) > 1:
-        num, buffer.num_discarded_in_a_row = buffer.num_discarded_in_a_row, 0
+    buffer, plan = state.buffer, state.plan
+    num = buffer.num_discarded_in_a_row
+    if num >= plan.max_discarded and _evict_if_alone(state, buffer.discarded_by, f"{num} groups that were discarded"):
+        buffer.num_discarded_in_a_row = 0
         buffer.discarded_by.clear()
-        reason = f"{name} led to all of {num} groups that were discarded in a row"
-        note_invalid(state, name, reason)
-        if member is not None:
-            evict(state, member, reason)
+    num = buffer.num_filtered_in_a_row
+    if num >= plan.max_filtered and any(
+        _evict_if_alone(state, names, f"{num} groups that were filtered out") for names in buffer.filtered_by.values()
+    ):
+        buffer.note_kept()
+
+
+def _evict_if_alone(state: ControllerState, names: set[str], groups: str) -> bool:
+    """Evict and count the only one of `names`, because of `groups`, if another replica has its role."""
+    name = next(iter(names), "")
+    membership = state.replicas.membership
+    member = membership.members.get(name)
+    if len(names) != 1 or not name or (member is not None and membership.num(member.role) == 1):
+        return False
+    reason = f"{name} led to all of {groups} in a row"
+    note_invalid(state, name, reason)
+    if member is not None:
+        evict(state, member, reason)
+    return True
 
 
 def evict_useless(state: ControllerState) -> None:

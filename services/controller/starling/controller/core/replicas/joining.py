@@ -11,7 +11,7 @@ from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
 from starling.controller.core.replicas.departure import depart, refuse
-from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.membership import LAYOUT_BYTES_PER_HELLO, Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version, version_problem
 from starling.controller.core.weights.versions import set_held_version
@@ -23,9 +23,13 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> None:
-    """Admit a replica, or refuse it with a reason."""
+    """Admit a replica, or refuse it with a reason. One that joins again and again has to wait: it repeats its hello."""
     replicas, name, incarnation = state.replicas, event.sender, event.incarnation
     known = replicas.membership.members.get(name)
+    if known is None or known.incarnation != incarnation:
+        num = 1 + sum(map(len, event.buffers)) / LAYOUT_BYTES_PER_HELLO
+        if not replicas.membership.hellos.take(name, num, event.now):
+            return
     refusal, layout = _check(state, event, message, known)
     if refusal is not None:
         refuse(state, name, refusal)

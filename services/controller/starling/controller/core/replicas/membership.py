@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from starling.common.counts import counted
 from starling.common.ids import Role
 from starling.common.ranges import MAX_SLOTS
 from starling.common.wire.messages import Hello, LeaseProgress, Wait
+from starling.controller.core.allowance import Allowances
 from starling.weightsync.plan.layout import Layout
 
 MAX_GONE = 4096
 """Departed replicas whose incarnation and proven version are remembered."""
 MAX_INVALID = 3
 """How often a replica may be counted as invalid, over all its incarnations, before this name is refused."""
+HELLO_BURST: Final = 64.0
+"""Answers to the hellos of one name, by which it joins or is refused, at once, and below on average: beyond them its
+hellos are ignored. Each takes two lines of metrics.jsonl and of the log."""
+HELLOS_PER_S: Final = 1 / 30
+LAYOUT_BYTES_PER_HELLO: Final = 8 << 20
+"""A hello counts once more for each so many bytes of its layout, which take time to decode."""
 MAX_HOST_CHARACTERS = 255
 """As in the DNS."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
@@ -103,6 +111,8 @@ class Membership:
     groups of some steps."""
     conduct: defaultdict[str, Conduct] = field(default_factory=lambda: defaultdict(Conduct))
     """By replica, also after it left."""
+    hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
+    """By replica: hellos that are answered."""
     accusers: dict[str, None] = field(default_factory=dict)
     """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published."""
     accused: dict[str, None] = field(default_factory=dict)
