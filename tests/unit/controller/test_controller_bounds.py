@@ -221,3 +221,47 @@ def test_refusal_fits_a_message() -> None:
     [refused] = [send.message for send in script.sent]
     assert isinstance(refused, wire.Refused)
     assert len(refused.reason) < 10_000
+
+
+# --- what one replica makes the controller write and decode ---------------------------------------------------------
+
+
+def notes(script: Script, kind: str) -> int:
+    """Return how many notes of this kind the script has seen."""
+    return sum(text.startswith(f"({kind} ") for text in script.log)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_lines_about_a_replica_that_joins_again_and_again_are_bounded(is_refused: bool) -> None:
+    script = Script()
+    for incarnation in range(1, 1001):
+        script.joins("reward-0", slots=0 if is_refused else 1, incarnation=incarnation)
+        script.receive("reward-0", wire.Leave(reason="x" * 1000), incarnation=incarnation)
+    assert notes(script, "refused" if is_refused else "joined") == 64
+    assert sum("MemberJoined" in text for text in script.log) == (0 if is_refused else 64)
+    script.advance_time(300.0)
+    before = notes(script, "joined")
+    for incarnation in range(2000, 2100):
+        script.joins("reward-0", incarnation=incarnation)
+    assert notes(script, "joined") - before == 10, "it may join again after a while"
+
+
+def test_layouts_of_a_replica_that_joins_again_and_again_are_decoded_seldom() -> None:
+    script = Script()
+    layout = encoded_layout("rollout-0") + bytes(32 << 20)  # it is refused when it has been read
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+    for incarnation in range(1, 101):
+        script.receive("rollout-0", hello, layout, incarnation=incarnation)
+    assert notes(script, "refused") == 13, "each counts for five"
+
+
+def test_notes_about_a_replica_that_fails_again_and_again_are_bounded() -> None:
+    script = Script(max_tries=10**6)
+    script.start_run()
+    size = 0
+    for _ in range(5000):
+        lease = next(iter(script.state.replicas.leases.of("rollout-0", "generate")))
+        failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="x" * 5000)
+        script.receive("rollout-0", failed)
+        size += sum(len(json.dumps(c.fields)) for c in script.commands if isinstance(c, Note))
+    assert 15 << 20 < size < 18 << 20

@@ -219,3 +219,23 @@ def test_rollouts_stay_where_all_spoil_alike(share: int) -> None:
     members = script.state.replicas.membership
     assert {"rollout-0", "rollout-1"} <= members.members.keys()
     assert not members.num_invalid
+
+
+@pytest.mark.parametrize("culprit", ["rollout-9", "reward-0"])
+def test_replica_that_alone_leads_to_filtered_groups_is_evicted(culprit: str) -> None:
+    """Completions that are all the same, or equal rewards: the run would end by its limit."""
+    script = run_of("rollout-0", "rollout-9", dynamic_sampling=True, num_steps=100)
+    script.joins("reward-1", slots=1 if culprit == "reward-0" else 8)
+    rollouts = ("rollout-9",) if culprit == "rollout-9" else ("rollout-0", "rollout-9")
+    scorers = ("reward-0",) if culprit == "reward-0" else ("reward-0", "reward-1")
+    while script.state.buffer.num_filtered_in_a_row < script.plan.max_filtered:
+        for name in rollouts:
+            for lease in script.held_by(name, "generate"):
+                script.generates(name, lease)
+        for name in scorers:
+            for lease in script.held_by(name, "score"):
+                script.scores(lease, 1.0, 1.0, name=name)
+    script.advance_time(0.25)
+    assert not script.state.lifecycle.failure
+    assert culprit not in script.state.replicas.membership.members
+    assert script.state.replicas.membership.num_invalid == {culprit: 1}

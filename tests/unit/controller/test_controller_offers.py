@@ -30,9 +30,9 @@ def enters(script: Script, name: str, host: str, layout: bytes | None = None, *,
     return script.receive(name, hello, layout or encoded_layout(name), incarnation=incarnation)
 
 
-def offering(*, num_policies: int = 1) -> Script:
+def offering(*, num_policies: int = 1, **settings: Any) -> Script:
     """Return a run in which `rollout-0` is asked to offer version 0, to `rollout-1` on its host."""
-    script = Script(num_policies=num_policies)
+    script = Script(num_policies=num_policies, **settings)
     enters(script, "rollout-0", "b")  # before the policy publishes, which computes its layout root
     for number in range(num_policies):
         enters(script, f"policy-{number}", "a")
@@ -324,3 +324,27 @@ def test_run_continues_after_a_false_offer_of_one_of_two_policies() -> None:
     assert "policy-0" not in script.state.replicas.membership.members
     assert not script.state.lifecycle.failure
     assert script.state.replicas.leases.num("policy-1", "publish") == 1
+
+
+@pytest.mark.parametrize(
+    ("transport", "address", "encrypted", "settings", "is_taken"),
+    [
+        ("ucx", "10.0.0.1:9", False, {"host": "10.0.0.1"}, False),
+        ("tcp", "10.0.0.1:9", False, {"host": "10.0.0.1"}, False),
+        ("gloo", "127.0.0.1:9", False, {}, False),
+        ("nccl", "10.0.0.1:9", False, {"host": "10.0.0.1", "rollout_transport": "ucx"}, False),
+        ("ucx", "10.0.0.1:9", False, {"host": "10.0.0.1", "rollout_transport": "ucx"}, True),
+        ("tcp", "10.0.0.1:9", True, {"host": "10.0.0.1", "encrypt_weights": True}, True),
+        ("ucx", "127.0.0.1:9", False, {}, True),
+    ],
+)
+def test_offer_of_a_rollout_by_a_transport_that_the_run_does_not_allow_is_refused(
+    transport: Any, address: str, encrypted: bool, settings: dict[str, Any], is_taken: bool
+) -> None:
+    """Its readers would open a port of this transport, by which anyone can take over their processes."""
+    script = offering(**settings)
+    [rank] = offer_of(0).ranks
+    changed = replace(rank, transport=transport, address=address, encrypted=encrypted)
+    lines = offers(script, 0, encode(make_offer(0, [changed])))
+    assert ("rollout-0" in script.state.weights.offers) == is_taken
+    assert ("(invalid rollout-0)" in lines) == (not is_taken)

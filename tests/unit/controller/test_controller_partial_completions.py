@@ -84,22 +84,22 @@ def test_group_that_kills_engines_is_discarded() -> None:
 
 def test_longer_partial_completions_win() -> None:
     script = generating()
-    script.interrupts("rollout-0", "generate:t0:0", 6, 6)
+    script.interrupts("rollout-0", "generate:t0:0", 4, 4)
     adopt_second(script)
     script.interrupts("rollout-1", "generate:t0:1", 2, 2)
     script.joins("rollout-2")
     script.adopts("rollout-2", 0, 2)
     [command] = dispatched_groups(script)
-    assert [completion.num_tokens for completion in command.partial] == [6, 6]
+    assert [completion.num_tokens for completion in command.partial] == [4, 4]
 
 
 def test_journal_keeps_the_longest_partial_completions() -> None:
     script = generating()
-    script.interrupts("rollout-0", "generate:t0:0", 6, 6)
+    script.interrupts("rollout-0", "generate:t0:0", 4, 4)
     adopt_second(script)
     script.interrupts("rollout-1", "generate:t0:1", 2, 2)
     stored = [write.record for write in script.journal if isinstance(write.record, PartialCompletionsStored)]
-    assert [sum(one.num_tokens for one in record.partial) for record in stored] == [12]
+    assert [sum(one.num_tokens for one in record.partial) for record in stored] == [8]
 
 
 def test_partial_tokens_of_a_future_version_are_dropped() -> None:

@@ -20,10 +20,10 @@ from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.groups.validation import (
-    InvalidResultError,
     UnusableResultError,
-    check_sampled,
+    check_group_forms,
     check_trajectories,
+    teacher_arrays,
 )
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import (
@@ -273,18 +273,70 @@ def test_masked_and_resumed_tokens_may_exceed_the_limit() -> None:
         result.change(index, num_masked=1)
     result.send(script)
     assert any(isinstance(write.record, CompletionsStored) for write in script.journal)
-    asked = wire.GenerateGroup(
-        lease="generate:t0:1",
-        purpose="train",
-        prompt=wire.Prompt(id="p", text="x"),
-        num_completions=2,
-        sampling=wire.Sampling(max_tokens=1),
-        min_version=0,
-        partial=(wire.PartialCompletionMeta(num_tokens=2), wire.PartialCompletionMeta(num_tokens=0)),
+
+
+def partial_of(num: int) -> wire.GroupInterrupted:
+    """Return an interrupted group with `num` tokens of its first completion."""
+    tensors = tuple(wire.TensorMeta(dtype=kind, shape=(num,), nbytes=4 * num) for kind in ("int32", "float32", "int32"))
+    partial = (wire.PartialCompletionMeta(num_tokens=num), wire.PartialCompletionMeta(num_tokens=0))
+    return wire.GroupInterrupted(lease="generate:t0:0", reason="it leaves", partial=partial, tensors=tensors)
+
+
+@pytest.mark.parametrize("num", [4, 5])
+def test_partial_completion_with_more_tokens_than_were_allowed_is_thrown_away(num: int) -> None:
+    """A journal of any size would fill up with them, and others would continue from them."""
+    script = Script(sampling=wire.Sampling(max_tokens=4))
+    script.start_run()
+    script.receive("rollout-0", partial_of(num), *(bytes(4 * num),) * 3)
+    assert any(isinstance(write.record, PartialCompletionsStored) for write in script.journal) == (num == 4)
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+@pytest.mark.parametrize("num", [4, 5])
+def test_work_of_an_earlier_controller_has_no_more_tokens_than_the_run_ever_allowed(num: int, is_lowered: bool) -> None:
+    script = Script(sampling=wire.Sampling(max_tokens=4))
+    script.start_run()
+    [lease, _] = script.state.replicas.leases.of("rollout-0", "generate")
+    if is_lowered:
+        script.receive("operator-0", wire.ChangeSetting(request="a", key="sampling.max_tokens", value=2))
+    journal = [JournalEntry(write.record, write.payload) for write in script.journal]
+    script.controller = Controller(
+        script.plan, Stream("train"), Stream("sft"), script.held_out, journal=journal, incarnation=2
     )
-    check_sampled(valid().trajectories, asked)
-    with pytest.raises(InvalidResultError, match="2 sampled tokens, and 1 were allowed"):
-        check_sampled(valid().trajectories, replace(asked, partial=()))
+    script.state = script.controller.state
+    script.start_run()
+    result = valid()
+    for index in (1, 2, 3):
+        result.put(index, np.zeros(2 + num, KINDS[index][0]))
+    result.change(0, num_tokens=num)
+    script.journal.clear()
+    result.send(script, lease)
+    assert any(isinstance(write.record, CompletionsStored) for write in script.journal) == (num == 4)
+    assert "rollout-0" in script.state.replicas.membership.members
+
+
+@pytest.mark.parametrize("num", [225_000_000, 225_000_001])
+def test_tensor_that_the_journal_can_not_store_is_refused(num: int) -> None:
+    """SQLite takes no value of more than 10^9 bytes: the controller would end, and end again after each restart."""
+    result = valid()
+    result.tensors[0] = replace(result.tensors[0], shape=(num,), nbytes=4 * num)
+    result.buffers[0] = bytes(4 * num)  # pages of zeros, which take no memory until they are read
+    if 4 * num > 900_000_000:
+        with pytest.raises(UnusableResultError, match="a tensor of 900000004 bytes came"):
+            check_group_forms(result.trajectories, result.tensors, result.buffers)
+    else:
+        check_group_forms(result.trajectories, result.tensors, result.buffers)
+
+
+def test_tensor_of_a_teacher_that_the_journal_can_not_store_is_refused() -> None:
+    shapes = {"teacher_logprobs": (1,), "teacher_top_ids": (1, 225_000_001), "teacher_top_logprobs": (1, 225_000_001)}
+    kinds = {"teacher_top_ids": "int32"}
+    tensors = [
+        wire.TensorMeta(dtype=kinds.get(name, "float32"), shape=shape, nbytes=4 * shape[-1], name=name)
+        for name, shape in shapes.items()
+    ]
+    with pytest.raises(UnusableResultError, match="a tensor of 900000004 bytes came"):
+        teacher_arrays(tensors, [bytes(meta.nbytes) for meta in tensors])
 
 
 def test_images_of_a_text_prompt_are_a_failed_try() -> None:

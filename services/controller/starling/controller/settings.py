@@ -26,6 +26,7 @@ from starling.controller.core.groups.truncation import recording_problem
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
+from starling.weightsync.offers.offer import TransportChoice
 
 ANSWERS_PER_FILE = 64
 """Prompts whose answers are written together."""
@@ -217,6 +218,8 @@ class ControllerSettings(SettingsSection):
     """Teacher replicas that must have joined before reinforcement learning begins."""
     colocate: bool = False
     """Policies and rollouts share their devices and use them in turn. Set by `launch.colocate`."""
+    rollout_transport: TransportChoice = "auto"
+    """Transport by which rollouts pass weights on; their offers of others are refused. Set by `rollout.transport`."""
     start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long."""
     drain_s: Seconds = 15.0
@@ -395,5 +398,8 @@ class ControllerProcess(ServiceSettings):
             start_s=self.controller.start_s,
             drain_s=self.controller.drain_s,
             stop_s=self.controller.stop_s,
+            host=self.network.host,
+            encrypt_weights=self.network.encrypt_weights,
+            rollout_transport=self.controller.rollout_transport,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

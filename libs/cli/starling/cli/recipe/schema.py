@@ -202,7 +202,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     start_s = recipe.controller.start_s
     if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
         start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
-    follows = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate}
+    follows = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate, "rollout_transport": rollout.transport}
     controller = recipe.controller.model_copy(update=follows)
     return recipe.model_copy(update={"controller": controller, "rollout": rollout})
 

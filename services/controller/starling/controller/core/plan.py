@@ -12,6 +12,7 @@ from starling.common.ids import LeaseKind, Purpose, Role
 from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
+from starling.weightsync.offers.offer import TransportChoice
 
 MAX_DISCARDED_STEPS = 3
 """The run fails when as many groups as these steps have were discarded in a row."""
@@ -117,6 +118,12 @@ class RunPlan:
     stop_s: float = 240.0
     """How long a graceful stop may take before the run fails: the current step, its publication, the checkpoint."""
     drain_s: float = 15.0
+    host: str = "127.0.0.1"
+    """Address that replicas serve weights on, where they have no other."""
+    encrypt_weights: bool | None = None
+    """As `network.encrypt_weights`."""
+    rollout_transport: TransportChoice = "auto"
+    """Transport of the offers of rollouts; others are refused, unless they are as safe."""
     timeouts: LeaseTimeouts = LeaseTimeouts()
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""

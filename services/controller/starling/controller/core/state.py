@@ -62,14 +62,14 @@ class Outbox:
         """Send a message that needs no answer."""
         self._commands.append(Send(peer, message, buffers))
 
-    def note(self, kind: str, *, because_of: str = "", **fields: Any) -> None:
+    def note(self, kind: str, **fields: Any) -> None:
         """Note something in metrics.jsonl and in the log, with texts of bounded length.
 
-        `because_of`: the replica whose message led to it; by default the field `replica`. Beyond its allowance nothing is
-        noted: otherwise one that joins or fails again and again would fill the disk.
+        `because_of`, which is no field of the note: the replica whose message led to it, by default the field
+        `replica`. Beyond its allowance nothing is noted: one that joins or fails again and again would fill the disk.
         """
+        name = fields.pop("because_of", "") or fields.get("replica", "")
         bounded = {name: _bounded(value) for name, value in fields.items()}
-        name = because_of or fields.get("replica", "")
         if not name or self._allowances.take(name, NOTE_BYTES + _num_characters(bounded), self._now):
             self._commands.append(Note(kind, bounded))
 

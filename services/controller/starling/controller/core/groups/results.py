@@ -6,6 +6,7 @@ Stops 3 to 5 of the walk.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
@@ -19,8 +20,8 @@ from starling.controller.core.groups.validation import (
     InvalidResultError,
     UnusableResultError,
     check_contents,
+    check_num_sampled,
     check_rewards,
-    check_sampled,
     check_teacher_names,
     check_trajectories,
 )
@@ -63,9 +64,7 @@ def on_generated(
             retry(state, groups, group, reason, member.name, retryable=retryable, status=status)
             return
         check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
-        # Only the holder of work of an earlier controller knows what was requested.
-        if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
-            check_sampled(message.trajectories, lease.send.message)
+        _check_num_sampled(state, group, lease, [one.num_tokens - one.num_masked for one in message.trajectories])
         check_contents(event)
         _check_media(group, message)
         _check_temperature(lease, group, message.temperature)
@@ -124,6 +123,26 @@ def _problem(
     return None
 
 
+def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbers: Sequence[int]) -> None:
+    """Check how many tokens were sampled of each completion of a group.
+
+    Only the holder of work of an earlier controller knows what was requested. It was at most what any setting of this
+    run allowed, unless the run was resumed with another setting: so more costs the group a try, and nothing else.
+    """
+    if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
+        request = lease.send.message
+        check_num_sampled(numbers, max([request.sampling.max_tokens, *(one.num_tokens for one in request.partial)]))
+        return
+    changed = [int(value) for key, value, _ in state.training.changes.in_order() if key == "sampling.max_tokens"]
+    partial = [one.num_tokens for one in group.partial.completions] if group.partial is not None else []
+    try:
+        check_num_sampled(
+            numbers, max([state.plan.sampling.max_tokens, state.plan.eval_sampling.max_tokens, *changed, *partial])
+        )
+    except InvalidResultError as error:
+        raise UnusableResultError(str(error)) from None
+
+
 def _check_media(group: Group, message: wire.GroupGenerated) -> None:
     """Check that only a prompt with images or videos has tensors of them: a text model fails by others."""
     if not group.prompt.media and any(tensor.name in PROMPT_TENSORS for tensor in message.tensors):
@@ -174,6 +193,7 @@ def on_interrupted(
     fields: dict[str, object] = {}
     malformed: InvalidResultError | None = None
     try:
+        _check_num_sampled(state, group, lease, [one.num_tokens for one in message.partial])
         fields["num_tokens"] = _store_partial(state, groups, group, message, event.buffers)
     except InvalidResultError as error:
         fields = {"num_tokens": 0, "thrown_away": str(error)}

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
-    GenerateGroup,
     GroupGenerated,
     GroupScored,
     Prompt,
@@ -62,6 +61,8 @@ OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(
 NAMED_FORMS: Final = {**PROMPT_TENSORS, **KEPT_TENSORS}
 MAX_DOT: Final = 8192
 """Elements whose sum of squares is computed in the calling thread."""
+MAX_TENSOR_BYTES: Final = 900_000_000
+"""Largest tensor that is stored: a row of the journal's database has at most 10^9 bytes."""
 COMPLETION_BYTES: Final = 128
 """Upper bound of what a `CompletionText` takes on the wire besides its text, and below a `ScoreGroup`."""
 MESSAGE_BYTES: Final = 1024
@@ -113,20 +114,17 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
         _check_texts(trajectories, prompt)
 
 
-def check_sampled(trajectories: Sequence[TrajectoryMeta], request: GenerateGroup) -> None:
-    """Check that no completion has more sampled tokens than `request` allows, or than it had already.
+def check_num_sampled(numbers: Sequence[int], limit: int) -> None:
+    """Check the numbers of sampled tokens of the completions of a group.
 
     An environment's tokens between them are masked and not counted; a policy checks the length of whole sequences.
 
     Raises:
-        InvalidResultError: naming the first that has.
+        InvalidResultError: naming the first that is over the limit.
     """
-    limit = max([request.sampling.max_tokens, *(one.num_tokens for one in request.partial)])
-    for index, one in enumerate(trajectories):
-        if one.num_tokens - one.num_masked > limit:
-            raise InvalidResultError(
-                f"completion {index} has {one.num_tokens - one.num_masked} sampled tokens, and {limit} were allowed"
-            )
+    for index, number in enumerate(numbers):
+        if number > limit:
+            raise InvalidResultError(f"completion {index} has {number} sampled tokens, and {limit} were allowed")
 
 
 def _check_texts(trajectories: Sequence[TrajectoryMeta], prompt: Prompt) -> None:
@@ -161,6 +159,7 @@ def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[
                 f"its completions have {total} tokens, and {meta.shape[0]} {GROUP_NAMES[index]} came"
             )
     _check_form(GROUP_NAMES[0], GROUP_TENSORS[0], tensors[0], buffers[0])
+    _check_sizes(buffers)
     if not buffers[0]:
         raise InvalidResultError("its prompt has no tokens")
     if num > len(GROUP_TENSORS):
@@ -207,6 +206,13 @@ def _check_form(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) ->
             f"the tensor of {name} is {meta.dtype[:20]}{list(meta.shape[:9])} in {len(buffer)} bytes instead of "
             f"{form.dtype} of {form.num_dims} dimensions"
         )
+
+
+def _check_sizes(buffers: Buffers) -> None:
+    """Check that the journal can store these tensors."""
+    largest = max(map(len, buffers), default=0)
+    if largest > MAX_TENSOR_BYTES:
+        raise UnusableResultError(f"a tensor of {largest} bytes came, and the journal stores up to {MAX_TENSOR_BYTES}")
 
 
 def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Array:
@@ -307,6 +313,7 @@ def check_partial_tensors(total: int, tensors: Sequence[TensorMeta], buffers: Bu
     forms = GROUP_TENSORS[1:]
     if len(tensors) not in (len(forms), len(forms) + len(KEPT_TENSORS)) or len(buffers) != len(tensors):
         raise InvalidResultError(f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(forms)}")
+    _check_sizes(buffers)
     own = slice(0, len(forms))
     tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors[own], buffers[own])
     if not len(tokens) == len(logprobs) == len(versions) == total:
@@ -374,6 +381,7 @@ def teacher_arrays(tensors: Sequence[TensorMeta], buffers: Buffers) -> list[Arra
     """
     if len(buffers) != len(tensors) or any(tensor.name not in TEACHER_TENSORS for tensor in tensors):
         raise InvalidResultError(f"its teacher sent {len(tensors)} tensors in {len(buffers)} buffers, or unknown ones")
+    _check_sizes(buffers)
     arrays = [_array(m.name, TEACHER_TENSORS[m.name], m, buffer) for m, buffer in zip(tensors, buffers, strict=True)]
     if len(arrays) == len(TEACHER_TENSORS):
         _, ids, logprobs = arrays

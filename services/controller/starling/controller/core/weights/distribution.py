@@ -24,8 +24,10 @@ from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.publications import PublishedOffer
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
+from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.offers.tickets import offer_for
 from starling.weightsync.plan.layout import encode
+from starling.weightsync.transports.endpoints import check_offered_transports
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
@@ -73,6 +75,8 @@ def on_published(
             raise WeightsError(f"Version {message.version} came in answer to {lease.id}.")
         if member.role == "rollout" and member.version != message.version:
             return  # it has adopted another version since it was asked
+        if member.role == "rollout":
+            _check_transports(state, event.buffers[0])
         root, is_new = state.weights.publish(member, message.version, event.buffers[0], message.layout_roots)
     except WeightsError as error:
         _offer_failed(state, member, f"the offer of version {message.version} by {member.name} is not usable: {error}")
@@ -88,6 +92,16 @@ def on_published(
     for rollout in state.replicas.membership.of("rollout"):
         check_outdated(state, rollout)
     state.outbox.note("published", version=message.version, publish_s=message.publish_s, offer_s=message.offer_s)
+
+
+def _check_transports(state: ControllerState, encoded: bytes) -> None:
+    """Check that the offer of a rollout does not make its readers open what the settings of the run do not allow.
+
+    Raises:
+        WeightsError: it would, or it cannot be decoded.
+    """
+    plan = state.plan
+    check_offered_transports(decode_offer(encoded), plan.rollout_transport, plan.host, encrypt=plan.encrypt_weights)
 
 
 def _offer_failed(state: ControllerState, member: Member, reason: str) -> None:
