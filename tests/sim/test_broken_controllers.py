@@ -157,7 +157,7 @@ def groups_with_equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_with_mixed_rewards_are_filtered(patch: pytest.MonkeyPatch) -> None:
-    def scored(state: ControllerState, member: Member, message: wire.GroupScored) -> None:
+    def scored(state: ControllerState, member: Member, lease: Lease, message: wire.GroupScored) -> None:
         found = state.group_of_lease(message.lease)
         assert found is not None
         results._filter(state, found[1], 0.0)

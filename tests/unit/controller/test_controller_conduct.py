@@ -15,7 +15,7 @@ from starling.controller.core.replicas.membership import MAX_INVALID
 LATE_S = 6.0
 """Seconds after which the bad replica gives its groups up: before their deadline."""
 TIMEOUTS = LeaseTimeouts(generate_s=7.0, score_s=7.0, adopt_s=1000.0)
-COUNTED_OUT = f"has {MAX_INVALID} times sent an invalid result, or none in time"
+COUNTED_OUT = f"has sent an invalid result, or none in time, {MAX_INVALID} times"
 
 
 class Incarnations(Script):
