@@ -96,6 +96,109 @@ def test_interruptible_block_is_interrupted_by_the_signal() -> None:
     assert (process.returncode, output) == (0, "broken off by SIGTERM\nnot begun\n")
 
 
+RECEIVED_ELSEWHERE = """
+import os, signal, sys, threading
+from pathlib import Path
+from starling.common.observe.process import ServiceStopped, StopSignal
+
+def waits_on_a_lock():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    state = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[0]
+    return frame.f_code is threading.Condition.wait.__code__ and state == "S"
+
+def receive():
+    while not waits_on_a_lock():
+        os.sched_yield()
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+stop = StopSignal(60.0)
+stop.install()
+try:
+    with stop.interruptible():
+        threading.Thread(target=receive, daemon=True).start()
+        threading.Event().wait()
+except ServiceStopped as stopped:
+    print("interrupted by", stopped, flush=True)
+os._exit(0)
+"""
+
+
+def test_signal_that_another_thread_receives_interrupts_the_main_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", RECEIVED_ELSEWHERE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "interrupted by SIGTERM\n"), done.stderr
+
+
+FAILED_CLEANUP = """
+import signal
+from starling.common.observe.process import ServiceStopped, StopSignal
+
+stop = StopSignal(60.0)
+stop.install()
+try:
+    with stop.interruptible():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            raise RuntimeError("release unlocked lock")
+except ServiceStopped as stopped:
+    print("interrupted by", stopped)
+"""
+
+
+def test_cleanup_that_fails_does_not_hide_the_interruption() -> None:
+    """A `Condition.wait` that is interrupted at the wrong instruction ends with this error."""
+    done = subprocess.run([sys.executable, "-c", FAILED_CLEANUP], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "interrupted by SIGTERM\n"), done.stderr
+
+
+FORKED = """
+import os, signal
+from starling.common.observe.process import StopSignal
+
+stop = StopSignal()
+stop.install()
+child = os.fork()
+if child == 0:
+    os._exit(signal.set_wakeup_fd(-1) != -1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+print(signal.set_wakeup_fd(-1) >= 0)
+"""
+
+
+def test_forked_process_does_not_report_its_signals_to_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+IN_NATIVE_CODE = """
+import ctypes
+from starling.common.observe.process import StopSignal
+
+StopSignal(0.3).install()
+mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
+print("ready", flush=True)
+libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_process_that_hangs_in_native_code_exits_after_its_deadline() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_NATIVE_CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.terminate()
+            _, errors = process.communicate(timeout=60.0)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "Timeout" in errors
+
+
 def test_name_that_is_no_text_is_no_obstacle_to_the_title() -> None:
     """The command line's own check then names it."""
     code = "from starling.common.observe.process import run_service as run; raise SystemExit(run('a-\\udcff', print))"

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -26,6 +27,11 @@ PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP)
 """Signals that a terminal sends to all its processes: at Ctrl-C, and when it closes."""
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+WAKE_SIGNAL: Final = signal.SIGURG
+"""Ends a wait of the main thread. Where nothing handles it, as in a program that was just started, it is ignored."""
+WAKE_AGAIN_S: Final = (0.01, 1.0)
+"""Time between two wake signals: at first, and at most."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_RESTART = 75
@@ -49,20 +55,31 @@ class StopSignal:
         self.name = ""
         self._deadline_s = deadline_s
         self._interruptible = False
+        self._has_deadline = False
 
     def install(self, notify: Callable[[], None] = lambda: None) -> None:
-        """Take over SIGTERM and SIGINT; `notify` is called from the signal handler."""
+        """Take over SIGTERM and SIGINT; `notify` is called from the signal handler. Main thread only."""
         self._notify = notify
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
+        deliver_to_main_thread(self._arrived)
+
+    def _arrived(self, number: int) -> None:
+        """Note that a signal arrived; called in another thread, since the main thread may hang in native code."""
+        if number in STOP_SIGNALS:
+            self._start_deadline()
+
+    def _start_deadline(self) -> None:
+        if self._deadline_s is not None and not self._has_deadline:
+            self._has_deadline = True
+            end_within(self._deadline_s)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.event.is_set():
             os._exit(128 + number)
         self.name = signal.Signals(number).name
         self.event.set()
-        if self._deadline_s is not None:
-            end_within(self._deadline_s)
+        self._start_deadline()
         self._notify()
         if self._interruptible:
             self._interruptible = False
@@ -80,11 +97,76 @@ class StopSignal:
             if self:
                 raise ServiceStopped(self.name)
             yield
+        except Exception as error:
+            if self and not self._interruptible:  # a `finally` of the block failed on the interruption
+                raise ServiceStopped(self.name) from error
+            raise
         finally:
             self._interruptible = False
 
     def __bool__(self) -> bool:
         return self.event.is_set()
+
+
+def deliver_to_main_thread(arrived: Callable[[int], None]) -> None:
+    """Run the Python handlers of signals even while the main thread waits on a lock; call `arrived(number)` before.
+
+    Python runs handlers in the main thread, between two instructions. A wait on a lock ends early only if the signal
+    interrupts its system call: not if the signal arrived just before that call, nor if another thread received it. The
+    handler would then run after the wait, which may never end. Here a thread learns of each signal from the wakeup
+    descriptor, and interrupts the main thread until it has run its handlers. No signal is blocked in any thread, so
+    that no child process inherits a mask.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    handled: SimpleQueue[None] = SimpleQueue()  # unlike an Event, it may be used in a handler that interrupts itself
+    signal.signal(WAKE_SIGNAL, lambda number, frame: handled.put(None))
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if previous in _wakeup_writers:  # ends the former thread
+        _wakeup_writers.remove(previous)
+        os.close(previous)
+    _wakeup_writers.append(writer)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Thread(target=_watch, args=(reader, main, handled, arrived), name="signals", daemon=True).start()
+
+
+_wakeup_writers: list[int] = []
+"""The wakeup descriptor of this process, if `deliver_to_main_thread` was called."""
+
+
+def _watch(reader: int, main: int, handled: SimpleQueue[None], arrived: Callable[[int], None]) -> None:
+    while received := os.read(reader, 512):
+        numbers = set(received) - {WAKE_SIGNAL}
+        for number in sorted(numbers):
+            arrived(number)
+        # Twice: the first time the main thread may have been running handlers, and have passed over these signals.
+        for _ in range(2 if numbers else 0):
+            while not handled.empty():
+                handled.get()
+            _wake(main, handled)
+    os.close(reader)
+
+
+def _wake(main: int, handled: SimpleQueue[None]) -> None:
+    """Interrupt the thread `main` until it has run its handlers, at growing intervals."""
+    pause_s, longest_s = WAKE_AGAIN_S
+    while True:
+        signal.pthread_kill(main, WAKE_SIGNAL)
+        try:
+            return handled.get(timeout=pause_s)
+        except Empty:
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def _leave_wakeup_descriptor() -> None:
+    """In a forked process: do not report its signals to its parent."""
+    if _wakeup_writers:
+        signal.set_wakeup_fd(-1)
+        _wakeup_writers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_wakeup_descriptor)
 
 
 def end_within(seconds: float) -> None:
