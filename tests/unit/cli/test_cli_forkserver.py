@@ -47,3 +47,22 @@ def test_signal_during_imports_costs_no_start(number: int, target: str, delay_s:
     assert "Beautiful is better than ugly." in done.stdout
     assert "exit code 0" in done.stdout
     assert ("noted" in done.stdout) == (target == "terminal")
+
+
+FAILED_START = """
+import os
+import starling.cli.run.forkserver
+
+forks = starling.cli.run.forkserver.Forks({})
+before = os.listdir("/proc/self/fd")
+try:
+    forks.start("this", [lambda: None], {})
+except Exception as error:
+    print("refused", os.listdir("/proc/self/fd") == before)
+"""
+
+
+def test_start_that_fails_leaves_no_pipe_open() -> None:
+    command = [sys.executable, "-c", FAILED_START]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True)
+    assert done.stdout == "refused True\n", done.stderr

@@ -73,16 +73,16 @@ class Forks:
             StarlingError: the server ends, and so does another one.
         """
         output, its_end = self._context.Pipe(duplex=False)
-        for _ in range(_ATTEMPTS):
-            self._ensure_running()
-            process = self._context.Process(target=_run, args=(module, list(arguments), dict(environment), its_end))
-            try:
-                process.start()
-            except (EOFError, ConnectionError):  # it was killed while it imported, or between two starts
-                time.sleep(_RETRY_S)  # its end can be seen some time after its sockets have closed
-                continue
-            its_end.close()
-            return ForkedProcess(process, output)
+        with output, its_end:  # the process and its `ForkedProcess` have duplicates
+            for _ in range(_ATTEMPTS):
+                self._ensure_running()
+                process = self._context.Process(target=_run, args=(module, list(arguments), dict(environment), its_end))
+                try:
+                    process.start()
+                except (EOFError, ConnectionError):  # it was killed while it imported, or between two starts
+                    time.sleep(_RETRY_S)  # its end can be seen some time after its sockets have closed
+                    continue
+                return ForkedProcess(process, output)
         raise StarlingError(
             f"{module} cannot be started: the process to fork it from ended again and again while it imported; "
             "look for a lack of memory in the kernel's log (dmesg)"
