@@ -192,3 +192,12 @@ def test_observer_gets_telemetry_and_no_other_connection(tmp_path: Path) -> None
     finally:
         subscriber.close()
         harness.hub.close(0.0)
+
+
+def test_descriptor_of_a_file_leaves_no_duplicate_open(tmp_path: Path) -> None:
+    """ZeroMQ has closed the connection, and its number is that of a file by now."""
+    with (tmp_path / "file").open("w") as file:
+        before = os.listdir("/proc/self/fd")
+        assert connections.peer_address(file.fileno()) is None
+        assert not connections.close_connection(file.fileno(), ("127.0.0.1", 1))
+        assert os.listdir("/proc/self/fd") == before

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starling.common.net.limits import PeerAllowance, RoleRules
 
 
+@contextmanager
+def _duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """Yield a socket on a duplicate of `descriptor`. Raises OSError: it is closed, or by now that of a file."""
+    duplicate = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    with connection:
+        yield connection
+
+
 def peer_address(descriptor: int) -> object | None:
     """Return the address of the peer of the connection `descriptor`; None if it is closed."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with _duplicate(descriptor) as connection:
             address: object = connection.getpeername()
             return address
     except OSError:
@@ -27,7 +41,7 @@ def peer_address(descriptor: int) -> object | None:
 def close_connection(descriptor: int, address: object | None) -> bool:
     """Shut the connection `descriptor` down, if its peer still has `address`; ZeroMQ then closes it."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with _duplicate(descriptor) as connection:
             if address is None or connection.getpeername() != address:
                 return False
             connection.shutdown(socket.SHUT_RDWR)
