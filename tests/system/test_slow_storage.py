@@ -59,7 +59,7 @@ def run_that_fails_during_a_write(folder: Path) -> Iterator[tuple[Command, subpr
             made = num_steps(folder)
             command.wait_until(lambda: num_steps(folder) > made + 1, "steps while the state is written")
             command.interrupt()
-            command.wait_for_output("policy-0 completes a write")
+            command.wait_for_output("policy-0 is still writing a state or a checkpoint")
             assert policy.is_running()
             yield command, server, Storage("s3://bucket/runs", options)
 

@@ -44,7 +44,7 @@ READ_BYTES_PER_S = 1e6
 """Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
 LEAVE_S = 5.0
 HEAR_S = 1.0
-"""How long a policy that runs after the controller is given until its log says that it completes a write."""
+"""How long a policy that runs after the controller is given until its log says that it still writes."""
 REPLACEABLE = ("rollout", "teacher")
 """Roles whose replicas can replace each other."""
 ONCE = ("model", "harness")
@@ -333,8 +333,8 @@ class Supervisor:
             if writers and not has_said:
                 has_said = True
                 self.screen.say(
-                    f"{', '.join(writers)} completes a write, as its log says; it gets {deadline - now:.0f} s "
-                    "(policy.saving.patience_s); Ctrl-C twice kills it"
+                    f"{', '.join(writers)} {'are' if writers[1:] else 'is'} still writing a state or a checkpoint; "
+                    f"the limit is {deadline - now:.0f} s (policy.saving.patience_s); Ctrl-C twice kills"
                 )
             if self._interrupts > 1:
                 raise InterruptedRunError("killed by a second Ctrl-C; what was being written is not complete")
