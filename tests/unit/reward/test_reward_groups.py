@@ -193,7 +193,7 @@ def test_rewards_do_not_depend_on_the_order_of_the_scores(
     for completion, scorer in data.draw(st.permutations(expected)):
         value = given_values[completion, scorer]
         status = Status.OK if value is not None else Status.REWARD_ERROR
-        problem = "" if value is not None else "failed."
+        problem = "" if value is not None else f"scorer {scorer} failed."
         commands += scores.record(Score("score:1:0", completion, scorer, value, status, problem))
     (message,) = [command.message for command in commands if isinstance(command, SendScores)]
     for index, status in enumerate(statuses):
@@ -205,7 +205,10 @@ def test_rewards_do_not_depend_on_the_order_of_the_scores(
         else:
             exact = math.fsum(w * v for w, v in zip(scorer_weights, row, strict=True) if v is not None)
             assert (message.rewards[index], message.statuses[index]) == (exact, status)
-    assert len(message.problems) == sum(value is None for value in given_values.values())
+    failed = {scorer for (_, scorer), value in given_values.items() if value is None}
+    assert sorted(problem.partition(": ")[2] for problem in message.problems) == [
+        f"scorer {scorer} failed." for scorer in sorted(failed)
+    ]
 
 
 actions = st.lists(st.tuples(st.sampled_from(["add", "record", "release"]), st.integers(0, 5)), max_size=40)
