@@ -186,3 +186,17 @@ def test_invalid_recipe_is_reported_before_policy_joins(
     assert "Traceback" not in errors
     assert policy.returncode == 2
     assert not hub.has_unread()
+
+
+def test_ready_event_names_the_transport_in_use(
+    hub: FakeHub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ucxx.py").write_text("raise ImportError('not installed')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = ("--model.path", str(model), *FLAGS, "--policy.transport", "ucx", "--run.log-format", "json")
+    with replica(hub, "policy-0", tmp_path, *flags, fresh=True) as policy:
+        hub.hello("policy-0")
+        policy.terminate()
+        _, errors = policy.communicate(timeout=DEADLINE_S)
+    (ready,) = [json.loads(line) for line in errors.splitlines() if '"event":"ready"' in line.replace(": ", ":")]
+    assert ready["transport"] == "tcp", errors

@@ -123,6 +123,11 @@ class Publisher:
             self._comparison = Comparison(history, self._pool, self._serving.server.wake)
         atexit.register(self.close)
 
+    @property
+    def transport(self) -> Transport:
+        """The transport in use: ``tcp`` where ``ucx`` was requested and is not available."""
+        return self._serving.transport
+
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
         """Copy this rank's shards into a snapshot, digest it, and offer it as `version`.
 

@@ -112,7 +112,7 @@ class Shell:
             "ready",
             version=version,
             parameters=self._learner.model.num_parameters(),
-            transport=self._transport,
+            transport=self._publisher.transport,
             encrypted=self._encrypted,
         )
 
