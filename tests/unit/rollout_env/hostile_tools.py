@@ -167,3 +167,104 @@ def send_garbage(kind: str) -> None:
     }[kind]
     own_line().sendall(body)
     time.sleep(600)
+
+
+def open_memories() -> list[str]:
+    """Open the memory of any other process."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and int(name) != os.getpid():
+                with open(f"/proc/{name}/mem", "rb"):
+                    found.append(name)
+        except OSError:
+            continue
+    return found
+
+
+def limit_process(pid: int) -> bool:
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    return True
+
+
+def slow_process(pid: int) -> bool:
+    os.sched_setaffinity(pid, {0})
+    return True
+
+
+def change_file(path: str) -> bool:
+    """Change permissions and times of a file, by each way that the C library has."""
+    for change in (
+        lambda: os.chmod(path, 0),
+        lambda: os.utime(path, (0, 0)),
+        lambda: os.setxattr(path, "user.a", b"1"),
+    ):
+        try:
+            change()
+        except OSError:
+            continue
+    return True
+
+
+def send_datagram(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        line.sendto(b"a secret", ("127.0.0.1", port))
+    return True
+
+
+def connect_otherwise(port: int, way: str) -> bool:
+    """Connect by Multipath TCP, or by data that opens a connection."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262 if way == "multipath" else 0) as line:
+        line.settimeout(5)
+        if way == "multipath":
+            line.connect(("127.0.0.1", port))
+        elif way == "sendto":
+            line.sendto(b"a secret", 0x20000000, ("127.0.0.1", port))
+        else:
+            line.sendmsg([b"a secret"], (), 0x20000000, ("127.0.0.1", port))
+    return True
+
+
+def open_family(family: int) -> bool:
+    socket.socket(family, socket.SOCK_STREAM).close()
+    return True
+
+
+def share_memory(key: int) -> int:
+    """Make shared memory of System V, which outlives the process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    made = int(libc.shmget(key, 1 << 20, 0o1666))
+    if made < 0:
+        raise OSError(ctypes.get_errno(), "shmget")
+    return made
+
+
+def temporary_folder(text: str) -> list[str]:
+    """Leave a file in the folder for temporary files; return what was there."""
+    folder = tempfile.gettempdir()
+    found = os.listdir(folder)
+    Path(folder, "left").write_text(text)
+    return found
+
+
+def fill_with_files(num_bytes: int, *, unlinked: bool) -> bool:
+    """Write many small files, and wait."""
+    files = []
+    for index in range(num_bytes >> 20):
+        path = Path(tempfile.gettempdir(), f"part-{index}")
+        files.append(path.open("wb"))
+        files[-1].write(bytes(1 << 20))
+        files[-1].flush()
+        if unlinked:
+            path.unlink()
+    time.sleep(600)
+    return True
+
+
+def nest_folders(depth: int) -> bool:
+    """Make folders in each other, deeper than a stack or a path."""
+    os.chdir(tempfile.gettempdir())
+    for _ in range(depth):
+        os.mkdir("a-folder")
+        os.chdir("a-folder")
+    return True

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,8 @@ NAMES = [
     "leave_daemon", "read_environments", "read_file", "write_file", "list_folder", "signal_process", "open_descriptor",
     "read_memory", "trace", "connect", "connect_abstract", "connect_path", "new_user_namespace", "gain_privileges",
     "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
+    "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
+    "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders",
 ]  # fmt: skip
 TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
@@ -45,13 +49,20 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It reads or traces the memory of the service": NO_PROCESS,
     "It opens a descriptor of the service, as that of a snapshot": NO_PROCESS,
     "It signals the service": NO_PROCESS,
+    "It changes limits or processors of the service": ALL,
     "It reads keys and other files that are not declared": NO_PROCESS,
     "It writes files that are not declared": NO_PROCESS,
+    "It changes permissions or times of files that are not declared": NO_PROCESS,
     "It connects to a port of this machine": NO_PROCESS,
+    "It sends datagrams, or connects otherwise than by TCP": NO_PROCESS,
+    "It reaches the host of a virtual machine": ALL,
     "It connects to an abstract socket": NO_PROCESS,
     "It connects to a socket in the file system": NAMESPACES,
     "It sees files of another session": NAMESPACES,
+    "It finds temporary files of an earlier session": ALL,
+    "It reads the memory of another session, or of the process that starts sessions": NO_PROCESS,
     "It finds in its own process what another session was given": ALL,
+    "It leaves shared memory behind": ALL,
     "It starts more processes than `max_tasks`": NAMESPACES,
     "It makes namespaces of its own": ALL,
     "It gains privileges": ALL,
@@ -176,6 +187,14 @@ def test_service_cannot_be_signalled(hostile: Hostile, service: int) -> None:
     hostile.fails("signal_process", pid=service)
 
 
+@held("It changes limits or processors of the service")
+def test_service_cannot_be_limited(hostile: Hostile, service: int) -> None:
+    before = psutil.Process(service).rlimit(psutil.RLIMIT_FSIZE), os.sched_getaffinity(service)
+    hostile.fails("limit_process", "ProcessLookupError|PermissionError", pid=service)
+    hostile.fails("slow_process", "ProcessLookupError|PermissionError", pid=service)
+    assert (psutil.Process(service).rlimit(psutil.RLIMIT_FSIZE), os.sched_getaffinity(service)) == before
+
+
 @held("It reads keys and other files that are not declared")
 def test_keys_are_hidden(hostile: Hostile, tmp_path: Path) -> None:
     key = tmp_path / "rollout-0.json"
@@ -197,10 +216,44 @@ def test_files_cannot_be_written(hostile: Hostile, tmp_path: Path) -> None:
     assert target.read_text() == ""
 
 
+@held("It changes permissions or times of files that are not declared")
+def test_files_cannot_be_changed(hostile: Hostile, tmp_path: Path) -> None:
+    target = tmp_path / "journal.db"
+    target.write_text("")
+    target.chmod(0o666)
+    before = target.stat()
+    hostile.attempt("change_file", path=str(target))
+    assert target.stat() == before
+    assert os.listxattr(target) == []
+
+
 @held("It connects to a port of this machine")
 def test_ports_of_machine_are_closed(hostile: Hostile) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         hostile.fails("connect", port=server.getsockname()[1])
+
+
+@held("It sends datagrams, or connects otherwise than by TCP")
+def test_network_is_closed_to_other_protocols(hostile: Hostile) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(("127.0.0.1", 0))
+        with contextlib.suppress(SandboxError):  # in a network of its own it only reaches itself
+            hostile.attempt("send_datagram", port=receiver.getsockname()[1])
+        receiver.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            receiver.recv(100)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for way in ("multipath", "sendto", "sendmsg"):
+            with contextlib.suppress(SandboxError):
+                hostile.attempt("connect_otherwise", port=server.getsockname()[1], way=way)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@held("It reaches the host of a virtual machine")
+def test_other_families_of_sockets_are_refused(hostile: Hostile) -> None:
+    hostile.fails("open_family", "Address family not supported", family=40)  # AF_VSOCK
 
 
 @held("It connects to an abstract socket")
@@ -233,6 +286,34 @@ def test_sessions_share_no_files(hostile: Hostile) -> None:
         await note
 
     asyncio.run(run())
+
+
+@held("It finds temporary files of an earlier session")
+def test_temporary_files_end_with_their_session(hostile: Hostile) -> None:
+    own = hostile.attempt("temporary_folder", text="a note")
+    assert "left" not in own
+    assert hostile.attempt("temporary_folder", text="another") == own
+
+
+@held("It reads the memory of another session, or of the process that starts sessions")
+def test_memory_of_other_sessions_is_hidden(hostile: Hostile) -> None:
+    async def run() -> Any:
+        async with hostile.sandbox.session() as other:
+            await other.call(NAMES.index("limits"), {}, timeout_s=LONG_S)
+            return await hostile.call("open_memories")
+
+    assert asyncio.run(run()) == []
+
+
+@held("It leaves shared memory behind")
+def test_shared_memory_ends_with_its_session(hostile: Hostile) -> None:
+    key = os.getpid()
+    with contextlib.suppress(SandboxError):
+        hostile.attempt("share_memory", key=key)
+    found = ctypes.CDLL(None).shmget(key, 0, 0)
+    if found >= 0:
+        ctypes.CDLL(None).shmctl(found, 0, None)  # IPC_RMID
+    assert found < 0
 
 
 @held("It finds in its own process what another session was given")
@@ -283,6 +364,37 @@ def test_garbage_costs_one_call(hostile: Hostile, kind: str) -> None:
 @held("It fills the disk")
 def test_files_are_limited(hostile: Hostile) -> None:
     hostile.fails("fill_disk", "File too large|No space left")
+
+
+@pytest.mark.parametrize("unlinked", [False, True])
+@pytest.mark.parametrize("level", ["landlock", "process"])
+def test_sandbox_with_too_many_files_on_disk_is_killed(
+    level: Mechanism, unlinked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    monkeypatch.setattr("starling.common.sandbox.launch.TMP_BYTES", 8 << 20)
+    hostile = Hostile(level)
+    try:
+        hostile.fails("fill_with_files", "it ended its process", num_bytes=16 << 20, unlinked=unlinked)
+        assert hostile.attempt("limits") == 0, "the sandbox starts again"
+    finally:
+        hostile.sandbox.close()
+
+
+@pytest.mark.parametrize("level", MECHANISMS)
+def test_deep_folders_are_removed(level: Mechanism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o755)
+    hostile = Hostile(level)
+    try:
+        assert hostile.attempt("nest_folders", depth=2000)
+        assert hostile.attempt("temporary_folder", text="") is not None
+    finally:
+        hostile.sandbox.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_declared_things_are_there(tmp_path: Path) -> None:

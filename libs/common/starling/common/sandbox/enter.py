@@ -13,15 +13,18 @@ import contextlib
 import marshal
 import os
 import select
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from starling.common.sandbox import syscalls
-from starling.common.sandbox.processes import descendants, kill_all
+from starling.common.sandbox.processes import descendants, kill_all, num_bytes_in
 
 _FLAGS = syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWIPC
 _FLAGS |= syscalls.CLONE_NEWUTS
+_LOOK_EVERY_S = 1.0
 FAILED = 125
 """Exit status when the sandbox cannot be made."""
 
@@ -31,6 +34,7 @@ def main(descriptor: int) -> NoReturn:
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
         order: dict[str, Any] = marshal.load(file)  # written by `launch` into a file that has no name
+    syscalls.be_killed_first()
     try:
         status = _in_namespaces(order) if order["namespaces"] else _supervise(order)
     except OSError as error:
@@ -85,9 +89,36 @@ def _supervise(order: dict[str, Any]) -> int:
             syscalls.landlock(readable, writable, listable, network=order["network"], ports=order["ports"])
         _execute(order)
     _close(*order["pass_fds"])
-    status = _reap_until(payload)
+    status = _watch_disk(payload, order["environment"]["TMPDIR"], order["tmp_bytes"])
     kill_all(lambda: descendants(os.getpid()))
     return status
+
+
+def _watch_disk(payload: int, folder: str, limit: int) -> int:
+    """Reap all children until the payload ends; return its exit status.
+
+    The temporary files are on the machine's disk, and the kernel limits the size of each only, not their number. When
+    they take more than `limit` bytes, everything inside is killed.
+    """
+    children = {signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, children)  # it stays pending then
+    wait_s = _LOOK_EVERY_S
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == payload:
+            return _status(status)
+        if pid:
+            continue
+        if signal.sigtimedwait(children, wait_s) is not None:
+            continue
+        begun_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            if num_bytes_in(folder, os.getpid(), limit) > limit:
+                print(
+                    f"the sandbox's files take more than {limit >> 20} MiB: it is killed", file=sys.stderr, flush=True
+                )
+                os.kill(payload, signal.SIGKILL)
+        wait_s = max(_LOOK_EVERY_S, 10 * (time.monotonic() - begun_at))
 
 
 def _execute(order: dict[str, Any]) -> NoReturn:

@@ -13,11 +13,12 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from starling.common.sandbox import syscalls
-from starling.common.sandbox.processes import descendants, kill_all
+from starling.common.sandbox.processes import descendants, kill_all, remove_tree
 
 INNER_UID: Final = 1000
 """User inside of a sandbox that root starts."""
@@ -37,6 +38,7 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
         num_files: limit on open files of each process.
     """
     isolated = mechanism in ("bubblewrap", "namespaces")
+    syscalls.be_killed_first()
     if isolated and os.geteuid() == 0:
         with contextlib.suppress(OSError):  # EINVAL: the code is readable for root only, so no other user is mapped
             syscalls.become(INNER_UID, INNER_UID)
@@ -50,11 +52,22 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
     syscalls.set_limits(limits)
 
 
-def give_up_privileges() -> None:
-    """Give up what only the making of sessions needs, for ever: capabilities, namespaces, mounts, tracing."""
+def give_up_privileges(mechanism: str, *, network: bool) -> None:
+    """Give up what only the making of sessions needs, for ever: capabilities, namespaces, mounts, tracing.
+
+    Args:
+        mechanism: how the sandbox was made.
+        network: whether the code may reach the network.
+    """
     syscalls.keep_capabilities()
     with contextlib.suppress(OSError):  # a container may forbid further filters
-        syscalls.forbid_kernel_interfaces()
+        syscalls.forbid_kernel_interfaces(_surroundings(mechanism), network=network)
+
+
+def _surroundings(mechanism: str) -> syscalls.Surroundings:
+    if mechanism in ("bubblewrap", "namespaces"):
+        return "own"
+    return "landlocked" if mechanism == "landlock" else "shared"
 
 
 class Sessions:
@@ -79,15 +92,17 @@ class Sessions:
         leave: Callable[[], object] = lambda: None,
         network: bool = True,
     ) -> None:
-        self._serve, self._leave, self._network = serve, leave, network
+        self._mechanism, self._serve, self._leave, self._network = mechanism, serve, leave, network
         self._own_pids = -1
         if mechanism in ("bubblewrap", "namespaces"):
             with contextlib.suppress(OSError):  # without /proc, as in some containers
                 self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        self._pids: set[int] = set()
+        self._folders: dict[int, str] = {}
+        """Folder for the temporary files of each session, by the id of its process; empty with namespaces."""
         self._ahead: tuple[int, socket.socket] | None = None
         syscalls.adopt_orphans()
-        syscalls.filter_program()
+        version = syscalls.landlock_version() if mechanism == "landlock" else 0
+        syscalls.filter_program(_surroundings(mechanism), version, network=network)
 
     def prepare(self) -> None:
         """Fork a process ahead, unless there is one or there can be no further process."""
@@ -116,6 +131,7 @@ class Sessions:
         """Fork a process that waits for its descriptors; return its id and the socket that sends them."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent, isolated = os.getpid(), self._own_pids >= 0
+        folder = "" if isolated else _make_temporary_folder()
         with theirs:
             try:
                 if isolated:
@@ -127,12 +143,14 @@ class Sessions:
                         syscalls.set_pid_namespace(self._own_pids)
             except BaseException:  # raised again: the socket must not stay open
                 mine.close()
+                remove_tree(folder)
                 raise
             if pid:
-                self._pids.add(pid)
+                self._folders[pid] = folder
                 return pid, mine
             try:
                 mine.close()
+                _use_temporary_folder(folder)
                 self._leave()
                 self._run_session(theirs, parent, isolated=isolated)
             finally:
@@ -141,7 +159,7 @@ class Sessions:
 
     def _run_session(self, line: socket.socket, parent: int, *, isolated: bool) -> None:
         try:
-            _enter_session(parent, isolated=isolated, network=self._network)
+            _enter_session(parent, self._mechanism, isolated=isolated, network=self._network)
             if isolated:
                 _leave_to_child()
         except Exception as error:  # noqa: BLE001 - the edge of a process
@@ -155,7 +173,7 @@ class Sessions:
 
     def kill(self, pid: int) -> None:
         """Kill a session and everything that it has started, and reap it."""
-        self._pids.discard(pid)
+        folder = self._folders.pop(pid, "")
         for kill in (os.killpg, os.kill):  # the process may not have called setsid yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
@@ -163,10 +181,11 @@ class Sessions:
             os.waitpid(pid, 0)
         if self._own_pids < 0:
             self._kill_orphans()
+        remove_tree(folder)
 
     def kill_all(self) -> None:
         """Kill all sessions."""
-        for pid in tuple(self._pids):
+        for pid in tuple(self._folders):
             self.kill(pid)
 
     def _kill_orphans(self) -> None:
@@ -174,7 +193,7 @@ class Sessions:
         killed = set[int]()
 
         def orphans() -> set[int]:
-            found = set(descendants(os.getpid(), but=self._pids))
+            found = set(descendants(os.getpid(), but=self._folders))
             killed.update(found)
             return found
 
@@ -184,7 +203,7 @@ class Sessions:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _enter_session(parent: int, *, isolated: bool, network: bool) -> None:
+def _enter_session(parent: int, mechanism: str, *, isolated: bool, network: bool) -> None:
     """Isolate this process, which `parent` has just forked."""
     os.setsid()
     if isolated:
@@ -194,10 +213,33 @@ def _enter_session(parent: int, *, isolated: bool, network: bool) -> None:
         _make_private_folders()
     else:
         syscalls.adopt_orphans()
-    give_up_privileges()
+    if mechanism == "landlock":
+        syscalls.landlock_apart()
+    give_up_privileges(mechanism, network=network)
     syscalls.die_with_parent()
     if not isolated and os.getppid() != parent:  # it ended before the prctl; with namespaces all end with it
         os._exit(0)
+
+
+def _make_temporary_folder() -> str:
+    """Make a folder for the temporary files of one session; return its path, or nothing where it cannot be made."""
+    folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"session-{os.urandom(8).hex()}")
+    try:
+        os.mkdir(folder, 0o700)
+    except OSError:  # the disk is full: the session has the folder of all
+        return ""
+    return folder
+
+
+def _use_temporary_folder(folder: str) -> None:
+    """Let this process and its descendants make temporary files in `folder`, if there is one."""
+    if not folder:
+        return
+    os.environ["HOME"] = os.environ["TMPDIR"] = folder
+    if "tempfile" in sys.modules:  # which remembers the folder; the import here would cost each start
+        import tempfile
+
+        tempfile.tempdir = None
 
 
 def _leave_to_child() -> None:

@@ -32,7 +32,7 @@ import structlog
 from starling.common.errors import ConfigError
 from starling.common.sandbox import enter, syscalls
 from starling.common.sandbox.inside import INNER_UID
-from starling.common.sandbox.processes import descendants, kill_all
+from starling.common.sandbox.processes import descendants, kill_all, remove_tree
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.sandbox.view import TMP_BYTES, Kind, View, view_of
 from starling.common.settings import environment_variables
@@ -219,7 +219,7 @@ class BoxProcess:
             os.close(self._life)
             self._life = -1
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_tree(self._folder)
 
 
 def scrubbed_environment(needs: SandboxNeeds, folder: str, *, inherits_path: bool) -> dict[str, str]:

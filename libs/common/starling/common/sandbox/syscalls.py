@@ -6,6 +6,7 @@ function raises OSError when the kernel refuses.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -14,7 +15,7 @@ import signal
 import struct
 from collections.abc import Iterable
 from functools import cache
-from typing import Final
+from typing import Final, Literal
 
 CLONE_NEWNS: Final = 0x00020000
 CLONE_NEWUTS: Final = 0x04000000
@@ -66,6 +67,12 @@ def adopt_orphans() -> None:
 def forbid_new_privileges() -> None:
     """Let no program that this process or a descendant executes gain privileges."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(NO_NEW_PRIVS)")
+
+
+def be_killed_first() -> None:
+    """Let the kernel choose this process and its descendants before others when memory is short."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # there may be no /proc
+        file.write("1000")
 
 
 def set_limits(limits: Iterable[tuple[int, int]]) -> None:
@@ -201,7 +208,7 @@ def landlock(
     version = landlock_version()
     if version < 1:
         raise OSError(38, "Landlock is not there")
-    files = (1 << (13 if version < 2 else 14 if version < 3 else 15 if version < 5 else 16)) - 1
+    files = _file_rights(version)
     connections = 3 if version >= 4 and not network else 0
     scopes = 3 if version >= 6 else 0
     attributes = struct.pack("QQQ", files, connections, scopes)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -219,6 +226,26 @@ def landlock(
         os.close(rules)
 
 
+def landlock_apart() -> None:
+    """Separate this process and its descendants from the others of its Landlock domain, with the same access to files.
+
+    They can then neither trace these, nor read their memory, nor (Linux 6.12) signal them.
+    """
+    version = landlock_version()
+    attributes = struct.pack("QQQ", _file_rights(version), 0, 3)[: 24 if version >= 6 else 8]
+    rules = _check(_libc.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
+    try:
+        _allow(rules, "/", _file_rights(version))
+        _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
+    finally:
+        os.close(rules)
+
+
+def _file_rights(version: int) -> int:
+    """Return all rights to files that a version of Landlock knows."""
+    return (1 << (13 if version < 2 else 14 if version < 3 else 15 if version < 5 else 16)) - 1
+
+
 def _allow(rules: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -233,32 +260,79 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 # --- seccomp -----------------------------------------------------------------------------------------------------
 
-_CLONE: Final = {"x86_64": 56, "aarch64": 220}
-_AUDIT_ARCH: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_CLONE3: Final = 435
+Surroundings = Literal["own", "landlocked", "shared"]
+"""What a process has around it: namespaces of its own; the machine's, behind Landlock; the machine's."""
+
+_ARCHITECTURES: Final = ("x86_64", "aarch64")
+_AUDIT_ARCH: Final = (0xC000003E, 0xC00000B7)
 _FORBIDDEN: Final = {
-    # mount umount2 pivot_root chroot unshare setns ptrace process_vm_readv process_vm_writev add_key request_key keyctl
-    # bpf perf_event_open userfaultfd init_module finit_module delete_module kexec_load open_by_handle_at
-    # name_to_handle_at swapon swapoff reboot acct settimeofday
-    "x86_64": (165, 166, 155, 161, 272, 308, 101, 310, 311, 248, 249, 250, 321, 298, 323, 175, 313, 176, 246, 304, 303,
-               167, 168, 169, 163, 164),
-    "aarch64": (40, 39, 41, 51, 97, 268, 117, 270, 271, 217, 218, 219, 280, 241, 282, 105, 273, 106, 104, 265, 264,
-                224, 225, 142, 89, 170),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "kexec_load": (246, 104), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142),
+    "acct": (163, 89), "settimeofday": (164, 170), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsmount": (432, 432), "mount_setattr": (442, 442),
 }  # fmt: skip
-_FORBIDDEN_EVERYWHERE: Final = (425, 426, 427, 428, 429, 430, 432, 442)
-"""io_uring_setup, io_uring_enter, io_uring_register, open_tree, move_mount, fsopen, fsmount, mount_setattr."""
+"""Numbers of system calls on each of the architectures, here and below; None where one has no such call."""
+_FORBIDDEN_OUTSIDE: Final = {
+    # Their objects outlive each process that made them, in memory that nothing limits.
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+}  # fmt: skip
+"""Without namespaces: what reaches other processes, and files that are not declared."""
+_OF_ITSELF: Final = {
+    "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+}  # fmt: skip
+"""Without namespaces allowed only for process 0, which is the caller: the others of its user include the service."""
+_SETPRIORITY: Final = (141, 140)
+_WITHOUT_EFFECT: Final = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
+}  # fmt: skip
+"""Landlock lets them change every file of the user. They do nothing and succeed: much code makes them in passing."""
+_FALLOCATE: Final = (285, 47)
+_Numbers = tuple[int | None, int | None]
+_TRUNCATE, _OPENAT2 = (76, 45), (437, 437)
+_OPENS: Final[tuple[tuple[_Numbers, int], ...]] = (((2, None), 1), ((257, 56), 2))
+"""`open` and `openat`, and which argument their flags are."""
+_LANDLOCK_TRUNCATES: Final = 3
+"""First version of Landlock that limits truncation."""
+_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_SENDTO, _SENDMSG, _SENDMMSG = (44, 206), (46, 211), (307, 269)
+_FAMILIES: Final = (1, 2, 10, 16)
+"""Unix, IPv4, IPv6 and netlink. Others, as that to a virtual machine's host, are not divided by network namespaces."""
+_FAST_OPEN: Final = 0x20000000
+_ACCESS_MODE: Final = 3
+_ALLOW, _KILL, _NOTHING, _REFUSE, _DENY, _MISSING, _UNSUPPORTED, _NO_FAMILY = (
+    0x7FFF0000, 0x80000000, 0x00050000, 0x00050001, 0x0005000D, 0x00050026, 0x0005005F, 0x00050061,
+)  # fmt: skip
+"""Answers to a system call; `_NOTHING` is a success, and those after it EPERM, EACCES, ENOSYS, EOPNOTSUPP and
+EAFNOSUPPORT."""
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 
 
 class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def forbid_kernel_interfaces() -> bool:
+def forbid_kernel_interfaces(surroundings: Surroundings = "own", *, network: bool = True) -> bool:
     """Forbid what no tool or scorer needs, for ever: namespaces, mounts, tracing, keys, io_uring, kernel modules.
 
-    Returns False on an architecture for which it has no list. Needs `forbid_new_privileges` or CAP_SYS_ADMIN.
+    With the machine's processes around it, also what changes these and what outlives it; behind Landlock, what that
+    does not limit: changes of a file's owner, permissions and times, which do nothing then, and without `network` each
+    socket but those of TCP. Returns False on an architecture for which it has no list. Needs `forbid_new_privileges`
+    or CAP_SYS_ADMIN.
     """
-    program = filter_program()
+    version = landlock_version() if surroundings == "landlocked" else 0
+    program = filter_program(surroundings, version, network=network)
     if program is None:
         return False
     what = _FilterProgram(len(program) // 8, program)
@@ -267,33 +341,90 @@ def forbid_kernel_interfaces() -> bool:
 
 
 @cache
-def filter_program() -> bytes | None:
-    """Return the program of `forbid_kernel_interfaces`; None on an architecture for which there is no list.
+def filter_program(surroundings: Surroundings, version: int, *, network: bool) -> bytes | None:
+    """Return the program of `forbid_kernel_interfaces`, behind a version of Landlock; None without a list.
 
     A process that forks many others calls it once before, so that each finds it in its memory.
     """
     machine = os.uname().machine
-    if machine not in _FORBIDDEN:
+    if machine not in _ARCHITECTURES:
         return None
-    forbidden = (*_FORBIDDEN[machine], *_FORBIDDEN_EVERYWHERE)
-    return b"".join(_filter(_AUDIT_ARCH[machine], _CLONE[machine], forbidden, foreign=machine == "x86_64"))
+    return b"".join(_Filter(_ARCHITECTURES.index(machine)).steps(surroundings, version, network=network))
 
 
-def _filter(architecture: int, clone: int, forbidden: tuple[int, ...], *, foreign: bool) -> list[bytes]:
-    """Return a program for the kernel's packet filter over (number, architecture, instruction, arguments)."""
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, missing, kill = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x80000000
+class _Filter:
+    """Program for the kernel's packet filter over (number, architecture, instruction, arguments) of a system call."""
 
-    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-        return struct.pack("HBBI", code, if_true, if_false, value)
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+        self._steps = list[bytes]()
 
-    program = [step(load, 4), step(equal, architecture, 1, 0), step(give, kill), step(load, 0)]
-    if foreign:  # the x32 system calls of x86-64 have numbers of their own
-        program += [step(at_least, 0x40000000, 0, 1), step(give, refuse)]
-    # Its arguments are in memory, which a filter cannot read: the C library then takes `clone`.
-    program += [step(equal, _CLONE3, 0, 1), step(give, missing)]
-    program += [step(equal, clone, 0, 3), step(load, 16), step(any_bit, _NAMESPACES, 0, 1), step(give, refuse)]
-    program += [step(load, 0)]
-    for number in forbidden:
-        program += [step(equal, number, 0, 1), step(give, refuse)]
-    return [*program, step(give, allow)]
+    def steps(self, surroundings: Surroundings, version: int, *, network: bool) -> list[bytes]:
+        """Return its steps."""
+        architecture = _AUDIT_ARCH[self._architecture]
+        self._steps = [_step(_LOAD, 4), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, _KILL), _step(_LOAD, 0)]
+        if self._architecture == 0:  # the x32 system calls of x86-64 have numbers of their own
+            self._steps += [_step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _REFUSE)]
+        # Its arguments are in memory, which a filter cannot read: the C library then takes `clone`.
+        self._answer(_CLONE3, _MISSING)
+        self._check(_CLONE, _argument(0), _step(_ANY_BIT, _NAMESPACES, 0, 1), _step(_RETURN, _REFUSE))
+        for forbidden in _FORBIDDEN.values():
+            self._answer(forbidden, _REFUSE)
+        self._limit_sockets(only_tcp=surroundings == "landlocked" and not network)
+        if surroundings != "own":
+            self._limit_to_itself()
+        if surroundings == "landlocked":
+            for numbers in _WITHOUT_EFFECT.values():
+                self._answer(numbers, _NOTHING)
+            if version < _LANDLOCK_TRUNCATES:
+                self._limit_truncation()
+        return [*self._steps, _step(_RETURN, _ALLOW)]
+
+    def _limit_to_itself(self) -> None:
+        for numbers in _FORBIDDEN_OUTSIDE.values():
+            self._answer(numbers, _REFUSE)
+        for numbers in _OF_ITSELF.values():
+            self._check(numbers, _argument(0), _step(_EQUAL, 0, 1, 0), _step(_RETURN, _REFUSE))
+        self._answer(_FALLOCATE, _UNSUPPORTED)  # it takes a whole disk at once; the C library writes zeros then
+        itself = [_step(_EQUAL, 0, 1, 0), _step(_RETURN, _REFUSE)]
+        self._check(_SETPRIORITY, _argument(0), *itself, _argument(1), *itself)
+
+    def _limit_sockets(self, *, only_tcp: bool) -> None:
+        num = len(_FAMILIES)
+        families = [_step(_EQUAL, family, num - index) for index, family in enumerate(_FAMILIES)]
+        steps = [_argument(0), *families, _step(_RETURN, _NO_FAMILY)]
+        if only_tcp:  # Landlock limits neither datagrams nor other protocols of streams, nor data that opens one
+            stream = [_argument(1), _step(_AND, 15), _step(_EQUAL, 1, 1, 0), _step(_RETURN, _DENY)]
+            tcp = [_argument(2), _step(_EQUAL, 0, 2, 0), _step(_EQUAL, 6, 1, 0), _step(_RETURN, _DENY)]
+            after = len(stream) + len(tcp)
+            steps += [_step(_EQUAL, 1, after + 1), _step(_EQUAL, 16, after, 0), *stream, *tcp]
+            for sending, flags in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
+                self._check(sending, _argument(flags), _step(_ANY_BIT, _FAST_OPEN, 0, 1), _step(_RETURN, _DENY))
+        self._check(_SOCKET, *steps)
+
+    def _limit_truncation(self) -> None:
+        """Forbid to truncate by name, and to truncate what is opened for reading, as old versions of Landlock allow."""
+        self._answer(_TRUNCATE, _REFUSE)
+        self._answer(_OPENAT2, _MISSING)  # its flags are in memory
+        for numbers, flags in _OPENS:
+            reading = [_step(_AND, _ACCESS_MODE | os.O_TRUNC), _step(_EQUAL, os.O_RDONLY | os.O_TRUNC, 0, 1)]
+            self._check(numbers, _argument(flags), *reading, _step(_RETURN, _REFUSE))
+
+    def _answer(self, numbers: _Numbers, answer: int) -> None:
+        """Give an answer to a system call."""
+        self._check(numbers, _step(_RETURN, answer))
+
+    def _check(self, numbers: _Numbers, *steps: bytes) -> None:
+        """Take steps for a system call, after which the next check follows."""
+        number = numbers[self._architecture]
+        if number is not None:
+            self._steps += [_step(_EQUAL, number, 0, len(steps)), *steps, _step(_LOAD, 0)]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)
+
+
+def _argument(index: int) -> bytes:
+    """Load the lower half of an argument."""
+    return _step(_LOAD, 16 + 8 * index)

@@ -59,7 +59,7 @@ class WorkerProcess:
         self._exit = ""
         # A program that a model wrote would have, in its session, what the worker has.
         runs_programs = needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen)
-        self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks, runs_programs))
+        self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks, runs_programs, needs.network))
 
     @property
     def pid(self) -> int:

@@ -35,6 +35,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Limit on its processes and threads."""
     runs_programs: bool
     """Whether its scorers may run programs that a model wrote."""
+    network: bool
+    """Whether its scorers may reach the network."""
 
 
 class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):

@@ -85,7 +85,7 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
     settle(setup.mechanism, max_tasks=setup.max_tasks)
     if setup.runs_programs:
         start_executor(setup.mechanism)
-    give_up_privileges()
+    give_up_privileges(setup.mechanism, network=setup.network)
     try:
         for spec in setup.scorers:
             check_executor(spec.name)

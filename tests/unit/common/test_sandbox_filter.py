@@ -1,0 +1,42 @@
+"""The filter of system calls behind old versions of Landlock, which do not limit truncation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from starling.common.sandbox import syscalls
+
+TRUNCATE = """
+import os, sys
+from starling.common.sandbox import syscalls
+
+version, path = int(sys.argv[1]), sys.argv[2]
+syscalls.landlock_version = lambda: version
+syscalls.forbid_new_privileges()
+assert syscalls.forbid_kernel_interfaces("landlocked", network=False)
+for attempt in (lambda: os.truncate(path, 0), lambda: os.close(os.open(path, os.O_RDONLY | os.O_TRUNC))):
+    try:
+        attempt()
+        print("done")
+    except PermissionError:
+        print("refused")
+with open(path) as file:
+    file.read()
+with open(path, "w") as file:
+    file.write("written")
+"""
+
+
+@pytest.mark.skipif(syscalls.filter_program("landlocked", 1, network=False) is None, reason="there is no filter here")
+@pytest.mark.parametrize(("version", "outcome"), [(2, "refused"), (3, "done")])
+def test_truncation_is_refused_where_landlock_allows_it(version: int, outcome: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("contents")
+    command = [sys.executable, "-c", TRUNCATE, str(version), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [outcome, outcome]
+    assert path.read_text() == "written", "what may be written can be written"
