@@ -20,7 +20,7 @@ from starling.common.files import write_whole
 from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
 from starling.rollout.api.keys import ApiKeys
-from starling.rollout.api.protocol import protocol_with_header_timeout
+from starling.rollout.api.protocol import protocol_with_header_limits
 from starling.rollout.api.recording import Recording
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ApiServer:
         self._endpoint = Endpoint(engine_queue, served, settings, self.keys)
         config = uvicorn.Config(
             self._endpoint.application(),
-            http=protocol_with_header_timeout(settings.read_timeout_s),
+            http=protocol_with_header_limits(settings.read_timeout_s),
             lifespan="off",
             log_config=None,
             access_log=False,
