@@ -23,6 +23,7 @@ PURE = (
     "starling.weightsync.offers.offer",
     "starling.algo.advantage",
     "starling.algo.algorithm",
+    "starling.algo.media",
     "starling.algo.staleness",
     "starling.algo.packing",
     "starling.sim",

@@ -17,10 +17,11 @@ from adoptions import GROUP_SIZE, adopt_under_load, check
 from engines import EngineDriver, PublisherProcess, engine_driver, publish_experts, publisher_process, spec_of
 from tiny_vision import PIXELS, ask, image, make_config, make_encoder, make_tokenizer, write_video
 
+from starling.algo.architecture import placeholders
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Media, Prompt, Sampling
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PartialCompletion, RequestError
-from starling.rollout.engine.multimodal.prompts import PromptEncoder, placeholders
+from starling.rollout.engine.multimodal.prompts import PromptEncoder
 from starling.rollout.engine.vllm.engine import VllmEngine
 
 HEAD = 32
@@ -177,10 +178,16 @@ def test_inconsistent_tensors_are_rejected(vision_engine: VisionEngine) -> None:
     request = vision_engine.ask_for("wrong", ask("<image>a", image(40, 12)))
     tensors = request.tensors
     for changed, sentence in (
-        ({**tensors, "pixel_values": tensors["pixel_values"][:-1]}, "pixel_values has 39 patches where image_grid_thw"),
-        ({**tensors, "position_ids": tensors["position_ids"][:, 1:]}, r"position_ids are \(3, \d+\) for a prompt of"),
-        ({name: array for name, array in tensors.items() if name != "position_ids"}, "position_ids are missing"),
-        ({name: array for name, array in tensors.items() if name != "image_grid_thw"}, "placeholder tokens"),
+        (
+            {**tensors, "pixel_values": tensors["pixel_values"][:-1]},
+            "39 rows of pixel_values came, and",
+        ),
+        ({**tensors, "position_ids": tensors["position_ids"][:, 1:]}, r"position_ids are \[3, \d+\] instead of"),
+        (
+            {name: array for name, array in tensors.items() if name != "position_ids"},
+            "position_ids are none",
+        ),
+        ({name: array for name, array in tensors.items() if name != "image_grid_thw"}, "came without the other"),
     ):
         with pytest.raises(RequestError, match=sentence):
             vision_engine.driver.engine.add(replace(request, tensors=changed))

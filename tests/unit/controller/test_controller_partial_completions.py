@@ -173,7 +173,7 @@ def test_inconsistent_partial_completions_are_refused(
     completions = tuple(wire.PartialCompletionMeta(num_tokens=length) for length in lengths)
     buffers = (bytes(12), bytes(12), bytes(4 * num_versions))[:num_tensors]
     with pytest.raises(ValueError, match=complaint):
-        parse_partial(completions, tuple(tensors[:num_tensors]), buffers, 2)
+        parse_partial(completions, tuple(tensors[:num_tensors]), buffers, 2, None)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4))
@@ -185,7 +185,7 @@ def test_partial_versions_are_read_from_the_tensor(completions: list[list[int]])
     )
     buffers = (bytes(4 * len(versions)),) * 2 + (struct.pack(f"<{len(versions)}i", *versions),)
     metas = tuple(wire.PartialCompletionMeta(num_tokens=len(completion)) for completion in completions)
-    partial = parse_partial(metas, tensors, buffers, len(completions))
+    partial = parse_partial(metas, tensors, buffers, len(completions), None)
     if not versions:
         assert partial is None
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from transcript import TEACHER_TENSORS, Script
 
@@ -74,13 +75,17 @@ def test_invalid_teacher_logprobs_discard_the_completions(names: dict[str, int],
 
 def test_prompt_with_images_cannot_be_scored_by_a_teacher() -> None:
     run = script()
+    group = run.state.buffer.get(0)
+    assert group is not None
+    group.prompt = msgspec.structs.replace(group.prompt, media=(wire.Media(kind="image", uri="a.png"),))
     tensor = wire.TensorMeta(dtype="int32", shape=(2,), nbytes=8)
     meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=1, text="y", oldest_version=0, newest_version=0)
-    pixels = wire.TensorMeta(dtype="float32", shape=(2,), nbytes=8, name="pixel_values")
+    grid = wire.TensorMeta(dtype="int64", shape=(1, 3), nbytes=24, name="image_grid_thw")
     run.receive(
         "rollout-0",
-        wire.GroupGenerated(lease="generate:t0:0", trajectories=(meta,) * 2, tensors=(*(tensor,) * 4, pixels)),
-        *(bytes(8),) * 5,
+        wire.GroupGenerated(lease="generate:t0:0", trajectories=(meta,) * 2, tensors=(*(tensor,) * 4, grid)),
+        *(bytes(8),) * 4,
+        bytes(24),
     )
     assert (
         run.state.buffer.last_discarded

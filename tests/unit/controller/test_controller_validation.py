@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from generated_results import KINDS, Result, reason, valid
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -35,54 +35,6 @@ from starling.controller.core.records import (
 )
 from starling.policy.train.data.groups import groups_from_wire
 from starling.sim.replicas.weights import encoded_layout, encoded_offer, offer_of
-
-KINDS = (("int32", 3), ("int32", 4), ("float32", 4), ("int32", 4))
-"""A prompt of three tokens, and two completions of two."""
-
-
-@dataclass
-class Result:
-    """A group as a rollout reports it, to be changed."""
-
-    trajectories: list[wire.TrajectoryMeta] = field(default_factory=list)
-    tensors: list[wire.TensorMeta] = field(default_factory=list)
-    buffers: list[bytes] = field(default_factory=list)
-    temperature: float = -1.0
-
-    def send(self, script: Script, lease: str = "generate:t0:0", name: str = "rollout-0") -> list[str]:
-        """`name` sends it."""
-        message = wire.GroupGenerated(
-            lease=lease,
-            trajectories=tuple(self.trajectories),
-            tensors=tuple(self.tensors),
-            temperature=self.temperature,
-        )
-        return script.receive(name, message, *self.buffers)
-
-    def put(self, index: int, array: np.ndarray[Any, Any], name: str = "") -> None:
-        """Replace tensor `index`, or add one."""
-        meta = wire.TensorMeta(dtype=array.dtype.name, shape=array.shape, nbytes=array.nbytes, name=name)
-        self.tensors[index : index + 1], self.buffers[index : index + 1] = [meta], [array.tobytes()]
-
-    def change(self, index: int, **fields: Any) -> None:
-        """Change the description of one completion."""
-        self.trajectories[index] = replace(self.trajectories[index], **fields)
-
-
-def valid() -> Result:
-    """Return a group that can be trained."""
-    meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=2, text="y", oldest_version=0, newest_version=0)
-    result = Result([meta, meta])
-    for kind, num in KINDS:
-        result.put(len(result.tensors), np.zeros(num, kind))
-    return result
-
-
-def images(result: Result, grid: list[list[int]], rows: int, positions: tuple[int, int] = (3, 3)) -> None:
-    """Add the tensors of an image."""
-    result.put(4, np.zeros((rows, 2), np.float32), "pixel_values")
-    result.put(5, np.array(grid, np.int64), "image_grid_thw")
-    result.put(6, np.zeros(positions, np.int32), "position_ids")
 
 
 def _float64_without_bytes(result: Result) -> None:
@@ -177,10 +129,6 @@ MALFORMED: dict[str, tuple[Callable[[Result], None], str]] = {
     "unpublished version": (_completion(newest_version=7), "versions 0 to 7, and the newest that is published is 0"),
     "versions in reverse": (_completion(oldest_version=0, newest_version=-1), "versions 0 to -1"),
     "negative turns": (_completion(num_turns=-1), "in -1 turns"),
-    "pixels beyond the grid": (lambda r: images(r, [[1, 2, 2]], 5), "5 rows of pixel_values"),
-    "grid that overflows": (lambda r: images(r, [[2**31, 2**31, 4]], 0), "0 rows of pixel_values"),
-    "grid of two columns": (lambda r: images(r, [[1, 2]], 2), "2 rows of pixel_values"),
-    "positions of another prompt": (lambda r: images(r, [[1, 2, 2]], 4, (3, 2)), "other position_ids"),
     "another temperature": (_at_temperature(0.5), "at temperature 0.5 instead of 1.0"),
     "endless temperature": (_at_temperature(float("inf")), "at temperature inf"),
 }
@@ -195,12 +143,6 @@ UNUSABLE: dict[str, tuple[Callable[[Result], None], str]] = {
     "long metric name": (_completion(metrics={"x" * 300: 0.0}), "a name of many characters"),
     "texts": (_completion(text="é" * (9 << 20)), "bytes of text"),
 }
-
-
-def reason(script: Script) -> str:
-    """Return why the group that was thrown away last was."""
-    [note] = [c for c in script.commands if isinstance(c, Note) and c.kind in ("waiting", "discarded")]
-    return str(note.fields["reason"])
 
 
 @pytest.mark.parametrize("case", [*MALFORMED, *UNUSABLE])
@@ -339,28 +281,13 @@ def test_tensor_of_a_teacher_that_the_journal_can_not_store_is_refused() -> None
         teacher_arrays(tensors, [bytes(meta.nbytes) for meta in tensors])
 
 
-def test_images_of_a_text_prompt_are_a_failed_try() -> None:
-    """A model that reads only text would fail in the step that holds them."""
-    script = Script()
-    script.start_run()
-    result = valid()
-    images(result, [[1, 2, 2]], 4)
-    result.send(script)
-    assert "it has images or videos, and its prompt has none" in reason(script)
-    assert not any(isinstance(write.record, CompletionsStored) for write in script.journal)
-
-
 def test_valid_completions_are_stored() -> None:
     script = Script()
     script.start_run()
-    group = script.state.buffer.get(0)
-    assert group is not None
-    group.prompt = replace(group.prompt, media=(wire.Media(kind="image", uri="a.png"),) * 2)
     result = valid()
-    images(result, [[1, 2, 2], [2, 1, 1]], 6)
-    result.put(7, np.array([1, 0, 1, 1], np.uint8), "loss_mask")
-    result.put(8, np.array([2, 0, 1, 0], np.int32), "kept_counts")
-    result.put(9, np.array([0, 7, 0], np.int32), "kept_ids")
+    result.put(4, np.array([1, 0, 1, 1], np.uint8), "loss_mask")
+    result.put(5, np.array([2, 0, 1, 0], np.int32), "kept_counts")
+    result.put(6, np.array([0, 7, 0], np.int32), "kept_ids")
     result.change(0, num_masked=1, reward=-2.5, metrics={"won": 1.0}, truncation_nats=0.25)
     result.temperature = 1.0
     result.send(script)

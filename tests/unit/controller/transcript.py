@@ -180,8 +180,16 @@ class Script:
 
     # --- work replicas usually say ---------------------------------------------------------------------------------
 
-    def joins(self, name: str, *, slots: int = 2, incarnation: int = 1, version: int = 0) -> list[str]:
-        """`name` sends a valid hello."""
+    def joins(
+        self,
+        name: str,
+        *,
+        slots: int = 2,
+        incarnation: int = 1,
+        version: int = 0,
+        limits: wire.ModelLimits | None = None,
+    ) -> list[str]:
+        """`name` sends a valid hello. `limits`: of a policy's model."""
         role: Any = name.rpartition("-")[0]
         has_layout = role in ("policy", "rollout")
         layout = (encoded_layout(name),) if has_layout else ()
@@ -192,6 +200,7 @@ class Script:
             num_slots=0 if role == "policy" else slots,
             version=version if role == "policy" else -1,
             has_layout=has_layout,
+            limits=limits,
         )
         return self.receive(name, hello, *layout, incarnation=incarnation)
 
@@ -335,9 +344,9 @@ class Script:
 
     # --- several events --------------------------------------------------------------------------------------------
 
-    def start_run(self, *rollouts: str, slots: int = 2) -> list[str]:
+    def start_run(self, *rollouts: str, slots: int = 2, limits: wire.ModelLimits | None = None) -> list[str]:
         """Let all replicas join, publish and adopt version 0; return the last lines."""
-        self.joins("policy-0")
+        self.joins("policy-0", limits=limits)
         if self.plan.num_rewards:
             self.joins("reward-0", slots=8)
         for number in range(self.plan.num_teachers):

@@ -12,13 +12,13 @@ import torch
 from tiny_vision import FAMILIES, ask, generate, image, make_encoder, make_model, write_folder, write_video
 from torch import Tensor
 
+from starling.algo.architecture import placeholders
 from starling.algo.packing import Microbatch
 from starling.common.wire.messages import Media, ScoredTrajectory, TrainGroup
 from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
 from starling.policy.train.data.packing import PackedBatch, PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.model.lm_head import trained_logits
 from starling.rollout.engine.base import GroupResult
-from starling.rollout.engine.multimodal.prompts import placeholders
 from starling.rollout.shell.results import generated_message
 
 torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Properties of a model from its configuration: its class in transformers, and the maximum length of its sequences.
+"""Properties of a model from its configuration: its class in transformers, the maximum length of its sequences, and the
+form in which it takes images.
 
 Policy and rollout share them, so that both use the same class, and no sequence is sampled that cannot be trained.
 """
@@ -6,7 +7,14 @@ Policy and rollout share them, so that both use the same class, and no sequence 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from starling.algo.media import placeholder_ids
+from starling.common.wire.messages import MediaInputs
+
+TIMESTAMPED: Final = ("qwen3_vl", "qwen3_vl_moe")
+"""Models whose videos are frames with a timestamp as text before each, and a pixel limit for the whole video."""
+_VISION_FAMILY: Final = ("qwen2_vl", "qwen2_5_vl", *TIMESTAMPED)
 
 
 def remedy(folder: Path, trust_remote_code: bool) -> str:
@@ -99,3 +107,23 @@ def most_tokens(config: Any) -> int | None:
     if "chunked_attention" in kinds:
         limits.append(getattr(config, "attention_chunk_size", None))
     return min((int(limit) for limit in limits if limit), default=None)
+
+
+def media_inputs(config: Any) -> MediaInputs | None:
+    """Return the form in which a model takes images and videos; None for a text model, and for other families."""
+    if config.model_type not in _VISION_FAMILY:
+        return None
+    vision = config.vision_config
+    return MediaInputs(
+        image_token_id=int(config.image_token_id),
+        video_token_id=int(config.video_token_id),
+        patch_values=int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),
+        merge_size=int(vision.spatial_merge_size),
+        num_positions=context_length(config) or 0,
+    )
+
+
+def placeholders(config: Any) -> dict[str, int]:
+    """Return the placeholder tokens of images and videos by the names of their grids; empty for a text model."""
+    inputs = media_inputs(config)
+    return {} if inputs is None else placeholder_ids(inputs)

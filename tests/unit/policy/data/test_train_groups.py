@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from starling.common.errors import ConfigError, WireError
-from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
-from starling.policy.train.data.groups import ModelLimits, ScoredGroup, groups_from_wire
+from starling.common.wire.messages import ModelLimits, ScoredTrajectory, TensorMeta, TrainGroup
+from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
 from starling.policy.train.errors import RejectedGroupsError
 
 ARRAYS = (
@@ -112,11 +112,11 @@ def test_groups_from_wire_decodes_image_tensors() -> None:
     ("changes", "complaint"),
     [
         ({"depth": PIXELS["pixel_values"]}, "has a tensor 'depth' and can only have pixel_values, "),
-        ({"pixel_values": PIXELS["pixel_values"][:3]}, "has 3 rows of pixel_values where image_grid_thw describes 4"),
-        ({"video_grid_thw": PIXELS["image_grid_thw"]}, "has 0 rows of pixel_values_videos where .* describes 4"),
-        ({"position_ids": PIXELS["position_ids"][:, :2]}, r"position_ids \[3, 2\] instead of \[3, 3\]"),
+        ({"pixel_values": PIXELS["pixel_values"][:3]}, "3 rows of pixel_values came, and image_grid_thw describes 4"),
+        ({"video_grid_thw": PIXELS["image_grid_thw"]}, "one of pixel_values_videos and video_grid_thw came without"),
+        ({"position_ids": PIXELS["position_ids"][:, :2]}, r"position_ids are \[3, 2\] instead of \[3, 3\]"),
         ({"pixel_values": PIXELS["pixel_values"].ravel()}, "expected 2 dimensions of float32"),
-        ({"image_grid_thw": PIXELS["image_grid_thw"][:, :2]}, r"has grids \[1, 2\] instead of three columns"),
+        ({"image_grid_thw": PIXELS["image_grid_thw"][:, :2]}, r"image_grid_thw \[1, 2\] has not three numbers"),
     ],
 )
 def test_group_invalid_images_are_refused(changes: dict[str, np.ndarray[Any, Any]], complaint: str) -> None:
@@ -127,7 +127,7 @@ def test_group_invalid_images_are_refused(changes: dict[str, np.ndarray[Any, Any
 
 def test_group_images_without_positions_are_refused() -> None:
     shown, frames = with_pixels({name: array for name, array in PIXELS.items() if name != "position_ids"})
-    with pytest.raises(WireError, match=r"position_ids none instead of \[3, 3\]"):
+    with pytest.raises(WireError, match=r"position_ids are none instead of \[3, 3\]"):
         groups_from_wire([shown], frames)
 
 
@@ -157,7 +157,7 @@ def test_group_with_a_sequence_beyond_the_context_is_named_in_the_refusal() -> N
 def test_group_with_images_is_refused_for_a_model_that_reads_text() -> None:
     shown, frames = with_pixels(PIXELS)
     with pytest.raises(RejectedGroupsError, match="has images or videos, and the model reads only text") as refusal:
-        groups_from_wire([message(prompt_id="text"), shown], [*buffers(), *frames], ModelLimits(reads_images=False))
+        groups_from_wire([message(prompt_id="text"), shown], [*buffers(), *frames], ModelLimits())
     assert refusal.value.prompts == (shown.prompt_id,)
 
 

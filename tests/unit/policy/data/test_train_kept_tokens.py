@@ -30,12 +30,12 @@ from vocabulary import VOCABULARY
 
 from starling.algo.truncation import KeptTokens, join_kept, kept_problem
 from starling.common.errors import ConfigError, WireError
-from starling.common.wire.messages import ScoredTrajectory, TensorMeta, TrainGroup
+from starling.common.wire.messages import ModelLimits, ScoredTrajectory, TensorMeta, TrainGroup
 from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.data.groups import ModelLimits, ScoredGroup, TeacherLogprobs, groups_from_wire
+from starling.policy.train.data.groups import ScoredGroup, TeacherLogprobs, groups_from_wire
 from starling.policy.train.loss.logprobs import KeptSets, logits_logprobs
 from starling.policy.train.rl import RlTrainer
 
@@ -266,7 +266,7 @@ def decode_group(named: list[tuple[str, npt.NDArray[Any]]], vocabulary: int = 0)
         trajectories=(ScoredTrajectory(num_tokens=3, oldest_version=0, reward=0.0),),
         tensors=tuple(TensorMeta(dtype=a.dtype.name, shape=a.shape, nbytes=a.nbytes, name=name) for name, a in arrays),
     )
-    return groups_from_wire([group], [array.tobytes() for _, array in arrays], ModelLimits(vocabulary))
+    return groups_from_wire([group], [array.tobytes() for _, array in arrays], ModelLimits(vocabulary_size=vocabulary))
 
 
 def test_gradients_and_logprobs_are_independent_of_tokens_that_were_not_kept(tiny: Make, make_groups: Make) -> None:

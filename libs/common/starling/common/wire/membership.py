@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from starling.common.ids import Role
-from starling.common.wire.structs import HeldLease, Status, Wait
+from starling.common.wire.structs import HeldLease, ModelLimits, Status, Wait
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
@@ -30,6 +30,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     checkpoint: str = ""
     """Rollout of a run without a policy: the digest of the model folder that it has loaded
     (`folder_digests.model_digest`), 32 hexadecimal digits. Empty in other runs."""
+    limits: ModelLimits | None = None
+    """Policy of a run with steps of groups: what its model can read of them. Other results are refused."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="welcome"):

@@ -113,6 +113,32 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     kept, which are then recorded."""
 
 
+class MediaInputs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The form in which a vision-language model takes the images and videos of a prompt."""
+
+    image_token_id: int
+    """Placeholder token of images: one for each merged square of patches."""
+    video_token_id: int
+    """Placeholder token of videos."""
+    patch_values: int
+    """Values of one patch: the columns of ``pixel_values``."""
+    merge_size: int
+    """Rows, and columns, of patches that are merged into one token."""
+    num_positions: int = 0
+    """Positions that a token can have: the context length; 0 for no limit."""
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the trained model can read of a group."""
+
+    vocabulary_size: int = 0
+    """Number of token ids that it has an embedding for; 0 if it is not known."""
+    longest: int = 0
+    """Most tokens of a prompt and one of its completions; 0 for no limit."""
+    media: MediaInputs | None = None
+    """Images and videos of prompts; absent if the model reads only text."""
+
+
 class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One trajectory of a generated group; its tokens are in the group's buffers."""
 

@@ -99,7 +99,13 @@ class Shell:
         self._publisher = self._create_publisher(layout)  # quantisation changes the published layout
         self._state = PolicyState(version=version)
         hello = wire.Hello(
-            role="policy", host=host_name(), pid=os.getpid(), version=version, has_layout=True, serves=True
+            role="policy",
+            host=host_name(),
+            pid=os.getpid(),
+            version=version,
+            has_layout=True,
+            serves=True,
+            limits=self._learner.limits if KINDS[settings.run.kind].has_rl_steps else None,
         )
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)

@@ -10,7 +10,9 @@ import structlog
 import torch
 from torch import Tensor
 
+from starling.algo.architecture import media_inputs
 from starling.common.ids import TrainerKind
+from starling.common.wire.messages import ModelLimits
 from starling.policy.settings.policy import PolicySettings, changed
 from starling.policy.train.checkpoint.header import TrainerState
 from starling.policy.train.checkpoint.state import (
@@ -25,7 +27,7 @@ from starling.policy.train.checkpoint.state import (
     take_state,
 )
 from starling.policy.train.data.examples import PreferencePair, SftExample
-from starling.policy.train.data.groups import ModelLimits, ScoredGroup
+from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.memory.offload import DeviceOffload
 from starling.policy.train.metrics.clock import StepClock
@@ -149,8 +151,8 @@ class Learner:
         """What the model can read of a group. Raises ConfigError if it has layers that are not attention."""
         return ModelLimits(
             vocabulary_size=int(self.model.get_input_embeddings().weight.shape[0]),
-            longest=longest_sequence(self.model),
-            reads_images=hasattr(self.model.config, "vision_config"),
+            longest=longest_sequence(self.model) or 0,
+            media=media_inputs(self.model.config),
         )
 
     def check_whole(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
+
+from starling.algo.media import media_problem, placeholders_in
 from starling.algo.truncation import kept_problem
 from starling.common.counts import counted
+from starling.common.wire.messages import MediaInputs
 from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
 from starling.rollout.engine.base import GroupRequest, RequestError
 
@@ -74,7 +77,7 @@ def kept_size_problem(num_bytes: int) -> str:
     )
 
 
-def check_partial(request: GroupRequest, vocab_size: int) -> None:
+def check_partial(request: GroupRequest, vocab_size: int, inputs: MediaInputs | None) -> None:
     """Raise a `RequestError` if the partial completions of `request` cannot be resumed."""
     if request.partial and len(request.partial) != request.num_completions:
         raise RequestError(
@@ -95,26 +98,21 @@ def check_partial(request: GroupRequest, vocab_size: int) -> None:
                 f"{request.lease}: partial completion {index} has a token id outside the model's vocabulary of "
                 f"{vocab_size}; use the model's own tokenizer"
             )
+        if placeholders_in(ids, inputs).any():
+            raise RequestError(f"{request.lease}: partial completion {index} has a placeholder token of images")
 
 
-def check_tensors(request: GroupRequest, placeholders: Mapping[str, int], patches_per_token: int) -> None:
-    """Raise a `RequestError` unless the prompt has as many placeholder tokens as its images and videos need.
+def check_tensors(request: GroupRequest, inputs: MediaInputs | None) -> None:
+    """Raise a `RequestError` unless the images and videos of the prompt are those that the model takes.
 
     Otherwise the model would reject the whole batch, or mix up the images of different prompts.
 
     Args:
-        request: with the token ids and the grids.
-        placeholders: the placeholder token, by the name of the grid it belongs to; empty for a text model.
-        patches_per_token: patches that the model merges into one token.
+        request: with the token ids and the tensors of the prompt.
+        inputs: the form that the model takes; None for a text model.
     """
-    if request.tensors and not placeholders:
+    if request.tensors and inputs is None:
         raise RequestError(f"{request.lease}: the prompt has images or videos, and the model takes text only")
-    for name, token in placeholders.items():
-        grids = request.tensors.get(name)
-        wanted = 0 if grids is None else int(grids.prod(axis=1).sum()) // patches_per_token
-        found = request.prompt_ids.count(token)
-        if wanted != found:
-            raise RequestError(
-                f"{request.lease}: the prompt has {found} placeholder tokens {token} where {name} describes {wanted}; "
-                "leave the model's own image tokens out of the text"
-            )
+    problem = media_problem(request.tensors, np.array(request.prompt_ids, np.int32), inputs)
+    if problem:
+        raise RequestError(f"{request.lease}: {problem}; leave the model's own image tokens out of the text")

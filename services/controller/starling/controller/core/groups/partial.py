@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from starling.common.wire.messages import TRAINABLE_STATUSES, PartialCompletionMeta, TensorMeta
+from starling.common.wire.messages import TRAINABLE_STATUSES, ModelLimits, PartialCompletionMeta, TensorMeta
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.validation import InvalidResultError, check_partial_tensors
 
@@ -36,7 +36,11 @@ NO_TOKENS: Final = PartialCompletions((), (), (), 0, 0)
 
 
 def parse_partial(
-    completions: tuple[PartialCompletionMeta, ...], tensors: tuple[TensorMeta, ...], buffers: Sequence[bytes], num: int
+    completions: tuple[PartialCompletionMeta, ...],
+    tensors: tuple[TensorMeta, ...],
+    buffers: Sequence[bytes],
+    num: int,
+    limits: ModelLimits | None,
 ) -> PartialCompletions | None:
     """Return the partial completions of a group of `num` completions; None when they have no token.
 
@@ -52,5 +56,5 @@ def parse_partial(
     statuses = {completion.status for completion in completions} - {None, *TRAINABLE_STATUSES}
     if statuses:
         raise InvalidResultError(f"partial completions came with the status {', '.join(map(str, statuses))}")
-    versions = check_partial_tensors(total, tensors, buffers)
+    versions = check_partial_tensors(total, tensors, buffers, limits)
     return PartialCompletions(completions, tensors, tuple(buffers), int(versions.min()), int(versions.max()))

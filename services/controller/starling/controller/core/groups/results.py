@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_TENSORS, LOSS_MASK, PROMPT_TENSORS
+from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_TENSORS, LOSS_MASK
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
@@ -20,6 +20,8 @@ from starling.controller.core.groups.validation import (
     InvalidResultError,
     UnusableResultError,
     check_contents,
+    check_longest,
+    check_num_media,
     check_num_sampled,
     check_rewards,
     check_teacher_names,
@@ -65,8 +67,9 @@ def on_generated(
             return
         check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
         _check_num_sampled(state, group, lease, [one.num_tokens - one.num_masked for one in message.trajectories])
-        check_contents(event)
-        _check_media(group, message)
+        check_contents(event, state.training.limits)
+        if group.purpose == "train":
+            check_longest(message.trajectories, message.tensors[0].shape[0], state.training.limits)
         _check_temperature(lease, group, message.temperature)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
@@ -115,6 +118,7 @@ def _problem(
         index, first = failed[0]
         reason = f"{len(failed)} of its completions failed, completion {index} by {first.status}: {first.problem}"
         return reason, True, first.status
+    check_num_media(group.prompt, message.tensors, state.training.limits)
     names = {tensor.name for tensor in message.tensors[len(GROUP_TENSORS) :]}
     if groups.needs_teacher and names - {LOSS_MASK, *KEPT_TENSORS}:
         return "its prompt has more than tokens, and a teacher reads nothing else", False, None
@@ -141,12 +145,6 @@ def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbe
         )
     except InvalidResultError as error:
         raise UnusableResultError(str(error)) from None
-
-
-def _check_media(group: Group, message: wire.GroupGenerated) -> None:
-    """Check that only a prompt with images or videos has tensors of them: a text model fails by others."""
-    if not group.prompt.media and any(tensor.name in PROMPT_TENSORS for tensor in message.tensors):
-        raise InvalidResultError("it has images or videos, and its prompt has none")
 
 
 def _check_temperature(lease: Lease, group: Group, temperature: float) -> None:
@@ -220,7 +218,8 @@ def _store_partial(
     Raises:
         InvalidResultError: they may not be trained; one sentence.
     """
-    partial = parse_partial(message.partial, message.tensors, buffers, num_completions(state, group.purpose))
+    num = num_completions(state, group.purpose)
+    partial = parse_partial(message.partial, message.tensors, buffers, num, state.training.limits)
     if partial is None:
         return 0
     oldest, newest = partial.oldest_version, partial.newest_version
@@ -296,7 +295,7 @@ def on_tokens_scored(
     groups, group = found
     try:
         check_teacher_names(group.num_tokens, message.tensors)
-        check_contents(event)
+        check_contents(event, state.training.limits)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return

@@ -2,7 +2,8 @@
 
 A replica may be broken, or lie. What the journal holds is dispatched again after every restart, so a result that a
 policy cannot read would end the run for good. Each check therefore runs before the record is written; what looks into
-a tensor is one pass of numpy over it, and runs when the event of the message is made (`contents_problem`).
+a tensor is one pass of numpy over it, and runs when the event of the message is made (`contents_problem`). What depends
+on the model, as its vocabulary, is checked once a policy has reported its limits; a policy checks it again.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
     GroupGenerated,
     GroupScored,
+    MediaInputs,
+    ModelLimits,
     Prompt,
     TensorMeta,
     TokensScored,
@@ -34,7 +38,6 @@ from starling.common.wire.tensors import (
     MASK_FORM,
     MAX_KEPT_BYTES,
     PIXEL_GRIDS,
-    POSITION_IDS,
     PROMPT_TENSORS,
     TEACHER_TENSORS,
     TensorForm,
@@ -51,9 +54,8 @@ MAX_NAMES: Final = 1000
 MAX_NAME_CHARACTERS: Final = 200
 MAX_TRUNCATION_NATS: Final = 1e3
 """Larger than minus the logarithm of any positive float32."""
-MAX_GRID: Final = 1 << 16
-"""Largest dimension of an image or a video, in patches: a product of three is exact in float64."""
 INT32: Final = np.dtype(np.int32)
+UINT32: Final = np.dtype(np.uint32)
 FLOAT32: Final = np.dtype(np.float32)
 GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
 OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(1, len(GROUP_TENSORS)))
@@ -127,6 +129,43 @@ def check_num_sampled(numbers: Sequence[int], limit: int) -> None:
             raise InvalidResultError(f"completion {index} has {number} sampled tokens, and {limit} were allowed")
 
 
+def check_longest(trajectories: Sequence[TrajectoryMeta], prompt_tokens: int, limits: ModelLimits | None) -> None:
+    """Check that the trained model can attend to each trajectory that has sampled tokens.
+
+    Raises:
+        UnusableResultError: naming the length of the longest.
+    """
+    longest = limits.longest if limits is not None else 0
+    if not longest or prompt_tokens + sum([one.num_tokens for one in trajectories]) <= longest:
+        return
+    most = max([one.num_tokens for one in trajectories if one.num_tokens > one.num_masked], default=-prompt_tokens)
+    if prompt_tokens + most > longest:
+        raise UnusableResultError(
+            f"it has a sequence of {prompt_tokens + most} tokens, {prompt_tokens} of them of its prompt, and the model "
+            f"can attend to {longest}: shorten the prompts or lower sampling.max_tokens"
+        )
+
+
+def check_num_media(prompt: Prompt, tensors: Sequence[TensorMeta], limits: ModelLimits | None) -> None:
+    """Check that a result has a grid for each image and each video of its prompt, by the shapes that it describes.
+
+    Raises:
+        InvalidResultError: naming how many came.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in PROMPT_TENSORS}
+    if not prompt.media:
+        if shapes:
+            raise InvalidResultError("it has images or videos, and its prompt has none")
+        return
+    if shapes and limits is not None and limits.media is None:
+        raise InvalidResultError("it has images or videos, and the model reads only text")
+    for kind, grid in zip(("image", "video"), PIXEL_GRIDS.values(), strict=True):
+        num = sum(media.kind == kind for media in prompt.media)
+        came = shapes[grid][0] if shapes.get(grid) else 0
+        if came != num:
+            raise InvalidResultError(f"{grid} describes {came} {kind}s, and its prompt has {num}")
+
+
 def _check_texts(trajectories: Sequence[TrajectoryMeta], prompt: Prompt) -> None:
     """Check that a scorer can be sent the texts together with the prompt."""
     num_bytes = sum(len(one.text.encode()) + COMPLETION_BYTES for one in trajectories)
@@ -167,25 +206,52 @@ def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[
 
 
 def check_group_contents(
-    trajectories: Sequence[TrajectoryMeta], tensors: Sequence[TensorMeta], buffers: Buffers
+    trajectories: Sequence[TrajectoryMeta],
+    tensors: Sequence[TensorMeta],
+    buffers: Buffers,
+    limits: ModelLimits | None,
 ) -> None:
-    """Check what the tensors of a generated group, whose forms are right, hold.
+    """Check what the tensors of a generated group, whose forms are right, hold. `limits`: None if they are not known.
 
     Raises:
         InvalidResultError: naming the first that is wrong.
     """
     prompt, tokens = np.frombuffer(buffers[0], INT32), np.frombuffer(buffers[1], INT32)
-    if prompt.item(prompt.argmin()) < 0 or (tokens.size and tokens.item(tokens.argmin()) < 0):
-        raise InvalidResultError("it has a negative token id")
-    _require_finite("a log-probability", np.frombuffer(buffers[2], FLOAT32))
     num = len(GROUP_TENSORS)
     named = _named(tensors[num:], buffers[num:]) if len(tensors) > num else {}
     mask = named.get(LOSS_MASK)
+    _check_ids(prompt, None, limits)
+    _check_ids(tokens, mask, limits)
+    _require_finite("a log-probability", np.frombuffer(buffers[2], FLOAT32))
     _check_mask(trajectories, mask, len(tokens))
     _check_versions(trajectories, buffers[3], mask)
     if named:
-        _check_kept(named, tokens, mask)
-        _check_images(named, len(prompt))
+        _check_kept(named, tokens, mask, limits)
+    inputs = limits.media if limits is not None else None
+    if named or inputs is not None:
+        _check_media(named, prompt, tokens, inputs)
+
+
+def _check_ids(ids: Array, mask: Array | None, limits: ModelLimits | None) -> None:
+    """Check that ids are not negative, and in the vocabulary if it is known. `mask`: which were sampled; None for all.
+
+    As unsigned numbers, negative ids are above all others.
+    """
+    if not ids.size:
+        return
+    unsigned, end = ids.view(UINT32), (limits is not None and limits.vocabulary_size) or 1 << 31
+    if unsigned.item(unsigned.argmax()) < end:
+        return
+    if ids.min() < 0:
+        raise InvalidResultError("it has a negative token id")
+    _refuse_ids(unsigned >= end, mask, f"it has token id {ids.max()}, and the model has {end} token ids")
+
+
+def _refuse_ids(wrong: Array, mask: Array | None, problem: str) -> None:
+    """Raise for wrong ids: no working replica samples one, but the text of an environment may contain some."""
+    if mask is not None and len(mask) == len(wrong) and not mask[wrong].any():
+        raise UnusableResultError(f"{problem}: an environment gave it")
+    raise InvalidResultError(problem)
 
 
 def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
@@ -247,7 +313,7 @@ def _check_mask(trajectories: Sequence[TrajectoryMeta], mask: Array | None, tota
         begin = end
 
 
-def _check_kept(named: Mapping[str, Array], tokens: Array, mask: Array | None) -> None:
+def _check_kept(named: Mapping[str, Array], tokens: Array, mask: Array | None, limits: ModelLimits | None) -> None:
     """Check the kept tokens of truncated sampling, where they were recorded."""
     counts, ids = named.get(KEPT_COUNTS), named.get(KEPT_IDS)
     if counts is None and ids is None:
@@ -261,6 +327,7 @@ def _check_kept(named: Mapping[str, Array], tokens: Array, mask: Array | None) -
         )
     if problem := kept_problem(KeptTokens(counts, ids), tokens, None if mask is None else mask == 1):
         raise InvalidResultError(problem)
+    _check_ids(ids, None, limits)
 
 
 def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask: Array | None) -> None:
@@ -288,23 +355,21 @@ def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask
         raise InvalidResultError("the versions of its tokens are not those that its completions name")
 
 
-def _check_images(tensors: Mapping[str, Array], prompt_tokens: int) -> None:
-    """Check that images and videos match the grids that describe them, and the prompt."""
-    if not tensors.keys() - {LOSS_MASK, *KEPT_TENSORS}:
-        return
-    for pixels, grid in PIXEL_GRIDS.items():
-        rows = tensors[pixels] if pixels in tensors else np.empty((0, 0), np.float32)
-        grids = tensors[grid] if grid in tensors else np.empty((0, 3), np.int64)
-        fits = grids.shape[1] == 3 and (not grids.size or (grids.min() >= 1 and grids.max() <= MAX_GRID))
-        if not fits or len(rows) != grids.prod(axis=1, dtype=np.float64).sum():
-            raise InvalidResultError(f"{len(rows)} rows of {pixels} came, and {grid} describes others")
-        _require_finite(f"an element of {pixels}", rows)
-    positions = tensors.get(POSITION_IDS)
-    if positions is None or positions.shape != (3, prompt_tokens) or (positions.size and positions.min() < 0):
-        raise InvalidResultError(f"its prompt of {prompt_tokens} tokens has images, and other {POSITION_IDS} or none")
+def _check_media(named: Mapping[str, Array], prompt: Array, tokens: Array, inputs: MediaInputs | None) -> None:
+    """Check that images and videos match the grids that describe them, the prompt, and the model where it is known."""
+    tensors = {name: array for name, array in named.items() if name in PROMPT_TENSORS}
+    if problem := media_problem(tensors, prompt, inputs):
+        raise InvalidResultError(problem)
+    if problem := pixel_problem(tensors):
+        raise UnusableResultError(problem)
+    if inputs is not None and (wrong := placeholders_in(tokens, inputs)).any():
+        problem = "a completion has a placeholder token of images or videos"
+        _refuse_ids(wrong, named.get(LOSS_MASK), problem)
 
 
-def check_partial_tensors(total: int, tensors: Sequence[TensorMeta], buffers: Buffers) -> Array:
+def check_partial_tensors(
+    total: int, tensors: Sequence[TensorMeta], buffers: Buffers, limits: ModelLimits | None
+) -> Array:
     """Check the tensors of partial completions of `total` tokens, and return the versions of the tokens.
 
     Raises:
@@ -318,13 +383,14 @@ def check_partial_tensors(total: int, tensors: Sequence[TensorMeta], buffers: Bu
     tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors[own], buffers[own])
     if not len(tokens) == len(logprobs) == len(versions) == total:
         raise InvalidResultError(f"{[len(tokens), len(logprobs), len(versions)]} entries came with {total} tokens")
-    if np.minimum.reduce(tokens) < 0:
-        raise InvalidResultError("its completions have a negative token id")
+    _check_ids(tokens, None, limits)
+    if limits is not None and placeholders_in(tokens, limits.media).any():
+        raise InvalidResultError("a completion has a placeholder token of images or videos")
     _require_finite("a log-probability", logprobs)
     named = _named(tensors[len(forms) :], buffers[len(forms) :])
     if named.keys() - KEPT_TENSORS:
         raise InvalidResultError(f"tensors {', '.join(named)} came with partial completions")
-    _check_kept(named, tokens, None)
+    _check_kept(named, tokens, None, limits)
     return versions
 
 
@@ -393,15 +459,15 @@ def teacher_arrays(tensors: Sequence[TensorMeta], buffers: Buffers) -> list[Arra
 # --- the contents of tensors ------------------------------------------------------------------------------------------
 
 
-def contents_problem(message: object, buffers: Buffers) -> ContentsProblem | None:
-    """Return what is wrong with the tensors of a result, or None; this depends on nothing but the message.
+def contents_problem(message: object, buffers: Buffers, limits: ModelLimits | None) -> ContentsProblem | None:
+    """Return what is wrong with the tensors of a result, or None.
 
     This runs when the event of a message is made (`core/groups/arrival.py`): recordings of events have no tensors.
     """
     try:
         if isinstance(message, GroupGenerated):
             check_group_forms(message.trajectories, message.tensors, buffers)
-            check_group_contents(message.trajectories, message.tensors, buffers)
+            check_group_contents(message.trajectories, message.tensors, buffers, limits)
         elif isinstance(message, TokensScored):
             for array in teacher_arrays(message.tensors, buffers):
                 if array.dtype == np.int32:
@@ -418,13 +484,13 @@ def _require_token_ids(array: Array) -> None:
         raise InvalidResultError("its teacher sent a negative token id")
 
 
-def check_contents(event: Received) -> None:
+def check_contents(event: Received, limits: ModelLimits | None) -> None:
     """Check the tensors of a result, unless that was done when its event was made.
 
     Raises:
         InvalidResultError: as `contents_problem`.
     """
-    problem = event.problem if event.is_checked else contents_problem(event.message, event.buffers)
+    problem = event.problem if event.is_checked else contents_problem(event.message, event.buffers, limits)
     if problem is not None:
         raise (InvalidResultError if problem.is_malformed else UnusableResultError)(problem.reason)
 

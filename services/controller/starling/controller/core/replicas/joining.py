@@ -56,7 +56,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
     else:
-        state.weights.policy_layout = layout
+        state.weights.policy_layout, state.training.limits = layout, message.limits
         version, member.version = member.version, min(member.version, state.version)
         on_policy_version(state, member, version)
     state.dirty = Dirty.ALL
@@ -85,7 +85,7 @@ def _check(
         if refusal is not None:
             membership.ban(name, incarnation, refusal)
     if refusal is None and message.role == "policy":
-        refusal = version_problem(state, message.version)
+        refusal = version_problem(state, message.version) or _limits_problem(message.limits)
     has_no_weights = message.role == "rollout" and message.version < membership.initial_version
     # A rollout that was a member had weights: its engine is being rebuilt.
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
@@ -109,6 +109,17 @@ def _checkpoint_problem(state: ControllerState, name: str, message: wire.Hello) 
         f"{message.checkpoint}, and that of the run is {state.weights.checkpoint}; give it a copy of the same folder, "
         "or begin a new run"
     )
+
+
+def _limits_problem(limits: wire.ModelLimits | None) -> str | None:
+    """Return why the limits of a policy's model cannot be used, or None."""
+    if limits is None:
+        return None
+    media, numbers = limits.media, [limits.vocabulary_size, limits.longest]
+    if media is not None:
+        numbers += [media.image_token_id, media.video_token_id, media.num_positions]
+        numbers += [media.patch_values - 1, media.merge_size - 1]
+    return None if all(0 <= number < 1 << 31 for number in numbers) else f"no model has the limits {limits}"
 
 
 def _decode(name: str, data: bytes) -> tuple[str | None, Layout | None]:

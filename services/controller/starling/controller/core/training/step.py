@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from starling.common.wire.messages import Alarm, Sampling
+from starling.common.wire.messages import Alarm, ModelLimits, Sampling
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.records import JournalEntry, TrainingSummary
 from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
@@ -111,6 +111,8 @@ class Training:
         self.sampling = sampling
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
+        self.limits: ModelLimits | None = None
+        """What the model of the policy can read of groups; None until a policy has said it."""
 
     def change_setting(self, buffer: GroupBuffer, key: str, value: float, step: int, request: str) -> None:
         """Change a setting from `step` on; settings of samples and slots change at once."""

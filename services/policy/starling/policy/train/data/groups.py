@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.errors import ConfigError, WireError
-from starling.common.wire.messages import Status, TensorMeta, TrainGroup
+from starling.common.wire.messages import ModelLimits, Status, TensorMeta, TrainGroup
 from starling.common.wire.tensors import (
     GROUP_TENSORS,
     KEPT_COUNTS,
@@ -20,8 +21,6 @@ from starling.common.wire.tensors import (
     KEPT_TENSORS,
     LOSS_MASK,
     MASK_FORM,
-    PIXEL_GRIDS,
-    POSITION_IDS,
     PROMPT_TENSORS,
     TEACHER_TENSORS,
     TensorForm,
@@ -99,7 +98,7 @@ class ScoredGroup:
 
     def __post_init__(self) -> None:
         check_prompt(self.prompt_ids, self.prompt_id)
-        _check_extra(self.extra, len(self.prompt_ids), self.prompt_id)
+        _check_extra(self.extra, self.prompt_ids, self.prompt_id)
         total = sum(self.lengths)
         _check_teacher(self.teacher, total, self.prompt_id)
         sizes = (len(self.completion_ids), len(self.logprobs), len(self.versions))
@@ -122,30 +121,15 @@ class ScoredGroup:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What the trained model can read of a group."""
-
-    vocabulary_size: int = 0
-    """Number of token ids that it has an embedding for; 0 if it is not known."""
-    longest: int | None = None
-    """Most tokens of a prompt and one of its completions; None for no limit."""
-    reads_images: bool = True
-    """Whether prompts may have images and videos."""
-
-
-NO_LIMITS: Final = ModelLimits()
-
-
 def groups_from_wire(
-    groups: Sequence[TrainGroup], buffers: Sequence[Any], limits: ModelLimits = NO_LIMITS
+    groups: Sequence[TrainGroup], buffers: Sequence[Any], limits: ModelLimits | None = None
 ) -> list[ScoredGroup]:
     """Decode the groups of a `TrainStep` from its buffer frames, without copying them.
 
     Args:
         groups: of the message.
         buffers: its frames (bytes or memoryviews) in the order of the groups: four for each, then the named ones.
-        limits: of the model.
+        limits: of the model; None if they are not known.
 
     Raises:
         RejectedGroupsError: groups do not match their description, or the model cannot read them.
@@ -163,10 +147,8 @@ def groups_from_wire(
         own = [next(frames) for _ in group.tensors]
         try:
             read.append(_read(group, iter(own)))
-            _check_vocabulary(read[-1], limits.vocabulary_size)
-            _check_longest(read[-1], limits.longest)
-            if read[-1].extra and not limits.reads_images:
-                raise WireError(f"group {group.prompt_id!r} has images or videos, and the model reads only text")
+            if limits is not None:
+                _check_limits(read[-1], limits)
         except WireError as error:
             problems[group.prompt_id] = str(error)
     if problems:
@@ -175,6 +157,19 @@ def groups_from_wire(
         surplus = len(buffers) - num_described
         raise WireError(f"a step of {len(groups)} groups came with {surplus} buffers too many")
     return read
+
+
+def _check_limits(group: ScoredGroup, limits: ModelLimits) -> None:
+    """Refuse a group that would fail in the model's forward pass, and all groups of the step with it."""
+    _check_vocabulary(group, limits.vocabulary_size)
+    _check_longest(group, limits.longest)
+    inputs = limits.media
+    if group.extra and inputs is None:
+        raise WireError(f"group {group.prompt_id!r} has images or videos, and the model reads only text")
+    if problem := media_problem(group.extra, group.prompt_ids, inputs) or pixel_problem(group.extra):
+        raise WireError(f"group {group.prompt_id!r} cannot be trained: {problem}")
+    if placeholders_in(group.completion_ids, inputs).any():
+        raise WireError(f"group {group.prompt_id!r} has a placeholder token of images or videos in a completion")
 
 
 def _check_vocabulary(group: ScoredGroup, size: int) -> None:
@@ -190,12 +185,12 @@ def _check_vocabulary(group: ScoredGroup, size: int) -> None:
             )
 
 
-def _check_longest(group: ScoredGroup, longest: int | None) -> None:
+def _check_longest(group: ScoredGroup, longest: int) -> None:
     """Refuse trained sequences that the model cannot attend to."""
     prompt = len(group.prompt_ids)
     trained = [length for length, sampled in zip(group.lengths, group.num_sampled, strict=True) if sampled]
     most = prompt + max(trained, default=0)
-    if longest is not None and trained and most > longest:
+    if longest and trained and most > longest:
         raise WireError(
             f"group {group.prompt_id!r} has a sequence of {most} tokens, {prompt} of them of its prompt, and the model "
             f"can attend to {longest}: shorten the prompts or lower sampling.max_tokens"
@@ -308,22 +303,10 @@ def _array(prompt_id: str, meta: TensorMeta, form: TensorForm, frame: Any) -> np
     return np.frombuffer(frame, dtype=form.dtype).reshape(meta.shape)
 
 
-def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_tokens: int, prompt_id: str) -> None:
+def _check_extra(extra: Mapping[str, npt.NDArray[Any]], prompt_ids: IntArray, prompt_id: str) -> None:
     """Refuse images that do not match their grids: the model would spread them over other prompts."""
-    if not extra:
-        return
-    for pixels, grid in PIXEL_GRIDS.items():
-        num_rows = len(extra[pixels]) if pixels in extra else 0
-        if grid in extra and extra[grid].shape[1] != 3:
-            shape = list(extra[grid].shape)
-            raise ConfigError(f"group {prompt_id!r} has grids {shape} instead of three columns in {grid}")
-        described = int(extra[grid].prod(axis=1).sum()) if grid in extra else 0
-        if num_rows != described:
-            raise ConfigError(f"group {prompt_id!r} has {num_rows} rows of {pixels} where {grid} describes {described}")
-    positions = extra.get(POSITION_IDS)
-    if positions is None or positions.shape != (3, prompt_tokens):
-        given = "none" if positions is None else list(positions.shape)
-        raise ConfigError(f"group {prompt_id!r} has images and {POSITION_IDS} {given} instead of [3, {prompt_tokens}]")
+    if problem := media_problem(extra, prompt_ids):
+        raise ConfigError(f"group {prompt_id!r} cannot be trained: {problem}")
 
 
 def check_prompt(prompt_ids: IntArray, prompt_id: str) -> None:

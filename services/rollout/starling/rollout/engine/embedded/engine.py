@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from starling.algo.architecture import context_length
+from starling.algo.architecture import context_length, media_inputs
+from starling.algo.media import placeholder_ids
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
@@ -35,7 +36,6 @@ from starling.rollout.engine.embedded.forward import PREFILL_TOKENS, Forward
 from starling.rollout.engine.embedded.lora import cache_weight_norms
 from starling.rollout.engine.embedded.model import build_model, live_tensors
 from starling.rollout.engine.embedded.sampling import Drawn, SamplingRows, draw, sampling_rows, uniforms
-from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.weights import LiveWeights
 from starling.weightsync.tensors.adapters import base_digest
@@ -125,10 +125,9 @@ class TransformersEngine:
         self._weight_norms = cache_weight_norms(model)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
-        self._placeholders = placeholders(model.config)
-        self._patches_per_token = patches_per_token(model.config)
+        self._media_inputs = inputs = media_inputs(model.config)
         # A sampled placeholder token would need an image, at the latest in the trainer.
-        banned = sorted(self._placeholders.values())
+        banned = [] if inputs is None else sorted(placeholder_ids(inputs).values())
         self._banned_ids = torch.tensor(banned, device=self._forward.device) if banned else None
         self._max_rows, self._max_model_len = max_rows, length
         self._exclusive = exclusive
@@ -186,8 +185,8 @@ class TransformersEngine:
             RequestError: the group cannot be generated as asked.
         """
         check_request(request, self._vocab_size, self._max_model_len, self._max_rows)
-        check_partial(request, self._vocab_size)
-        check_tensors(request, self._placeholders, self._patches_per_token)
+        check_partial(request, self._vocab_size, self._media_inputs)
+        check_tensors(request, self._media_inputs)
         if request.lease in self._leases:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))

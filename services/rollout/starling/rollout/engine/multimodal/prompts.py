@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from starling.algo.architecture import auto_class
+from starling.algo.architecture import TIMESTAMPED, auto_class, media_inputs
+from starling.algo.media import media_problem, pixel_problem, placeholder_ids
 from starling.algo.text import check_media, encode_prompt, encode_text, prompt_text
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Media, Prompt
+from starling.common.wire.messages import Media, MediaInputs, Prompt
 from starling.rollout.engine.base import RequestError
 from starling.rollout.engine.multimodal.loading import MediaBudget, open_image, open_video
 
@@ -31,22 +32,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-_TIMESTAMPED: Final = ("qwen3_vl", "qwen3_vl_moe")
-"""Models whose videos are frames with a timestamp as text before each, and a pixel limit for the whole video."""
-_FAMILY: Final = ("qwen2_vl", "qwen2_5_vl", *_TIMESTAMPED)
 _DEFAULT_FPS: Final = 2.0
-
-
-def placeholders(config: Any) -> dict[str, int]:
-    """Return the placeholder tokens of images and videos by the names of their grids; empty for a text model."""
-    if config.model_type not in _FAMILY:
-        return {}
-    return {"image_grid_thw": int(config.image_token_id), "video_grid_thw": int(config.video_token_id)}
-
-
-def patches_per_token(config: Any) -> int:
-    """Return how many patches the model merges into one token."""
-    return int(config.vision_config.spatial_merge_size) ** 2 if placeholders(config) else 1
 
 
 class PromptEncoder:
@@ -74,7 +60,8 @@ class PromptEncoder:
             ConfigError: the model takes images, and the folder has no usable image processor.
         """
         self._tokenizer, self._max_bytes, self._tools = tokenizer, max_media_bytes, tuple(tools)
-        self._vision = _Vision(config, tokenizer, folder, self._tools) if placeholders(config) else None
+        inputs = media_inputs(config)
+        self._vision = _Vision(config, inputs, tokenizer, folder, self._tools) if inputs is not None else None
 
     def encode(self, prompt: Prompt) -> tuple[list[int], Arrays]:
         """Return the token ids that the model continues, and the tensors of the prompt's media (see `TrainGroup`).
@@ -82,7 +69,8 @@ class PromptEncoder:
         Raises:
             ConfigError: the prompt's media do not match its text, the model takes no media, or the tokenizer has no
                 chat template.
-            RequestError: an image does not decode or does not exist, or the media exceed `max_media_bytes`.
+            RequestError: an image does not decode or does not exist, the media exceed `max_media_bytes`, or the model
+                cannot take what their processor makes of them.
         """
         if self._vision is None:
             return encode_prompt(self._tokenizer, prompt, self._tools), {}
@@ -98,16 +86,17 @@ class PromptEncoder:
 class _Vision:
     """The part of a `PromptEncoder` for prompts with media."""
 
-    def __init__(self, config: Any, tokenizer: Any, folder: Path, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, config: Any, inputs: MediaInputs, tokenizer: Any, folder: Path, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
         from transformers import AutoImageProcessor
 
-        self._config, self._tokenizer, self._tools = config, tokenizer, tools
+        self._config, self._inputs, self._tokenizer, self._tools = config, inputs, tokenizer, tools
         with torch.device("meta"):  # allocates nothing; only the position rule of the class is used
             self._positions = auto_class(config).from_config(config).base_model.get_rope_index
-        self._patches_per_token = patches_per_token(config)
         self._tokens = {
             kind: str(tokenizer.convert_ids_to_tokens(token))
-            for kind, token in zip(("image", "video"), placeholders(config).values(), strict=True)
+            for kind, token in zip(("image", "video"), placeholder_ids(inputs).values(), strict=True)
         }
         try:
             # One implementation everywhere: pixels must not depend on whether torchvision is installed.
@@ -115,7 +104,7 @@ class _Vision:
         except (OSError, ValueError, ImportError) as error:
             reason = str(error).strip().split("\n", 1)[0].rstrip(".")
             raise ConfigError(f"the image processor of {str(folder)!r} cannot be loaded: {reason}") from error
-        self._frames = FrameProcessor.read(folder, per_video=config.model_type in _TIMESTAMPED)
+        self._frames = FrameProcessor.read(folder, per_video=config.model_type in TIMESTAMPED)
 
     def encode(self, prompt: Prompt, budget: MediaBudget) -> tuple[list[int], Arrays]:
         """Return the token ids of `prompt`, and its tensors by name."""
@@ -138,6 +127,12 @@ class _Vision:
         ids = encode_text(self._tokenizer, text)
         seconds = [self._frames.temporal_patch_size / (media.fps or _DEFAULT_FPS) for media in videos]
         tensors["position_ids"] = self._position_ids(ids, tensors, seconds)
+        problem = media_problem(tensors, np.array(ids, np.int32), self._inputs) or pixel_problem(tensors)
+        if problem:
+            raise RequestError(
+                f"the model cannot take the images or videos of the prompt: {problem}; check preprocessor_config.json "
+                "of the model, and the length and fps of videos"
+            )
         return ids, tensors
 
     def _encode_images(self, images: Sequence[Media], budget: MediaBudget) -> Arrays:
@@ -156,12 +151,12 @@ class _Vision:
         }
 
     def _num_tokens(self, grid: npt.NDArray[np.int64]) -> int:
-        return int(grid.prod()) // self._patches_per_token
+        return int(grid.prod()) // self._inputs.merge_size**2
 
     def _video_text(self, grid: npt.NDArray[np.int64], fps: float, num_frames: int) -> str:
         """Return the text of a video: its placeholder tokens, with timestamps if the model uses them."""
         token, num_tokens = self._tokens["video"], self._num_tokens(grid)
-        if self._config.model_type not in _TIMESTAMPED:
+        if self._config.model_type not in TIMESTAMPED:
             return token * num_tokens
         steps, start, end = int(grid[0]), *self._marks()
         # The timestamp of a temporal patch is the mean time of its first and last frame.
@@ -177,7 +172,7 @@ class _Vision:
     def _expand(self, text: str, kind: str, replacements: Sequence[str]) -> str:
         """Replace the one placeholder that the chat template writes for each item by the item's tokens."""
         token = self._tokens[kind]
-        if kind == "video" and self._config.model_type in _TIMESTAMPED:
+        if kind == "video" and self._config.model_type in TIMESTAMPED:
             start, end = self._marks()
             text = text.replace(f"{start}{token}{end}", token)
         pieces = text.split(token)
@@ -195,10 +190,10 @@ class _Vision:
         """
         token_ids = torch.tensor([ids])
         kinds = torch.zeros_like(token_ids)
-        for kind, token in enumerate(placeholders(self._config).values(), 1):
+        for kind, token in enumerate(placeholder_ids(self._inputs).values(), 1):
             kinds[token_ids == token] = kind
         grids = {
-            name: torch.from_numpy(tensors[name]) if name in tensors else None for name in placeholders(self._config)
+            name: torch.from_numpy(tensors[name]) if name in tensors else None for name in placeholder_ids(self._inputs)
         }
         positions, _ = self._positions(
             token_ids, mm_token_type_ids=kinds, second_per_grid_ts=torch.tensor(seconds) if seconds else None, **grids

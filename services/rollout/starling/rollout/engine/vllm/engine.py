@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from starling.algo.architecture import media_inputs
 from starling.common.errors import ConfigError, WeightsError
 from starling.rollout.engine.base import (
     AdoptionReport,
@@ -17,7 +18,6 @@ from starling.rollout.engine.base import (
     PartialCompletion,
     RequestError,
 )
-from starling.rollout.engine.multimodal.prompts import patches_per_token, placeholders
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
@@ -58,8 +58,7 @@ class VllmEngine:
             raise
         self._vocab_size = int(self._model_config.get_vocab_size())
         config = self._model_config.hf_config
-        self._placeholders = placeholders(config) if self._model_config.supports_multimodal_inputs else {}
-        self._patches_per_token = patches_per_token(config)
+        self._media_inputs = media_inputs(config) if self._model_config.supports_multimodal_inputs else None
         self._groups: dict[str, VllmGroup] = {}
         self._num_added = self._num_pulls = 0
         self._paused = False
@@ -110,12 +109,12 @@ class VllmEngine:
         from starling.rollout.engine.vllm import multimodal
 
         check_request(request, self._vocab_size, self.max_model_len, self._spec.rollout.max_rows)
-        check_partial(request, self._vocab_size)
-        check_tensors(request, self._placeholders, self._patches_per_token)
+        check_partial(request, self._vocab_size, self._media_inputs)
+        check_tensors(request, self._media_inputs)
         check_temperature(request)
         if request.lease in self._groups:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
-        items = multimodal.items_of(request, self._placeholders, self._patches_per_token)
+        items = multimodal.items_of(request, self._media_inputs)
         wanted = num_logprobs(request, speculative=bool(self._spec.rollout.vllm.speculative))
         group = VllmGroup(self._num_added, request, self.max_model_len, items, num_logprobs=wanted)
         self._num_added += 1

@@ -31,9 +31,11 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.multimodal.processing.context import InputProcessingContext
 
+from starling.algo.architecture import placeholders
+from starling.algo.media import placeholder_ids
 from starling.common.errors import ConfigError
-from starling.rollout.engine.base import GroupRequest, RequestError
-from starling.rollout.engine.multimodal.prompts import placeholders
+from starling.common.wire.messages import MediaInputs
+from starling.rollout.engine.base import GroupRequest
 from starling.weightsync.layouts.checkpoint import open_folder
 
 KINDS = {"image_grid_thw": ("image", "pixel_values"), "video_grid_thw": ("video", "pixel_values_videos")}
@@ -169,32 +171,22 @@ class MediaItem:
     """Digest of everything that its KV cache depends on, apart from the tokens before it."""
 
 
-def items_of(request: GroupRequest, tokens: Mapping[str, int], patches_per_token: int) -> tuple[MediaItem, ...]:
+def items_of(request: GroupRequest, inputs: MediaInputs | None) -> tuple[MediaItem, ...]:
     """Return the images and videos of a prompt in their order.
 
     Args:
-        request: a request whose placeholder tokens match its grids.
-        tokens: from `multimodal.prompts.placeholders`.
-        patches_per_token: patches that the model merges into one token.
-
-    Raises:
-        RequestError: pixels or positions are missing, or their number does not match the grids or tokens.
+        request: a request that `check_tensors` has passed.
+        inputs: the form in which the model takes them.
     """
-    if not request.tensors:
+    if not request.tensors or inputs is None:
         return ()
-    positions = request.tensors.get("position_ids")
-    if positions is None or positions.shape != (3, len(request.prompt_ids)):
-        raise RequestError(
-            f"{request.lease}: position_ids are {'missing' if positions is None else positions.shape} for a prompt of "
-            f"{len(request.prompt_ids)} tokens with media; give [3, tokens]"
-        )
-    ids = np.array(request.prompt_ids)
+    positions, ids, tokens = request.tensors["position_ids"], np.array(request.prompt_ids), placeholder_ids(inputs)
     found = []
     for grid_name in tokens.keys() & request.tensors.keys():
         token_indices = np.flatnonzero(ids == tokens[grid_name])
         taken = 0
         for patches, grid in _split(request, grid_name):
-            indices = token_indices[taken : taken + len(patches) // patches_per_token]
+            indices = token_indices[taken : taken + len(patches) // inputs.merge_size**2]
             taken += len(indices)
             found.append((indices, KINDS[grid_name], patches, grid))
     found.sort(key=lambda each: int(each[0][0]))
@@ -228,14 +220,8 @@ def engine_input(token_ids: list[int], items: Sequence[MediaItem], salt: str) ->
 
 def _split(request: GroupRequest, grid_name: str) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """Return the patches and the grid of each item of the modality of `grid_name`."""
-    grids, name = request.tensors[grid_name], KINDS[grid_name][1]
-    patches = request.tensors.get(name)
-    ends = np.cumsum(grids.prod(axis=1))
-    if patches is None or len(patches) != ends[-1]:
-        raise RequestError(
-            f"{request.lease}: {name} has {0 if patches is None else len(patches)} patches where {grid_name} describes "
-            f"{ends[-1]}; give one for each patch of the grids"
-        )
+    grids = request.tensors[grid_name]
+    patches, ends = request.tensors[KINDS[grid_name][1]], np.cumsum(grids.prod(axis=1))
     return list(zip(np.split(patches, ends[:-1]), grids, strict=True))
 
 

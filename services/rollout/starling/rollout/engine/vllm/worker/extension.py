@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from vllm.platforms import current_platform
 
+from starling.algo.architecture import placeholders
 from starling.common.errors import WeightsError
-from starling.rollout.engine.multimodal.prompts import placeholders
 from starling.rollout.engine.vllm import cpu, multimodal, processes
 from starling.rollout.engine.vllm.pull_progress import PullMessage, PullMessageSender
 from starling.rollout.engine.vllm.worker import cpu_kernels, sampler
