@@ -134,7 +134,7 @@ def encoded(client: openai.OpenAI, served: Service, text: str) -> list[int]:
         ({"prompt": [1, 5000], "stream": True}, "prompt token id 5000 is outside the model's vocabulary"),
         ({"prompt": "a", "extra_body": {"stop_token_ids": [5000]}}, "stop token id 5000 is outside"),
         ({"prompt": "a", "temperature": 0.001}, "vLLM samples at 0 or at 0.01 and more"),
-        ({"prompt": "a", "n": ROWS + 1}, f"at most {ROWS} completions are generated together"),
+        ({"prompt": "a", "n": ROWS + 1}, f"at most {ROWS} completions can be generated together"),
     ],
 )
 def test_invalid_requests_are_rejected(
