@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         return measure(options.seed, num, options.only)
     except pytest.skip.Exception as skipped:
         detail = {"reason": str(skipped), **machine()}
-        print_figure("chaos", "broken_promises", None, unit="count", goal=0, better="lower", detail=detail)
+        print_figure("chaos", "broken_guarantees", None, unit="count", goal=0, better="lower", detail=detail)
         return 0
 
 
@@ -71,7 +71,7 @@ def measure(seed: int, num: int, only: str | None) -> int:
     }
     last = max(history.trained, default=-1)
     counts = {
-        "broken_promises": len(found),
+        "broken_guarantees": len(found),
         "prompts_lost": sum(position < last for position in history.lost),
         "prompts_trained_twice": len(history.trained_twice),
         "processes_left": num_left,

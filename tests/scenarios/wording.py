@@ -31,7 +31,7 @@ def command_line(command: Command, aliases: Aliases, sampling: wire.Sampling) ->
             return f"{'done' if ok else 'failed'}: {reason}"
         case Note(kind="left", fields=fields):
             return f"(left {fields['replica']}: {fields['reason']})"
-        case Note(kind="tail" | "dealt_again" | "evaluation_moved" as kind, fields=fields):
+        case Note(kind="tail" | "step_dispatched_again" | "evaluation_moved" as kind, fields=fields):
             return f"({kind} {', '.join(f'{name} {value}' for name, value in fields.items() if value)})"
         case _:
             return None

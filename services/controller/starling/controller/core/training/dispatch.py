@@ -34,7 +34,7 @@ def commit(state: ControllerState) -> None:
     state.training.step = None
     state.dirty |= Dirty.ALL
     if not step.is_made:
-        state.outbox.note("dealt_again", step=step.number)
+        state.outbox.note("step_dispatched_again", step=step.number)
         return
     plan = state.plan
     state.version, state.training.num_failed_together = step.number, 0

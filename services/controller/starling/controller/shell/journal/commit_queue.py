@@ -88,5 +88,5 @@ class CommitQueue:
                 time.sleep(min(RETRY_S, left))
             else:
                 if is_reported:
-                    log.info("journal_goes_on")
+                    log.info("journal_has_space")
                 return
