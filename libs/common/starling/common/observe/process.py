@@ -97,8 +97,8 @@ class StopSignal:
             if self:
                 raise ServiceStopped(self.name)
             yield
-        except Exception as error:
-            if self and not self._interruptible:  # a `finally` of the block failed on the interruption
+        except Exception as error:  # of any type: a `finally` of the block may fail on the interruption
+            if self and not self._interruptible:
                 raise ServiceStopped(self.name) from error
             raise
         finally:

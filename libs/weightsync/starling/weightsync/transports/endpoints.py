@@ -58,7 +58,7 @@ def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None
     if encrypt and not loopback and transport not in ("tcp", "local"):
         raise WeightsError(
             f"Transport {transport!r} cannot encrypt weights, and other hosts reach {host}: choose 'tcp', or do not "
-            "require encryption where nobody else reaches that network."
+            "require encryption if no other host can reach that network."
         )
     return transport, transport == "tcp" and not loopback and encrypt is not False
 
