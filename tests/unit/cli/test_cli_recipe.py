@@ -25,6 +25,16 @@ def test_start_timeout_covers_the_start_of_the_engine(flags: list[str], start_s:
     assert load_recipe([RECIPE], flags).controller.start_s == start_s
 
 
+def test_controller_bounds_groups_by_what_rollouts_and_teachers_may_send(tmp_path: Path) -> None:
+    follows = load_recipe([RECIPE], []).controller
+    assert (follows.max_model_len, follows.teacher_top_k) == (0, None)
+    flags = ("--rollout.max-model-len", "48", "--rollout.max-media-bytes", "1000", "--teacher.top-k", "5")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    limits = load_recipe([RECIPE], [*flags, "--teacher.path", str(tmp_path)]).plan().group_limits
+    assert (limits.longest, limits.media_bytes, limits.teacher_top_k) == (48, 1000, 5)
+
+
 COLOCATED = ("--rollout.engine", "vllm", "--launch.colocate", "true")
 
 

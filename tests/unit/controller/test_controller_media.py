@@ -15,7 +15,6 @@ from transcript import Script
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import GroupState
-from starling.controller.core.groups.validation import UnusableResultError, check_longest
 from starling.controller.core.records import CompletionsStored, PartialCompletionsStored
 from starling.sim.replicas.weights import encoded_layout
 
@@ -253,16 +252,6 @@ def test_sequence_that_the_model_cannot_attend_to_is_a_failed_try() -> None:
     script = Script()
     script.start_run(limits=replace(LIMITS, longest=4))
     check_refused(script, valid(), "a sequence of 5 tokens, 3 of them of its prompt, .* attend to 4")
-
-
-def test_only_trained_sequences_count_against_the_context() -> None:
-    of_two, masked = valid().trajectories[0], replace(valid().trajectories[1], num_tokens=9, num_masked=9)
-    limits = wire.ModelLimits(longest=5)
-    check_longest([of_two, masked], 3, limits)
-    check_longest([masked], 8, limits)
-    check_longest([of_two] * 9, 99, None)
-    with pytest.raises(UnusableResultError, match="a sequence of 6 tokens"):
-        check_longest([of_two, masked], 4, limits)
 
 
 def test_evaluation_is_not_bound_by_the_sequences_that_are_trained() -> None:

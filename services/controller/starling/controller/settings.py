@@ -220,6 +220,14 @@ class ControllerSettings(SettingsSection):
     """Policies and rollouts share their devices and use them in turn. Set by `launch.colocate`."""
     rollout_transport: TransportChoice = "auto"
     """Transport by which rollouts pass weights on; their offers of others are refused. Set by `rollout.transport`."""
+    max_model_len: int = Field(default=0, ge=0, le=MAX_TOKENS)
+    """Limit on the tokens of a prompt with one of its completions, above which a group is refused; 0 for only the limit
+    of the model that is trained. Set by `rollout.max_model_len`."""
+    max_media_bytes: int = Field(default=0, ge=0, le=900_000_000)
+    """Limit on the bytes of a prompt's images and videos, above which its group is refused; 0 for only that of the
+    journal. Set by `rollout.max_media_bytes`."""
+    teacher_top_k: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
+    """Limit on the likeliest tokens that a teacher sends for each position; none if not set. Set by `teacher.top_k`."""
     start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long."""
     drain_s: Seconds = 15.0
@@ -401,5 +409,8 @@ class ControllerProcess(ServiceSettings):
             host=self.network.host,
             encrypt_weights=self.network.encrypt_weights,
             rollout_transport=self.controller.rollout_transport,
+            max_model_len=self.controller.max_model_len,
+            max_media_bytes=self.controller.max_media_bytes,
+            teacher_top_k=self.controller.teacher_top_k,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

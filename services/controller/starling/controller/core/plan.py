@@ -12,6 +12,7 @@ from starling.common.ids import LeaseKind, Purpose, Role
 from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
+from starling.controller.core.groups.limits import GroupLimits
 from starling.weightsync.offers.offer import TransportChoice
 
 MAX_DISCARDED_STEPS = 3
@@ -125,6 +126,12 @@ class RunPlan:
     rollout_transport: TransportChoice = "auto"
     """Transport of the offers of rollouts; others are refused, unless they are as safe."""
     timeouts: LeaseTimeouts = LeaseTimeouts()
+    max_model_len: int = 0
+    """Tokens of a prompt with one of its completions; 0 if the recipe does not say it, and below likewise."""
+    max_media_bytes: int = 0
+    """Tensors of a prompt's images and videos."""
+    teacher_top_k: int | None = None
+    """Likeliest tokens that a teacher sends for each position; None if the recipe does not say it."""
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 
@@ -147,6 +154,16 @@ class RunPlan:
     def max_filtered(self) -> int:
         """How many groups may be filtered out in a row."""
         return self.filter_limit or FILTER_LIMIT * self.prompts_per_step
+
+    @cached_property
+    def group_limits(self) -> GroupLimits:
+        """Limits on the size of a group."""
+        return GroupLimits(
+            num_completions=max(self.group_size, self.eval_completions),
+            longest=self.max_model_len,
+            media_bytes=self.max_media_bytes,
+            teacher_top_k=self.teacher_top_k,
+        )
 
     def num_completions(self, purpose: Purpose) -> int:
         """Return how many completions a group of this purpose has."""

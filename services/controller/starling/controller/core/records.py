@@ -38,7 +38,7 @@ from typing import Any, Literal
 import msgspec
 
 from starling.common.ids import Purpose, Role
-from starling.common.wire.messages import Alarm, PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
+from starling.common.wire.messages import Alarm, ModelLimits, PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
 
 
 class RunBegun(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_begun"):
@@ -76,6 +76,8 @@ class MemberJoined(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="mem
     role: Role
     epoch: int = -1
     """Its incarnation; -1 in old journals, which lack it."""
+    limits: ModelLimits | None = None
+    """Of a policy: what its model can read. A restarted controller checks groups by it until a policy says it again."""
 
 
 class MemberLeft(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="member_left"):
@@ -387,6 +389,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     requests: dict[str, int]
     step_metrics: dict[str, float]
     evaluation_metrics: dict[str, float]
+    limits: ModelLimits | None = None
+    """What the model can read, as a policy said it last."""
 
 
 class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):

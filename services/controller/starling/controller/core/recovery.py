@@ -57,8 +57,9 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
     match entry.record:
         case records.StateCompacted() as compacted:
             restore_compacted(state, compacted)
-        case records.MemberJoined(name=name, epoch=epoch):
+        case records.MemberJoined(name=name, epoch=epoch, limits=limits):
             membership.restore(name, epoch)
+            training.limits = limits or training.limits
         case records.MemberLeft(name=name):
             membership.awaited.discard(name)
             membership.note_gone(name)

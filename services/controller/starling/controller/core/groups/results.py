@@ -20,7 +20,6 @@ from starling.controller.core.groups.validation import (
     InvalidResultError,
     UnusableResultError,
     check_contents,
-    check_longest,
     check_num_media,
     check_num_sampled,
     check_rewards,
@@ -67,9 +66,7 @@ def on_generated(
             return
         check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
         _check_num_sampled(state, group, lease, [one.num_tokens - one.num_masked for one in message.trajectories])
-        check_contents(event, state.training.limits)
-        if group.purpose == "train":
-            check_longest(message.trajectories, message.tensors[0].shape[0], state.training.limits)
+        check_contents(event, state.plan.group_limits, state.training.limits)
         _check_temperature(lease, group, message.temperature)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
@@ -295,7 +292,7 @@ def on_tokens_scored(
     groups, group = found
     try:
         check_teacher_names(group.num_tokens, message.tensors)
-        check_contents(event, state.training.limits)
+        check_contents(event, state.plan.group_limits, state.training.limits)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return

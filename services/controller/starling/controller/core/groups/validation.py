@@ -43,6 +43,7 @@ from starling.common.wire.tensors import (
     TensorForm,
 )
 from starling.controller.core.events import ContentsProblem, Received
+from starling.controller.core.groups.limits import GroupLimits
 
 Array = npt.NDArray[Any]
 Buffers = Sequence[bytes]
@@ -127,23 +128,6 @@ def check_num_sampled(numbers: Sequence[int], limit: int) -> None:
     for index, number in enumerate(numbers):
         if number > limit:
             raise InvalidResultError(f"completion {index} has {number} sampled tokens, and {limit} were allowed")
-
-
-def check_longest(trajectories: Sequence[TrajectoryMeta], prompt_tokens: int, limits: ModelLimits | None) -> None:
-    """Check that the trained model can attend to each trajectory that has sampled tokens.
-
-    Raises:
-        UnusableResultError: naming the length of the longest.
-    """
-    longest = limits.longest if limits is not None else 0
-    if not longest or prompt_tokens + sum([one.num_tokens for one in trajectories]) <= longest:
-        return
-    most = max([one.num_tokens for one in trajectories if one.num_tokens > one.num_masked], default=-prompt_tokens)
-    if prompt_tokens + most > longest:
-        raise UnusableResultError(
-            f"it has a sequence of {prompt_tokens + most} tokens, {prompt_tokens} of them of its prompt, and the model "
-            f"can attend to {longest}: shorten the prompts or lower sampling.max_tokens"
-        )
 
 
 def check_num_media(prompt: Prompt, tensors: Sequence[TensorMeta], limits: ModelLimits | None) -> None:
@@ -459,16 +443,22 @@ def teacher_arrays(tensors: Sequence[TensorMeta], buffers: Buffers) -> list[Arra
 # --- the contents of tensors ------------------------------------------------------------------------------------------
 
 
-def contents_problem(message: object, buffers: Buffers, limits: ModelLimits | None) -> ContentsProblem | None:
+def contents_problem(
+    message: object, buffers: Buffers, sizes: GroupLimits, limits: ModelLimits | None
+) -> ContentsProblem | None:
     """Return what is wrong with the tensors of a result, or None.
+
+    Their forms and their sizes come first: of a group that is larger than allowed no element is looked at.
 
     This runs when the event of a message is made (`core/groups/arrival.py`): recordings of events have no tensors.
     """
     try:
         if isinstance(message, GroupGenerated):
             check_group_forms(message.trajectories, message.tensors, buffers)
+            _require_fit(sizes.group_problem(message, limits))
             check_group_contents(message.trajectories, message.tensors, buffers, limits)
         elif isinstance(message, TokensScored):
+            _require_fit(sizes.teacher_problem(message.tensors))
             for array in teacher_arrays(message.tensors, buffers):
                 if array.dtype == np.int32:
                     _require_token_ids(array)
@@ -479,18 +469,23 @@ def contents_problem(message: object, buffers: Buffers, limits: ModelLimits | No
     return None
 
 
+def _require_fit(problem: str) -> None:
+    if problem:
+        raise UnusableResultError(problem)
+
+
 def _require_token_ids(array: Array) -> None:
     if array.size and np.minimum.reduce(array, axis=None) < 0:
         raise InvalidResultError("its teacher sent a negative token id")
 
 
-def check_contents(event: Received, limits: ModelLimits | None) -> None:
+def check_contents(event: Received, sizes: GroupLimits, limits: ModelLimits | None) -> None:
     """Check the tensors of a result, unless that was done when its event was made.
 
     Raises:
         InvalidResultError: as `contents_problem`.
     """
-    problem = event.problem if event.is_checked else contents_problem(event.message, event.buffers, limits)
+    problem = event.problem if event.is_checked else contents_problem(event.message, event.buffers, sizes, limits)
     if problem is not None:
         raise (InvalidResultError if problem.is_malformed else UnusableResultError)(problem.reason)
 

@@ -45,7 +45,8 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         depart(state, known, "it was started again", ended=True)
     member = replicas.membership.join(name, incarnation, message, layout, event.now)
     replicas.sharing.reset(member)
-    state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation))
+    limits = message.limits if member.role == "policy" else None
+    state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation, limits=limits))
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)
     welcome(state, member)
     if member.role == "rollout":
@@ -56,7 +57,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
     else:
-        state.weights.policy_layout, state.training.limits = layout, message.limits
+        state.weights.policy_layout, state.training.limits = layout, limits
         version, member.version = member.version, min(member.version, state.version)
         on_policy_version(state, member, version)
     state.dirty = Dirty.ALL

@@ -137,6 +137,7 @@ class Training:
             requests=dict(self.changes.requests),
             step_metrics=of_step,
             evaluation_metrics=of_evaluation,
+            limits=self.limits,
         )
 
     def restore(self, summary: TrainingSummary, buffer: GroupBuffer) -> None:
@@ -146,6 +147,7 @@ class Training:
         for key, value, step in summary.changes:
             self.change_setting(buffer, key, value, step, "")
         self.changes.requests = dict(summary.requests)
+        self.limits = summary.limits
         self.metrics.restore(summary.step_metrics, summary.evaluation_metrics)
 
     def drop_share(self, policy: str) -> None:

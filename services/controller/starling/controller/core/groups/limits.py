@@ -1,0 +1,82 @@
+"""Limits on the size of a group, by the recipe: what the controller holds and journals of it is bounded by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from starling.common.ranges import MAX_TOKENS
+from starling.common.wire.messages import GroupGenerated, ModelLimits, TensorMeta, TrajectoryMeta
+from starling.common.wire.tensors import GROUP_TENSORS, PROMPT_TENSORS
+
+OF_TRAINING: Final = "generate:t"
+"""Beginning of the leases that generate the groups of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """What the recipe allows in a group."""
+
+    num_completions: int
+    longest: int = 0
+    """Tokens of a prompt with one of its completions, as `rollout.max_model_len`; 0 if the recipe does not say it."""
+    media_bytes: int = 0
+    """Tensors of a prompt's images and videos, as `rollout.max_media_bytes`; 0 if the recipe does not say it."""
+    teacher_top_k: int | None = None
+    """Likeliest tokens of a teacher at each position, as `teacher.top_k`; None if the recipe does not say it."""
+
+    def group_problem(self, message: GroupGenerated, model: ModelLimits | None) -> str:
+        """Return why a group, whose tensors have the right forms, is larger than allowed; empty if it is not.
+
+        The context of the model that is trained bounds only the groups of steps. `model`: None if it is not known.
+        """
+        trained = model.longest if model is not None and message.lease.startswith(OF_TRAINING) else 0
+        prompt_tokens = message.tensors[0].shape[0]
+        return (
+            self._length_problem(message.trajectories, prompt_tokens, trained)
+            or (len(message.tensors) > len(GROUP_TENSORS) and self._media_problem(message.tensors))
+            or ""
+        )
+
+    def teacher_problem(self, tensors: Sequence[TensorMeta]) -> str:
+        """Return why a teacher's tensors are larger than allowed; empty if they are not."""
+        most_tokens = self.num_completions * (self.longest or MAX_TOKENS)
+        for tensor in tensors:
+            if tensor.shape and tensor.shape[0] > most_tokens:
+                return f"its teacher scored {tensor.shape[0]} tokens, and a group has at most {most_tokens}"
+            if self.teacher_top_k is not None and len(tensor.shape) > 1 and tensor.shape[1] > self.teacher_top_k:
+                return (
+                    f"its teacher sent the {tensor.shape[1]} likeliest tokens at each position, and teacher.top_k is "
+                    f"{self.teacher_top_k}"
+                )
+        return ""
+
+    def _length_problem(self, trajectories: Sequence[TrajectoryMeta], prompt_tokens: int, trained: int) -> str:
+        if len(trajectories) > self.num_completions:
+            return f"{len(trajectories)} completions came, and a group has at most {self.num_completions}"
+        longest = self.longest or MAX_TOKENS
+        if trained:
+            longest = min(longest, trained)
+        # Nearly always the sum of all is within the limit already.
+        if prompt_tokens + sum([one.num_tokens for one in trajectories]) <= longest:
+            return ""
+        most = prompt_tokens + max([one.num_tokens for one in trajectories], default=0)
+        if most <= longest:
+            return ""
+        whose = "the model can attend to" if longest == trained else "rollout.max_model_len allows"
+        if not trained and not self.longest:
+            whose = "a sequence can have"
+        return (
+            f"it has a sequence of {most} tokens, {prompt_tokens} of them of its prompt, and {whose} {longest}: "
+            "shorten the prompts, what the environment adds, or sampling.max_tokens"
+        )
+
+    def _media_problem(self, tensors: Sequence[TensorMeta]) -> str:
+        size_bytes = sum([tensor.nbytes for tensor in tensors if tensor.name in PROMPT_TENSORS])
+        if not self.media_bytes or size_bytes <= self.media_bytes:
+            return ""
+        return (
+            f"the images and videos of its prompt take {size_bytes} bytes, and rollout.max_media_bytes is "
+            f"{self.media_bytes}: raise it, or give smaller ones"
+        )
