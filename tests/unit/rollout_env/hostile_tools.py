@@ -268,3 +268,16 @@ def nest_folders(depth: int) -> bool:
         os.mkdir("a-folder")
         os.chdir("a-folder")
     return True
+
+
+def open_kernel_settings() -> list[str]:
+    """Open each setting of the kernel for writing, and write nothing."""
+    found = []
+    places = [Path(place, name) for place, _, names in os.walk("/proc/sys") for name in names]
+    for path in (*places, *map(Path, ("/proc/sysrq-trigger", "/proc/irq/default_smp_affinity", "/proc/scsi/scsi"))):
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            continue
+        found.append(str(path))
+    return found

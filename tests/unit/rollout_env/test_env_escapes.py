@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
+import structlog
 
 from starling.common.errors import ConfigError
-from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
+from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of, report
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.syscalls import landlock_version
 from starling.rollout.env.base import AgentTask
@@ -36,7 +37,7 @@ NAMES = [
     "read_memory", "trace", "connect", "connect_abstract", "connect_path", "new_user_namespace", "gain_privileges",
     "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
     "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
-    "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders",
+    "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders", "open_kernel_settings",
 ]  # fmt: skip
 TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
@@ -65,6 +66,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It leaves shared memory behind": ALL,
     "It starts more processes than `max_tasks`": NAMESPACES,
     "It makes namespaces of its own": ALL,
+    "It changes settings of the kernel": NO_PROCESS,
     "It gains privileges": ALL,
     "It sends something that is no answer": ALL,
     "It fills the disk": ALL,
@@ -347,6 +349,35 @@ def test_number_of_processes_is_limited(hostile: Hostile) -> None:
 @held("It makes namespaces of its own")
 def test_no_namespace_can_be_made(hostile: Hostile) -> None:
     hostile.fails("new_user_namespace", "PermissionError")
+
+
+@held("It changes settings of the kernel")
+def test_settings_of_kernel_cannot_be_written(
+    hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by root whose packages no other user can read, the code's user is root, which owns these settings."""
+    assert hostile.attempt("open_kernel_settings") == []
+    (tmp_path / "closed").mkdir(mode=0o700)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "closed"))
+    as_root = Hostile(hostile.level)
+    try:
+        assert as_root.attempt("open_kernel_settings") == []
+    finally:
+        as_root.sandbox.close()
+
+
+def test_sandbox_whose_user_is_root_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can start it")
+    if not (sandboxing := choose("auto")).isolates:
+        pytest.skip(f"this machine offers no namespaces: {sandboxing.missing}")
+    with structlog.testing.capture_logs() as logged:
+        report(sandboxing, "tool")
+        (tmp_path / "closed").mkdir(mode=0o700)
+        monkeypatch.setattr(sys, "prefix", str(tmp_path / "closed"))
+        report(sandboxing, "tool")
+    assert [line["event"] for line in logged] == ["sandbox", "sandbox_weak"]
+    assert f"for whom {tmp_path / 'closed'} cannot be read" in logged[1]["missing"]
 
 
 @held("It gains privileges")

@@ -39,6 +39,9 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
     """
     isolated = mechanism in ("bubblewrap", "namespaces")
     syscalls.be_killed_first()
+    if isolated and os.path.exists("/proc/self"):
+        # Root may write the kernel's settings without any capability, and is the user here if no other one is mapped.
+        syscalls.make_read_only_alone("/proc", syscalls.MS_NOEXEC)
     if isolated and os.geteuid() == 0:
         with contextlib.suppress(OSError):  # EINVAL: the code is readable for root only, so no other user is mapped
             syscalls.become(INNER_UID, INNER_UID)
@@ -254,11 +257,11 @@ def _leave_to_child() -> None:
 
 
 def _make_private_folders() -> None:
-    """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees."""
+    """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees; nothing in `/proc` can be written."""
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     plain = syscalls.MS_NOSUID | syscalls.MS_NODEV
     try:
-        syscalls.mount("proc", "/proc", "proc", plain | syscalls.MS_NOEXEC)
+        syscalls.mount("proc", "/proc", "proc", plain | syscalls.MS_NOEXEC | syscalls.MS_RDONLY)
     except OSError:  # a container that covers parts of its own /proc may have none
         syscalls.mount("tmpfs", "/proc", "tmpfs", plain, "mode=0555,size=4096")
         return

@@ -91,10 +91,18 @@ def choose(level: SandboxLevel) -> Sandboxing:
 
 def report(sandboxing: Sandboxing, what: str) -> None:
     """Log how strong the sandboxes of `what` are; a warning names what is missing."""
+    missing = sandboxing.missing
     if sandboxing.isolates:
-        log.info("sandbox", of=what, mechanism=sandboxing.mechanism)
+        missing = ""
+        if os.getuid() == 0 and (closed := _closed_to_others(isolates=True)):
+            missing = (
+                f"another user than root, for whom {closed} cannot be read (`chmod -R o+rX` it): root owns the code's "
+                "processes, so that their number is not limited"
+            )
+    if missing or not sandboxing.isolates:
+        log.warning("sandbox_weak", of=what, mechanism=sandboxing.mechanism, missing=missing)
     else:
-        log.warning("sandbox_weak", of=what, mechanism=sandboxing.mechanism, missing=sandboxing.missing)
+        log.info("sandbox", of=what, mechanism=sandboxing.mechanism)
 
 
 @cache
@@ -160,7 +168,7 @@ class BoxProcess:
         self.status: int | None = None
         """Exit status of the process; 128 and the signal's number if one killed it; None while it runs."""
         self._life = -1
-        maps_users = os.getuid() == 0 and _has_own_user(isolates=sandboxing.isolates)
+        maps_users = os.getuid() == 0 and not _closed_to_others(isolates=sandboxing.isolates)
         self._folder = None if sandboxing.isolates else tempfile.mkdtemp(prefix="starling-sandbox-")
         if self._folder is not None and maps_users:
             os.chown(self._folder, OWN_UID, OWN_UID)
@@ -389,8 +397,11 @@ def _bubblewrap_entry(kind: Kind, source: str, target: str) -> list[str]:
             return ["--perms", mode, "--size", str(TMP_BYTES), "--tmpfs", target]
 
 
-def _has_own_user(*, isolates: bool) -> bool:
-    """Return whether another user than root can read the code: at its place or, with namespaces, in a view."""
+def _closed_to_others(*, isolates: bool) -> str:
+    """Return a folder of the code that no other user than root can read, at its place or, with namespaces, in a view.
+
+    It is empty when there is none: the code then runs as another user.
+    """
     paths = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, _ROOT)]
-    needed = {path for one in paths for path in ((one,) if isolates else (one, *one.parents))}
-    return all(path.stat().st_mode & 0o005 == 0o005 for path in needed)
+    needed = (path for one in paths for path in ((one,) if isolates else (one, *one.parents)))
+    return next((str(path) for path in needed if path.stat().st_mode & 0o005 != 0o005), "")

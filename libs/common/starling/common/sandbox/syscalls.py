@@ -115,9 +115,9 @@ def make_read_only(target: str) -> None:
     _check(returned, f"mount_setattr {target}")
 
 
-def make_read_only_alone(target: str) -> None:
-    """Make the mount at `target` read-only, and nothing below it."""
-    mount("none", target, None, 32 | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)  # 32: MS_REMOUNT
+def make_read_only_alone(target: str, flags: int = 0) -> None:
+    """Make the mount at `target` read-only, and nothing below it; `flags` are those that it has and must keep."""
+    mount("none", target, None, 32 | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | flags)  # 32: MS_REMOUNT
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
