@@ -20,6 +20,7 @@ from starling.controller.core.replicas import membership
 from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.slots import FreeSlots
 from starling.controller.core.training.dynamic_settings import SettingChanges
+from starling.controller.core.training.metrics import MAX_NAMES
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer
@@ -265,3 +266,51 @@ def test_notes_about_a_replica_that_fails_again_and_again_are_bounded() -> None:
         script.receive("rollout-0", failed)
         size += sum(len(json.dumps(c.fields)) for c in script.commands if isinstance(c, Note))
     assert 15 << 20 < size < 18 << 20
+
+
+def test_made_up_names_of_scores_do_not_grow_the_lines_of_steps() -> None:
+    script = Script(prompts_per_step=4)
+    script.start_run(slots=4)
+    notes: list[Note] = []
+    for number in range(4):
+        script.generates("rollout-0", f"generate:t{number}:0")
+        names = ["right", *(f"{number}/{index}" for index in range(900))]
+        scored = wire.GroupScored(
+            lease=f"score:t{number}:0",
+            rewards=(1.0, 0.0),
+            statuses=(wire.Status.OK,) * 2,
+            components=dict.fromkeys(names, (1.0, 0.0)),
+        )
+        script.receive("reward-0", scored)
+        notes += [command for command in script.commands if isinstance(command, Note)]
+    [train] = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
+    assert len(train.groups) == 4, "each group is trained"
+    script.trains(1)
+    [step] = [command.fields for command in script.commands if isinstance(command, Note) and command.kind == "step"]
+    assert len([name for name in step if name.startswith("score/")]) == MAX_NAMES
+    assert step["score/right"] == 0.5
+    [left_out] = [note.fields for note in notes if note.kind == "names_left_out"]
+    assert left_out == {"replica": "reward-0", "name": "1/99", "limit": MAX_NAMES}
+
+
+def test_made_up_names_of_metrics_are_not_stored() -> None:
+    script = Script(prompts_per_step=2, group_size=1)
+    script.start_run()
+    for number in range(2):
+        meta = wire.TrajectoryMeta(
+            status=wire.Status.OK,
+            num_tokens=1,
+            text="y",
+            oldest_version=0,
+            newest_version=0,
+            metrics={"won": 1.0, **{f"{number}/{index}": 1.0 for index in range(900)}},
+        )
+        tensors = tuple(
+            wire.TensorMeta(dtype=kind, shape=(1,), nbytes=4) for kind in ("int32", "int32", "float32", "int32")
+        )
+        generated = wire.GroupGenerated(lease=f"generate:t{number}:0", trajectories=(meta,), tensors=tensors)
+        script.receive("rollout-0", generated, *[bytes(4)] * 4)
+    groups = list(script.state.buffer.live())
+    stored = [name for group in groups for trajectory in group.trajectories for name in trajectory.metrics]
+    assert len(set(stored)) == MAX_NAMES
+    assert stored.count("won") == 2

@@ -139,6 +139,7 @@ UNUSABLE: dict[str, tuple[Callable[[Result], None], str]] = {
     "reward without end": (_completion(reward=float("inf")), "a reward of inf"),
     "reward too large": (_completion(reward=1e300), "a reward of 1e"),
     "metric NaN": (_completion(metrics={"won": float("nan")}), "nan as its metric won"),
+    "metric whose sum overflows": (_completion(metrics={"won": 1.7e308}), r"1.7e\+308 as its metric won"),
     "metric names": (_completion(metrics={str(n): 0.0 for n in range(2000)}), "2000 metrics"),
     "long metric name": (_completion(metrics={"x" * 300: 0.0}), "a name of many characters"),
     "texts": (_completion(text="é" * (9 << 20)), "bytes of text"),

@@ -16,6 +16,7 @@ from starling.common.wire.messages import Prompt, RequestEvaluation
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.records import EvaluationRequested, EvaluationsSummary, EvaluationSummary
 from starling.controller.core.replicas.routing import Routing
+from starling.controller.core.training.metrics import means_by_name
 
 TASK = "task"
 """Key of a prompt's metadata by which results are grouped."""
@@ -82,10 +83,8 @@ class Evaluation(Groups):
             "num_failed": self.num_discarded,
             **pass_rates([group.rewards for group in groups]),
         }
-        names = sorted({name for group in groups for name in group.components})
-        for name in names:
-            values = [v for group in groups for v in group.components.get(name, ()) if v is not None]
-            fields[f"score/{name}"] = sum(values) / len(values) if values else None
+        scores = ((name, v) for group in groups for name, values in group.components.items() for v in values)
+        fields |= {f"score/{name}": mean for name, mean in means_by_name(scores).items()}
         lengths = [t.num_tokens - t.num_masked for group in groups for t in group.trajectories]
         fields["completion_tokens_mean"] = sum(lengths) / len(lengths) if lengths else None
         tasks: dict[str, list[Group]] = {}

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
 
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
@@ -40,6 +43,9 @@ from starling.controller.core.replicas.departure import distrust
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
+from starling.controller.core.training.metrics import MAX_NAMES
+
+T = TypeVar("T")
 
 MAX_LOST_ENGINES = 2
 """Number of engines that may die with a group before this counts as a failure of the group: a prompt that kills every
@@ -77,12 +83,13 @@ def on_generated(
     # closes, and space in the journal.
     keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
     tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
-    groups.store_completions(group, message.trajectories, tensors, buffers, message.lease)
+    trajectories = tuple([_with_known_names(state, member, one) for one in message.trajectories])
+    groups.store_completions(group, trajectories, tensors, buffers, message.lease)
     group.generator = member.name
     _update_estimates(state, member, lease, group)
     record = CompletionsStored(
         key=group.key,
-        trajectories=message.trajectories,
+        trajectories=trajectories,
         tensors=tensors,
         temperature=group.temperature,
         lease=message.lease,
@@ -90,6 +97,25 @@ def on_generated(
     state.outbox.write(record, buffers)
     if not state.plan.num_rewards:
         store_zero_rewards(state, groups, group)
+
+
+def _with_known_names(state: ControllerState, member: Member, one: wire.TrajectoryMeta) -> wire.TrajectoryMeta:
+    """Return a trajectory without metrics beyond the names that a run may have."""
+    if not one.metrics:
+        return one
+    metrics = _known_names(state, member, one.metrics)
+    return one if metrics is one.metrics else msgspec.structs.replace(one, metrics=metrics)
+
+
+def _known_names(state: ControllerState, member: Member, values: dict[str, T]) -> dict[str, T]:
+    """Return scores or metrics without those beyond the names that a run may have, noting the first that is not."""
+    names = state.training.metric_names
+    was_full = names.is_full
+    known = names.known(values)
+    if names.is_full and not was_full:
+        first = next(name for name in values if name not in known)
+        state.outbox.note("names_left_out", replica=member.name, name=first, limit=MAX_NAMES)
+    return known
 
 
 def _problem(
@@ -275,9 +301,9 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         state.buffer.note_filtered_by(group.generator, member.name)
         _filter(state, group, rewards[0] or 0.0)
         return
-    groups.store_rewards(group, message.rewards, message.components)
-    record = RewardsStored(key=group.key, rewards=message.rewards, components=message.components)
-    state.outbox.write(record)
+    components = _known_names(state, member, message.components)
+    groups.store_rewards(group, message.rewards, components)
+    state.outbox.write(RewardsStored(key=group.key, rewards=message.rewards, components=components))
 
 
 def on_tokens_scored(

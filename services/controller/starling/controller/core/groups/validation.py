@@ -50,6 +50,8 @@ Buffers = Sequence[bytes]
 
 MAX_REWARD: Final = 1e15
 """Largest absolute reward and score: its square is finite in float32."""
+MAX_METRIC: Final = 1e300
+"""Largest absolute metric of an environment: the sum over all trajectories of a step is finite."""
 MAX_NAMES: Final = 1000
 """Most metrics of one trajectory, and most scorers of one group."""
 MAX_NAME_CHARACTERS: Final = 200
@@ -406,7 +408,7 @@ def _check_metrics(metrics: Mapping[str, float], whose: str) -> None:
     if len(metrics) > MAX_NAMES or max(map(len, metrics)) > MAX_NAME_CHARACTERS:
         raise UnusableResultError(f"{whose} has {len(metrics)} metrics, or one with a name of many characters")
     for name, value in metrics.items():
-        if not math.isfinite(value):
+        if not abs(value) <= MAX_METRIC:
             raise UnusableResultError(f"{whose} has {value} as its metric {name}")
 
 

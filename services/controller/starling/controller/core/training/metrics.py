@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from starling.algo.staleness import staleness
 from starling.common.wire.messages import Status, TrajectoryMeta
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import Group
+
+MAX_NAMES: Final = 1000
+"""Different names of scores and of environments' metrics in a run. Each may be in every step's line of metrics.jsonl,
+and in each snapshot of the telemetry."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class MetricNames:
+    """The names of scores and of environments' metrics that this controller has seen, up to a limit.
+
+    Scores have the names of the recipe's scorers. A replica that makes up others for each group could otherwise make a
+    line of 100 MB for each step.
+    """
+
+    _known: set[str] = field(default_factory=set)
+    is_full: bool = False
+    """A name was left out."""
+
+    def known(self, values: dict[str, T]) -> dict[str, T]:
+        """Return `values` without those whose names came after the first `MAX_NAMES`."""
+        if self._known.issuperset(values):
+            return values
+        room = MAX_NAMES - len(self._known)
+        new = [name for name in values if name not in self._known]
+        self._known.update(new[:room])
+        if len(new) <= room:
+            return values
+        self.is_full = True
+        return {name: value for name, value in values.items() if name in self._known}
 
 
 @dataclass
@@ -121,12 +152,17 @@ def mean_by_name(metrics: list[dict[str, float]]) -> dict[str, float]:
 
 def _score_means(groups: list[Group]) -> dict[str, float]:
     """Return the means of the scores and of the environments' metrics."""
-    metrics = {}
-    trajectories = [t for group in groups for t in group.trajectories]
-    for name in sorted({name for group in groups for name in group.components}):
-        values = [v for group in groups for v in group.components.get(name, ()) if v is not None]
-        metrics[f"score/{name}"] = sum(values) / max(1, len(values))
-    for name in sorted({name for t in trajectories for name in t.metrics}):
-        values = [t.metrics[name] for t in trajectories if name in t.metrics]
-        metrics[f"env/{name}"] = sum(values) / len(values)
-    return metrics
+    scores = ((name, v) for group in groups for name, values in group.components.items() for v in values)
+    metrics = {f"score/{name}": mean or 0.0 for name, mean in means_by_name(scores).items()}
+    measured = (item for group in groups for trajectory in group.trajectories for item in trajectory.metrics.items())
+    return metrics | {f"env/{name}": mean or 0.0 for name, mean in means_by_name(measured).items()}
+
+
+def means_by_name(values: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:
+    """Return the mean of the values of each name, in the order of the names; None for a name without a value."""
+    found: dict[str, list[float]] = {}
+    for name, value in values:
+        known = found.setdefault(name, [])
+        if value is not None:
+            known.append(value)
+    return {name: sum(known) / len(known) if known else None for name, known in sorted(found.items())}

@@ -21,7 +21,7 @@ from starling.common.wire.messages import Alarm, ModelLimits, Sampling
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.records import JournalEntry, TrainingSummary
 from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
-from starling.controller.core.training.metrics import LatestMetrics
+from starling.controller.core.training.metrics import LatestMetrics, MetricNames
 
 
 @dataclass
@@ -111,6 +111,7 @@ class Training:
         self.sampling = sampling
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
+        self.metric_names = MetricNames()
         self.limits: ModelLimits | None = None
         """What the model of the policy can read of groups; None until a policy has said it."""
 
