@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import msgspec
 import numpy as np
@@ -29,9 +29,11 @@ from transport_peers import (
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, Transport
+from starling.weightsync.offers.tickets import prove, ticket
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
+from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, MAX_SHARE, surplus
 from starling.weightsync.transports.messages import (
     LENGTH,
     REQUEST_BYTES,
@@ -216,6 +218,47 @@ def test_source_that_violates_the_protocol_is_lost(reply: Callable[[socket.socke
             assert event is not None
             events.append(event)
         assert all(isinstance(event, AnswerReceived) and event.answer.number == 1 for event in events[:-1])
+
+
+def stranger(made: ServedSource, connections: ExitStack) -> socket.socket:
+    """Return a connection that presents no ticket."""
+    host, _, port = made.address.partition("/")[0].rpartition(":")
+    return connections.enter_context(socket.create_connection((host, int(port)), timeout=ANSWER_S))
+
+
+@pytest.mark.parametrize("transport", [transport for transport in served_transports() if transport != "gloo"])
+def test_full_server_takes_a_reader_in_place_of_a_stranger(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = "sockets" if transport == "tcp" else transport
+    monkeypatch.setattr(f"starling.weightsync.transports.{package}.server.MAX_CONNECTIONS", MAX_SHARE + 1)
+    with serving(transport, [PIECE]) as made, ExitStack() as connections:
+        for _ in range(MAX_SHARE + 1):
+            stranger(made, connections)
+        assert works(made)
+
+
+def test_replica_that_takes_all_connections_keeps_no_other_away() -> None:
+    with serving("tcp", [PIECE]) as made, ExitStack() as connections:
+        own = ticket(made.offer.secret, "rollout-9", "adopt:1:1.1")
+        offer = msgspec.structs.replace(made.offer, secret="", ticket=own)
+        for rank in range(MAX_CONNECTIONS):
+            proof = prove(offer, rank=rank, nonce="0").text
+            plain = stranger(made, connections)
+            plain.sendall(with_length(OpenSnapshot(number=rank, snapshot=offer.snapshot, proof=proof)))
+            (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
+            assert not decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
+        assert works(made)
+
+
+def test_full_server_closes_the_oldest_connection_of_the_replica_with_most() -> None:
+    ours, theirs = ["rollout-0"] * MAX_SHARE, ["rollout-9"] * (MAX_SHARE + 1)
+    assert surplus([*ours, *theirs]) == MAX_SHARE
+    assert surplus([*ours, *theirs, *[""] * (MAX_SHARE + 2)]) == 2 * MAX_SHARE + 1
+
+
+def test_full_server_of_replicas_with_few_connections_each_takes_no_other() -> None:
+    assert surplus([f"rollout-{number // 8}" for number in range(MAX_CONNECTIONS)]) is None
 
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")

@@ -42,6 +42,11 @@ class TicketProof(NamedTuple):
     key: bytes
     """Known to the reader and the source only."""
 
+    @property
+    def reader(self) -> str:
+        """Name of the replica that the controller made the ticket for."""
+        return self.use.partition(" ")[0]
+
 
 def offer_for(offer: Offer, reader: str, pull: str) -> Offer:
     """Return a publisher's offer with a ticket in place of each secret.

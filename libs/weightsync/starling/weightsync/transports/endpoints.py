@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from starling.common.errors import WeightsError
@@ -13,9 +15,24 @@ LONGEST_WAIT_S: Final = 0.05
 IDLE_TIMEOUT_S: Final = 10.0
 """How long a connection may last without a valid ticket, and how long a peer may accept none of what is sent."""
 MAX_CONNECTIONS: Final = 1024
-"""Maximum number of readers of one server."""
+"""Maximum number of connections of one server."""
+MAX_SHARE: Final = 128
+"""Connections of one replica, and connections without a ticket, that a full server keeps when others come. A replica of
+more ranks can still have all of a server that is not full."""
 ACCEPT_BACKOFF_S: Final = 1.0
 """Pause after a connection could not be accepted, for example because the process has no descriptors left."""
+
+
+def surplus(readers: Sequence[str]) -> int | None:
+    """Return which connection a full server closes for a new one; None for the new one itself.
+
+    One replica could otherwise keep all others away: its connections stay open between its pulls.
+
+    Args:
+        readers: the name of the replica of each connection, from the oldest; empty for one without a ticket.
+    """
+    name, num = max(Counter(readers).items(), key=lambda item: item[1])
+    return readers.index(name) if num > MAX_SHARE else None
 
 
 def split_address(address: str) -> tuple[str, int]:

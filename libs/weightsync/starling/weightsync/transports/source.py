@@ -219,6 +219,8 @@ class ReaderSession:
         self._lease: ArenaMapping | None = None
         self._arrays: tuple[Array, ...] = ()
         self._snapshot = 0
+        self.reader = ""
+        """The replica that has proven a ticket last; empty until one has."""
         self.memory: Memory = np.empty(0, np.uint8)
         """The opened snapshot in the arena's own mapping, which is the one that is registered and in huge pages."""
 
@@ -328,6 +330,7 @@ class ReaderSession:
         except WeightsError:
             self._lease.release()
             raise
+        self.reader = self.proof.reader
         slots = self._source.arena.slots
         self.memory = slots[request.snapshot % len(slots)]
         self._arrays = packed_arrays(self._source.pieces.pieces, self.memory)

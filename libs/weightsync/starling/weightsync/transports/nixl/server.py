@@ -22,7 +22,7 @@ from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Array, Memory, allocate, grouped, is_direct, pack, packing_bytes
 from starling.weightsync.memory.pools import BufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -103,6 +103,11 @@ class _Connection:
         self._replies: dict[int, _Reply] = {}
         self._generation = 0
         self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
+
+    @property
+    def reader(self) -> str:
+        """The replica that has proven a ticket; empty until one has."""
+        return self._session.reader
 
     @property
     def fetching(self) -> bool:
@@ -291,7 +296,7 @@ class NixlServer:
         try:
             while not self._stop.is_set():
                 while (connection := self._listener.accept()) is not None:
-                    self._connections.append(_Connection(self, connection))
+                    self._accept(connection)
                 self._advance()
                 self._wait()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
@@ -304,10 +309,20 @@ class NixlServer:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.agent.close()
 
+    def _accept(self, connection: socket.socket) -> None:
+        """Accept a connection; if the server is full, in place of another one or not at all."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            index = surplus([one.reader for one in self._connections])
+            if index is None:
+                connection.close()
+                return
+            self._connections.pop(index).close()
+        self._connections.append(_Connection(self, connection))
+
     def _advance(self) -> None:
         living = []
-        for number, connection in enumerate(self._connections):
-            if number < MAX_CONNECTIONS and connection.advance():
+        for connection in self._connections:
+            if connection.advance():
                 living.append(connection)
             else:
                 connection.close()

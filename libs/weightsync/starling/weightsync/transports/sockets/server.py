@@ -7,11 +7,11 @@ import logging
 import socket
 import threading
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import allocate, grouped, packing_bytes
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     OpenSnapshot,
@@ -32,6 +32,19 @@ RELAY_POLL_S: Final = 0.002
 log = logging.getLogger(__name__)
 
 
+class _Connection(NamedTuple):
+    """One reader, and the thread that serves it."""
+
+    socket: socket.socket
+    session: ReaderSession
+    thread: threading.Thread
+
+    def hang_up(self) -> None:
+        """End the waits of the thread on the socket, which it then closes."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
 class SocketServer:
     """Listens on a free port of `host` and serves a source until closed; `encrypted`: all that follows an opening."""
 
@@ -40,7 +53,10 @@ class SocketServer:
     ) -> None:
         self._source, self._make_carrier, self._encrypted = source, make_carrier, encrypted
         self._stop = threading.Event()
-        self._threads: set[threading.Thread] = set()
+        self._connections: list[_Connection] = []
+        """From the oldest."""
+        self._ending: list[_Connection] = []
+        """Those that were ended for others, until their threads have ended."""
         self._carriers: set[PayloadCarrier] = set()
         self._listener = Listener(host)
         self.address = self._listener.address
@@ -61,7 +77,7 @@ class SocketServer:
         self._thread.join(deadline_s)  # first, so that it starts no more connection threads
         for carrier in tuple(self._carriers):
             carrier.close()
-        for thread in (self._thread, *self._threads):
+        for thread in (self._thread, *(one.thread for one in (*self._connections, *self._ending))):
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")
@@ -75,21 +91,36 @@ class SocketServer:
                 connection = self._listener.accept(LONGEST_WAIT_S)
                 if connection is None:
                     continue
-                self._threads = {thread for thread in self._threads if thread.is_alive()}
-                if len(self._threads) >= MAX_CONNECTIONS:
+                if not self._has_room():
                     connection.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="weightsync-serve", daemon=True)
+                session = ReaderSession(self._source)
+                thread = threading.Thread(
+                    target=self._serve, args=(connection, session), name="weightsync-serve", daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError as error:
                     connection.close()
                     self._listener.pause(error)
                     continue
-                self._threads.add(thread)
+                self._connections.append(_Connection(connection, session, thread))
 
-    def _serve(self, connection: socket.socket) -> None:
-        session = ReaderSession(self._source)
+    def _has_room(self) -> bool:
+        """Return whether a connection can be accepted; if the server is full, another one may have to end for it."""
+        self._connections = [one for one in self._connections if one.thread.is_alive()]
+        self._ending = [one for one in self._ending if one.thread.is_alive()]
+        if len(self._connections) < MAX_CONNECTIONS:
+            return True
+        index = surplus([one.session.reader for one in self._connections])
+        if index is None or len(self._ending) >= MAX_CONNECTIONS:
+            return False
+        ended = self._connections.pop(index)
+        ended.hang_up()
+        self._ending.append(ended)
+        return True
+
+    def _serve(self, connection: socket.socket, session: ReaderSession) -> None:
         with connection:
             try:
                 channel = Channel(connection, self._stop)

@@ -18,7 +18,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.pools import GrowingBufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -82,6 +82,11 @@ class _Connection:
         self._refusals: deque[UcxRequest] = deque()
         self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
         self._worker.watch(self.channel)
+
+    @property
+    def reader(self) -> str:
+        """The replica that has proven a ticket; empty until one has."""
+        return self._session.reader
 
     def advance(self) -> bool:
         """Make all progress that is possible without waiting. Return whether the connection is still alive."""
@@ -247,7 +252,7 @@ class UcxServer:
         try:
             while not self._stop.is_set():
                 while (connection := self._listener.accept()) is not None:
-                    self._connections.append(_Connection(self, connection))
+                    self._accept(connection)
                 self._advance()
                 self.worker.progress(LONGEST_WAIT_S)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
@@ -261,10 +266,20 @@ class UcxServer:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.worker.close()
 
+    def _accept(self, connection: socket.socket) -> None:
+        """Accept a connection; if the server is full, in place of another one or not at all."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            index = surplus([one.reader for one in self._connections])
+            if index is None:
+                connection.close()
+                return
+            self._connections.pop(index).close()
+        self._connections.append(_Connection(self, connection))
+
     def _advance(self) -> None:
         living = []
-        for number, connection in enumerate(self._connections):
-            if number < MAX_CONNECTIONS and connection.advance():
+        for connection in self._connections:
+            if connection.advance():
                 living.append(connection)
             else:
                 connection.close()
