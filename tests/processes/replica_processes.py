@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,14 @@ class ForkedReplica:
 
     def wait(self, timeout: float) -> int | None:
         return self._process.wait(timeout)
+
+    def wait_for_output(self, text: str) -> None:
+        """Wait until `text` is in the output of the running process."""
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in "".join(self._output):
+            assert self.returncode is None, "".join(self._output)
+            assert time.monotonic() < deadline, "".join(self._output)
+            time.sleep(0.02)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         self._reader.join(timeout)

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from fake_hub import DEADLINE_S, RUN, FakeHub
-from replica_processes import exit_code, replica
+from replica_processes import ForkedReplica, exit_code, replica
 from test_policy_process import FLAGS, failure_reason, step_of, train
 
 from starling.common.observe.process import EXIT_FAILED
@@ -108,6 +108,41 @@ def test_steps_continue_while_storage_hangs(hub: FakeHub, model: Path, tmp_path:
         assert find_state(saved.path, bucket.storage.fs.storage_options).state.version == 1
         policy.terminate()
         assert exit_code(policy) == 0
+
+
+def refuse(hub: FakeHub, policy: ForkedReplica) -> str:
+    """End the policy's membership, as a lost connection does; return what it logs as it waits."""
+    hub.send("policy-0", wire.Refused(reason="another process has this name"))
+    return "write_awaited limit_s=1800.0"
+
+
+def terminate(hub: FakeHub, policy: ForkedReplica) -> str:
+    """Send SIGTERM; return what the policy logs as it waits."""
+    policy.terminate()
+    return "write_awaited limit_s=45.0"
+
+
+@pytest.mark.parametrize(("end", "code"), [(refuse, EXIT_FAILED), (terminate, 0)])
+def test_policy_completes_a_write_before_it_exits(
+    hub: FakeHub,
+    model: Path,
+    tmp_path: Path,
+    bucket: Bucket,
+    end: Callable[[FakeHub, ForkedReplica], str],
+    code: int,
+) -> None:
+    flags = ("--model.path", str(model), *FLAGS, *bucket.flags, "--policy.saving.leave-s=45")
+    with replica(hub, "policy-0", tmp_path, *flags) as policy:
+        assert isinstance(policy, ForkedReplica)
+        hub.hello("policy-0")
+        train(hub, 1)
+        bucket.server.send_signal(signal.SIGSTOP)
+        hub.send("policy-0", wire.SaveCheckpoint(lease=hub.lease("save"), step=1, state=True))
+        policy.wait_for_output("write_begun")
+        policy.wait_for_output(end(hub, policy))
+        bucket.server.send_signal(signal.SIGCONT)
+        assert exit_code(policy) == code
+    assert states_of(bucket.storage.below(RUN).below("states")) == [1]
 
 
 def test_saved_state_is_of_the_command_and_failures_are_reported(hub: FakeHub, model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""End of a run while its policy still writes to a storage that hangs: the run waits, and Ctrl-C twice does not."""
+"""End of a run while its policy writes to a storage that hangs: every end waits, but for a second Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-from system_runs import Command, attempt, make_workdir, num_steps, run, run_concurrently, sentence
+from system_runs import Command, make_workdir, num_steps, run, run_concurrently, sentence
 
 from starling.policy.train.checkpoint.header import find_state
 from starling.policy.train.checkpoint.storage import Storage
@@ -42,48 +45,103 @@ def s3_server() -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
             server.kill()
 
 
+@dataclass(frozen=True)
+class WritingRun:
+    """A run whose policy writes a state to a storage that hangs."""
+
+    folder: Path
+    command: Command
+    policy: psutil.Process
+    server: subprocess.Popen[str]
+    storage: Storage
+
+    def await_policy(self) -> None:
+        """Wait until the run waits for the policy."""
+        self.command.wait_for_output("policy-0 is still writing a state or a checkpoint")
+        assert self.policy.is_running()
+
+    def assert_completes(self, code: int) -> None:
+        """Resume the storage, and assert that the run ends with `code` and a complete state."""
+        self.server.send_signal(signal.SIGCONT)
+        assert self.command.wait() == code, self.command.transcript()
+        states = [path for path in self.storage.fs.find(self.storage.root) if path.endswith("state.json")]
+        assert states, f"the state that was being written is complete\n{self.command.transcript()}"
+        assert find_state(f"s3://{states[0].rpartition('/')[0]}", self.storage.fs.storage_options).state.version >= 2
+
+
 @contextmanager
-def run_that_fails_during_a_write(folder: Path) -> Iterator[tuple[Command, subprocess.Popen[str], Storage]]:
-    """Yield a run that was stopped while its storage hung, and whose controller has given up."""
+def run_during_a_write(folder: Path, **changes: dict[str, Any]) -> Iterator[WritingRun]:
+    """Start a run, and suspend its storage during a save; `changes` override keys of the recipe."""
     with s3_server() as (server, options):
         saving = {"folder": "s3://bucket/runs", "storage_options": options}
         # The interval of saves is longer than the run: only the signal and the stop ask for a state.
-        controller = {"stop_s": 2.0, "drain_s": 1.0, "save_every": ENDLESS}
-        changes = {"run": {"kind": "sft"}, "evaluation": {}, "sft": {"num_steps": ENDLESS}}
-        make_workdir(folder, **changes, controller=controller, policy={"saving": saving})
+        controller = {"drain_s": 1.0, "save_every": ENDLESS, **changes.pop("controller", {})}
+        tables = {"run": {"kind": "sft"}, "evaluation": {}, "sft": {"num_steps": ENDLESS}, **changes}
+        make_workdir(folder, **tables, controller=controller, policy={"saving": saving})
         with run(folder) as command:
             command.wait_until(lambda: num_steps(folder) >= 2, "two steps")
             server.send_signal(signal.SIGSTOP)
             policy = command.process_titled("policy-0")
             policy.send_signal(signal.SIGUSR1)
-            made = num_steps(folder)
-            command.wait_until(lambda: num_steps(folder) > made + 1, "steps while the state is written")
-            command.interrupt()
-            command.wait_for_output("policy-0 is still writing a state or a checkpoint")
-            assert policy.is_running()
-            yield command, server, Storage("s3://bucket/runs", options)
+            command.wait_for_output("write_begun")
+            yield WritingRun(folder, command, policy, server, Storage("s3://bucket/runs", options))
 
 
-def write_is_completed(folder: Path) -> None:
-    with run_that_fails_during_a_write(folder) as (command, server, storage):
-        server.send_signal(signal.SIGCONT)
-        assert command.wait() == 1, command.transcript()
-        log = (attempt(folder) / "logs" / "policy-0.log").read_text()
-        assert re.search(r"write_awaited .*the state of version \d+", log), log
-        states = [path for path in storage.fs.find(storage.root) if path.endswith("state.json")]
-        assert states, "the state that was being written is complete"
-        assert find_state(f"s3://{states[0].rpartition('/')[0]}", storage.fs.storage_options).state.version >= 2
+def write_outlives_the_controller(folder: Path) -> None:
+    with run_during_a_write(folder, controller={"stop_s": 2.0}) as writing:
+        writing.policy.suspend()  # as busy with a long step
+        writing.command.interrupt()
+        writing.await_policy()
+        writing.policy.resume()
+        writing.assert_completes(1)
+
+
+def write_outlives_the_time_to_stop(folder: Path) -> None:
+    with run_during_a_write(folder, launch={"stop_s": 1.0}) as writing:
+        writing.command.interrupt()
+        writing.await_policy()
+        writing.assert_completes(1)
+        assert writing.command.errors.startswith("starling: the run did not stop gracefully within 1 s")
+
+
+def write_outlives_a_failed_service(folder: Path) -> None:
+    reinforcement = {"run": {"kind": "rl"}, "sft": {"num_steps": 2}, "rl": {"num_steps": ENDLESS}}
+    with run_during_a_write(folder, **reinforcement, launch={"max_restarts": 0}) as writing:
+        writing.command.wait_for_output("joined", "replica=reward-0")
+        writing.command.process_titled("reward-0").kill()
+        writing.await_policy()
+        writing.assert_completes(1)
+        assert sentence(writing.command).startswith("reward-0 was killed by SIGKILL")
+
+
+def sigterm_to_all_processes_stops_gracefully(folder: Path) -> None:
+    # As systemd and Slurm send it: to the supervisor, its fork server and every service at once.
+    with run_during_a_write(folder) as writing:
+        for process in writing.command.processes():
+            process.terminate()
+        writing.command.wait_for_output("write_awaited")
+        writing.assert_completes(0)
+        assert writing.command.errors == ""
+        assert f"stopped at step {num_steps(folder)} of " in writing.command.output
 
 
 def second_ctrl_c_kills(folder: Path) -> None:
-    with run_that_fails_during_a_write(folder) as (command, _, _):
-        command.interrupt()
-        assert command.wait() == 130, command.transcript()
-    assert sentence(command).startswith(
+    with run_during_a_write(folder, controller={"stop_s": 2.0}) as writing:
+        writing.command.interrupt()
+        writing.await_policy()
+        writing.command.interrupt()
+        assert writing.command.wait() == 130, writing.command.transcript()
+    assert sentence(writing.command).startswith(
         "killed by a second Ctrl-C; what was being written is not complete, and `starling"
     )
 
 
 def test_end_of_a_run_waits_for_a_write_in_progress(tmp_path: Path) -> None:
-    scenarios = (write_is_completed, second_ctrl_c_kills)
+    scenarios = (
+        write_outlives_the_controller,
+        write_outlives_the_time_to_stop,
+        write_outlives_a_failed_service,
+        sigterm_to_all_processes_stops_gracefully,
+        second_ctrl_c_kills,
+    )
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

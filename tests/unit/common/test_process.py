@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 STUCK = """
 import sys, threading
 from starling.common.observe.process import StopSignal, run_service
@@ -94,6 +96,35 @@ def test_interruptible_block_is_interrupted_by_the_signal() -> None:
         finally:
             process.kill()
     assert (process.returncode, output) == (0, "broken off by SIGTERM\nnot begun\n")
+
+
+SIGNALLED_AGAIN = """
+import signal
+from starling.common.observe.process import REPEATABLE_STOP_SIGNAL, StopSignal
+
+stop = StopSignal()
+stop.install()
+for number in {numbers}:
+    signal.raise_signal(number)
+    print(stop.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "first", "count", "code"),
+    [
+        ("(15, REPEATABLE_STOP_SIGNAL, REPEATABLE_STOP_SIGNAL)", "SIGTERM", 3, 0),
+        ("(REPEATABLE_STOP_SIGNAL, 15, REPEATABLE_STOP_SIGNAL)", "SIGUSR2", 3, 0),
+        ("(15, REPEATABLE_STOP_SIGNAL, 15)", "SIGTERM", 2, 128 + 15),
+        ("(15, 2)", "SIGTERM", 1, 128 + 2),
+    ],
+)
+def test_second_signal_ends_the_process_unless_a_supervisor_sent_it(
+    numbers: str, first: str, count: int, code: int
+) -> None:
+    script = SIGNALLED_AGAIN.replace("{numbers}", numbers)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, f"{first}\n" * count), done.stderr
 
 
 RECEIVED_ELSEWHERE = """

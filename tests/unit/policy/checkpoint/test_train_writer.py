@@ -178,7 +178,7 @@ def test_writer_next_save_waits() -> None:
     reported: list[str] = []
     gate, outcomes = Gate(), list[WriteOutcome]()
     saver = BackgroundWriter(30.0, no_failure, lambda: reported.extend(wait.what for wait in saver.waits(0.0)))
-    saver.begin("the state of version 3", gate.write, outcomes.append)
+    saver.begin("the state of version 3", lambda: gate.write, outcomes.append)
     assert gate.begun.wait(30.0)
     assert saver.waits(0.0) == (), "the writer reports no wait"
     with pytest.raises(ConfigError, match="the state of version 3 is not written after 0 s: check the storage"):
@@ -197,9 +197,9 @@ def test_writer_failure_is_reported_and_next_save_runs() -> None:
     def fail() -> str:
         raise ConfigError("the disk is full")
 
-    saver.begin("one", fail, outcomes.append)
+    saver.begin("one", lambda: fail, outcomes.append)
     saver.wait()
-    saver.begin("another", lambda: "there", outcomes.append)
+    saver.begin("another", lambda: lambda: "there", outcomes.append)
     saver.wait()
     assert [str(outcome) for outcome in outcomes] == ["the disk is full", "there"]
 
@@ -207,7 +207,7 @@ def test_writer_failure_is_reported_and_next_save_runs() -> None:
 def test_writer_unexpected_exception_is_not_swallowed() -> None:
     broken: list[Future[None]] = []
     saver = BackgroundWriter(30.0, broken.append)
-    saver.begin("one", lambda: str(1 // 0), lambda outcome: None)
+    saver.begin("one", lambda: lambda: str(1 // 0), lambda outcome: None)
     saver.wait()
     assert isinstance(broken[0].exception(), ZeroDivisionError)
 

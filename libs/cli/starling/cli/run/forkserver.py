@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Final
 
 from starling.common.errors import StarlingError
-from starling.common.observe.process import TERMINAL_SIGNALS, die_with_parent
+from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
 
 _ATTEMPTS: Final = 5
 _RETRY_S: Final = 0.2
@@ -94,8 +94,8 @@ class Forks:
         os.environ.update(self._environment)  # the server inherits this environment; it has no parameter for one
         os.environ["STARLING_SUPERVISOR"] = str(os.getpid())
         multiprocessing.resource_tracker.ensure_running()  # first, since its start changes the mask
-        # A terminal sends its signals to the server, too, which inherits this mask until it ignores them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+        # The server may receive these signals as well, and inherits this mask until it ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             multiprocessing.forkserver.ensure_running()
         finally:
@@ -108,7 +108,8 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], output:
     """Run `module`, in a fork of the server."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()

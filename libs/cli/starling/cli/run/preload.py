@@ -13,7 +13,7 @@ import os
 import signal
 
 from starling.common.importing import without_modules
-from starling.common.observe.process import TERMINAL_SIGNALS, die_with_parent
+from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
 
 _MODULES = (
     "torch",
@@ -38,11 +38,12 @@ _UNUSED = ("sklearn", "scipy", "torchao", "accelerate")
 """transformers imports them where they are installed: for assisted generation, detection losses, its quantisers, and
 models on several devices."""
 
-# Ctrl-C reaches every process of the terminal: the supervisor stops the run, for which the server has to live. It
-# starts with these signals blocked; those that wait are discarded here.
-for _number in TERMINAL_SIGNALS:
+# Ctrl-C reaches every process of the terminal, and SIGTERM of systemd or Slurm every process of the run: the supervisor
+# stops the run, for which the server has to live. It starts with these signals blocked; those that wait are discarded
+# here.
+for _number in GROUP_SIGNALS:
     signal.signal(_number, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 # The server checks for its parent only after the imports, and would outlive a supervisor that exits during them.
 die_with_parent()

@@ -20,8 +20,8 @@ from starling.common.observe.process import die_with_parent
 from starling.common.settings import child_environment
 
 KEPT_LINES = 30
-WRITE_AWAITED, WRITE_ENDED = "write_awaited", "write_ended"
-"""Log events of a policy that waits until a state or a checkpoint is written, and that no longer does."""
+WRITE_BEGUN, WRITE_ENDED = "write_begun", "write_ended"
+"""Log events of a policy that begins to write a state or a checkpoint, and that has ended it."""
 FORKED = ("policy", "rollout", "teacher")
 """Roles whose processes import torch and transformers. They load models from a local folder, so the Hugging Face hub is
 switched off for them."""
@@ -44,8 +44,8 @@ class ServiceProcess:
     """Its exit has been handled."""
     spared: bool = False
     """It died, and the run continues without it."""
-    awaits_write: bool = False
-    """It has logged that it waits until a state or a checkpoint is written."""
+    is_writing: bool = False
+    """It has logged that it writes a state or a checkpoint."""
     due: float | None = None
     """When it is restarted (monotonic seconds), after it died."""
 
@@ -99,7 +99,7 @@ class ServiceProcesses:
         """Restart a process that has exited, with its former arguments and `more`."""
         assert child.code is not None, f"{child.name} still runs"
         child.process = self._begin(child.role, child.module, (*child.arguments, *more), child.environment)
-        child.reported, child.due, child.awaits_write = False, None, False
+        child.reported, child.due, child.is_writing = False, None, False
         self._read(child)
 
     def _begin(
@@ -145,11 +145,13 @@ class ServiceProcesses:
             time.sleep(0.05)
         return self.running()
 
-    def kill(self) -> None:
-        """Kill the running processes and wait for their exit."""
-        for child in self.running():
-            child.process.kill()
-        for child in self.all:
+    def kill(self, *, spare_writers: bool = False) -> None:
+        """Kill the running processes and wait for their exit; `spare_writers`: not those that write a checkpoint."""
+        killed = [child for child in self.all if not (spare_writers and child.is_writing)]
+        for child in killed:
+            if child.code is None:
+                child.process.kill()
+        for child in killed:
             child.process.wait(10)
             if child.reader is not None:
                 child.reader.join(2)
@@ -162,8 +164,8 @@ class ServiceProcesses:
                 with contextlib.suppress(OSError):
                     file.write(line)
                 child.last_lines.append(line.rstrip("\n"))
-                if WRITE_AWAITED in line or WRITE_ENDED in line:
-                    child.awaits_write = WRITE_AWAITED in line
+                if WRITE_BEGUN in line or WRITE_ENDED in line:
+                    child.is_writing = WRITE_BEGUN in line
                 self._on_line(child.name, line.rstrip("\n"))
         with contextlib.suppress(OSError):
             file.close()

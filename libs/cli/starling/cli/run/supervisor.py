@@ -35,7 +35,7 @@ from starling.common.counts import counted
 from starling.common.errors import StarlingError
 from starling.common.kinds import RunKind
 from starling.common.net.telemetry import TelemetrySubscriber
-from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE, STOP_S
+from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE, REPEATABLE_STOP_SIGNAL, STOP_S
 
 POLL_S = 0.1
 START_S = 60.0
@@ -43,8 +43,6 @@ START_S = 60.0
 READ_BYTES_PER_S = 1e6
 """Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
 LEAVE_S = 5.0
-HEAR_S = 1.0
-"""How long a policy that runs after the controller is given until its log says that it still writes."""
 REPLACEABLE = ("rollout", "teacher")
 """Roles whose replicas can replace each other."""
 ONCE = ("model", "harness")
@@ -104,8 +102,13 @@ class Supervisor:
         previous = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
             with self.screen:
-                self._start()
-                self._supervise()
+                try:
+                    self._start()
+                    self._supervise()
+                except ProcessFailedError:
+                    self.children.kill(spare_writers=True)
+                    self._await_writes()
+                    raise
         finally:
             self.children.kill()
             self._stop_watching()
@@ -243,7 +246,7 @@ class Supervisor:
         # Only a controller that listens has taken over the signal.
         if not self._stopping and self._watch is not None:
             self._stopping = True
-            self._controller.process.send_signal(signal.SIGTERM)
+            self._controller.process.send_signal(REPEATABLE_STOP_SIGNAL)
         if now > self._stop_by:
             raise ProcessFailedError(f"the run did not stop gracefully within {self.recipe.launch.stop_s:g} s")
 
@@ -312,7 +315,8 @@ class Supervisor:
             # A replica's own error explains more than the controller's report of its loss.
             failed = [c for c in self.children.all[1:] if c.code not in (0, None) and not c.spared]
             raise ProcessFailedError(self._report(failed[0] if failed and controller.code == 1 else controller))
-        if self._interrupts and self.recipe.kind.trains and not any(iter_metrics(self.attempt.metrics, "checkpoint")):
+        saved = iter_metrics(self.attempt.metrics, "step", "checkpoint")
+        if self._interrupts and self.recipe.kind.trains and not any(saved):
             raise InterruptedRunError("stopped before the first step; there is nothing to save")
         for child in self.children.running():
             if child.name not in self._joined:  # restarted too late to join: no message would end it
@@ -324,13 +328,12 @@ class Supervisor:
     def _await_writes(self) -> None:
         """Wait for policies that still write a state or a checkpoint. Raises InterruptedRunError after Ctrl-C twice."""
         now = time.monotonic()
-        deadline, heard_by, has_said = now + self.recipe.policy.saving.patience_s + STOP_S, now + HEAR_S, False
-        while policies := [child for child in self.children.of("policy") if child.awaits_write or not has_said]:
-            writers = [child.name for child in policies if child.awaits_write]
+        deadline, has_said = now + self.recipe.policy.saving.patience_s + STOP_S, False
+        while writers := [child.name for child in self.children.of("policy") if child.is_writing]:
             now = time.monotonic()
-            if now > (deadline if writers else heard_by):
+            if now > deadline:
                 return
-            if writers and not has_said:
+            if not has_said:
                 has_said = True
                 self.screen.say(
                     f"{', '.join(writers)} {'are' if writers[1:] else 'is'} still writing a state or a checkpoint; "

@@ -25,9 +25,12 @@ from starling.common.observe import log
 PR_SET_PDEATHSIG = 1
 # Loaded before any fork: a child of a multithreaded process must not wait for the loader's lock.
 LIBC = ctypes.CDLL(None, use_errno=True)
-TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP)
-"""Signals that a terminal sends to all its processes: at Ctrl-C, and when it closes."""
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+GROUP_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+"""Signals that may reach all processes of a run at once: from its terminal, or from systemd or Slurm."""
+REPEATABLE_STOP_SIGNAL: Final = signal.SIGUSR2
+"""Asks for a graceful stop as well, and changes nothing after another stop signal. A supervisor sends it, because a
+scheduler may have sent SIGTERM to the supervisor and to its services at once."""
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, REPEATABLE_STOP_SIGNAL)
 WAKE_SIGNAL: Final = signal.SIGURG
 """Ends a wait of the main thread. Where nothing handles it, as in a program that was just started, it is ignored."""
 WAKE_AGAIN_S: Final = (0.01, 1.0)
@@ -45,7 +48,7 @@ class ServiceStopped(BaseException):
 
 
 class StopSignal:
-    """Set by SIGTERM or SIGINT; a second signal ends the process at once.
+    """Set by SIGTERM, SIGINT or the repeatable signal; a second SIGTERM or SIGINT ends the process at once.
 
     With a deadline the process ends that long after the first signal, even if it hangs; see `end_within`.
     """
@@ -53,12 +56,14 @@ class StopSignal:
     def __init__(self, deadline_s: float | None = None) -> None:
         self.event = threading.Event()
         self.name = ""
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        """Seconds from the first signal to the end of the process; None for no deadline."""
+        self._is_told = False  # by a signal that may not be repeated
         self._interruptible = False
         self._has_deadline = False
 
     def install(self, notify: Callable[[], None] = lambda: None) -> None:
-        """Take over SIGTERM and SIGINT; `notify` is called from the signal handler. Main thread only."""
+        """Take over the stop signals; `notify` is called from the signal handler. Main thread only."""
         self._notify = notify
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
@@ -70,13 +75,16 @@ class StopSignal:
             self._start_deadline()
 
     def _start_deadline(self) -> None:
-        if self._deadline_s is not None and not self._has_deadline:
+        if self.deadline_s is not None and not self._has_deadline:
             self._has_deadline = True
-            end_within(self._deadline_s)
+            end_within(self.deadline_s)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        was_told, self._is_told = self._is_told, self._is_told or number != REPEATABLE_STOP_SIGNAL
         if self.event.is_set():
-            os._exit(128 + number)
+            if was_told and number != REPEATABLE_STOP_SIGNAL:
+                os._exit(128 + number)
+            return
         self.name = signal.Signals(number).name
         self.event.set()
         self._start_deadline()

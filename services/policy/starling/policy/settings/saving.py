@@ -35,6 +35,9 @@ class SavingSettings(SettingsSection):
     """Maximum size of one file of an export, in MiB."""
     patience_s: Seconds = 1800.0
     """Time that one save may delay the next one before that fails; also that the end of the run waits for a save."""
+    leave_s: Seconds = 20.0
+    """Time that a policy which got SIGTERM waits for what it writes; 5 s later the process ends. Raise it with the time
+    that the scheduler gives, such as ``terminationGracePeriodSeconds`` of Kubernetes, which is 30 s by default."""
 
     @model_validator(mode="after")
     def _best_is_named(self) -> Self:

@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # they import torch, see `Shell`
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
+EXIT_S = 5.0
+"""How long a policy that got a stop signal may take to exit, besides the time to save."""
 
 
 class PolicyProcess(ServiceSettings):
@@ -156,6 +158,7 @@ class Shell:
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller ends the run."""
+        stop.deadline_s = self._settings.policy.saving.leave_s + EXIT_S
         stop.install(self._link.wake)
         self._saver.listen(self._link.wake)
         self._link.start()
@@ -168,7 +171,6 @@ class Shell:
                     reason = inbound.reason
                     if inbound.error is not None:
                         raise inbound.error
-                    self._saver.finish()
                     return
                 if isinstance(inbound, ReceivedCommand):
                     self._take(inbound)
@@ -190,13 +192,21 @@ class Shell:
             self._saver.leave(-1 if self._state.asleep else self._state.version)  # saving it would need the devices
         except StepBrokenError as error:
             reason = f"its weights are not a version ({error}): it must restart from the newest state"
-            self._saver.finish()
             raise WeightsError(reason) from error  # not a ConfigError, after which it would not be restarted
         finally:
+            if not stop:
+                self._await_write()
             end_within(STOP_S)
             self._link.close(reason)
             self._publisher.close()
             self._offers.close()
+
+    def _await_write(self) -> None:
+        """Wait for the write in progress; the data is in host memory, so devices that others share are released."""
+        if self._saver.is_writing:
+            if self._link.fence.shares_devices and not self._state.asleep:
+                self._sleep()
+            self._saver.finish()
 
     def _take(self, command: ReceivedCommand) -> None:
         """Execute a command, then the held steps that it releases."""

@@ -30,9 +30,6 @@ from starling.policy.train.learner import Learner
 
 log = structlog.get_logger(__name__)
 
-LEAVE_S = 20.0
-"""Total time that a policy which got a signal waits for writes: less than `STOP_S`, after which it is killed."""
-
 
 class PolicySaver:
     """Saves the states and exports of one policy."""
@@ -129,10 +126,10 @@ class PolicySaver:
 
         `version`: of the weights; -1 for none that can be saved.
         """
-        until = time.monotonic() + LEAVE_S
+        until = time.monotonic() + self._settings.leave_s
         try:
             if version > max(self._saved, 0):
-                self._save_state(version, {}, partial(_log_outcome, "state", version), LEAVE_S)
+                self._save_state(version, {}, partial(_log_outcome, "state", version), self._settings.leave_s)
         except ConfigError as error:
             _log_outcome("state", version, error)
         self.finish(max(0.0, until - time.monotonic()))
@@ -143,6 +140,11 @@ class PolicySaver:
             self._writer.wait(timeout_s)
         except ConfigError as error:
             log.warning("not waited for any longer", reason=str(error))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a state or an export is being written."""
+        return self._writer.is_writing
 
     def waits(self, now: float) -> tuple[wire.Wait, ...]:
         """Return the waits that delay the steps at `now` (monotonic seconds)."""
@@ -156,31 +158,34 @@ class PolicySaver:
         patience_s: float | None = None,
     ) -> None:
         self._writer.wait(patience_s)
-        snapshot = self._learner.take_state(version, run=self._run, metrics=metrics)
-        self._saved = version
+
+        def copy() -> Callable[[], str]:
+            snapshot = self._learner.take_state(version, run=self._run, metrics=metrics)
+            self._saved = version
+            return lambda: self._states.write(snapshot)
 
         def after(outcome: WriteOutcome) -> None:
             if isinstance(outcome, StarlingError):
                 self._saved = -1
             done(outcome)
 
-        self._writer.begin(f"the state of version {version}", lambda: self._states.write(snapshot), after)
+        self._writer.begin(f"the state of version {version}", copy, after)
 
     def _export(self, version: int, done: Callable[[WriteOutcome], None]) -> None:
         self._writer.wait()
-        weights = self._learner.exported(merged=self._merged)
-        self._writer.begin(
-            f"the checkpoint of version {version}",
-            lambda: export_hf(
+
+        def copy() -> Callable[[], str]:
+            return partial(
+                export_hf,
                 self._learner.model,
                 self._tokenizer,
                 self._exports,
                 f"{CHECKPOINT}{version}",
-                weights=weights,
+                weights=self._learner.exported(merged=self._merged),
                 shard_mb=self._settings.shard_mb,
-            ),
-            done,
-        )
+            )
+
+        self._writer.begin(f"the checkpoint of version {version}", copy, done)
 
     def _done(self, message: wire.SaveCheckpoint, outcome: WriteOutcome) -> None:
         if isinstance(outcome, StarlingError):

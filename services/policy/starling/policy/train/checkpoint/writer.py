@@ -58,11 +58,9 @@ class BackgroundWriter:
         if is_waiting:
             self._waiting = begin, begin + limit_s
             self._changed()
-            log.info("write_awaited", what=self._what, limit_s=round(limit_s, 1))  # `starling run` looks for it
+            log.info("write_awaited", what=self._what, limit_s=round(limit_s, 1))
         unfinished = wait([self._future], limit_s).not_done
         self._waiting = None
-        if is_waiting:
-            log.info("write_ended", what=self._what, complete=not unfinished)
         if unfinished:
             since_s = time.monotonic() - self._since
             raise ConfigError(
@@ -71,15 +69,31 @@ class BackgroundWriter:
             )
         self._future = None
 
-    def begin(self, what: str, write: Callable[[], str], done: Callable[[WriteOutcome], None]) -> None:
-        """Call `write`, which returns the URL, and then `done`, both in the writer's thread.
+    def begin(self, what: str, copy: Callable[[], Callable[[], str]], done: Callable[[WriteOutcome], None]) -> None:
+        """Call `copy` here, and what it returns in the writer's thread; then `done`, with the URL or the error.
 
-        `what` describes it in words. No other write may be in progress: see `wait`.
+        The begin and the end are logged: `starling run` kills no policy between them.
+
+        Args:
+            what: what is written, in words.
+            copy: copies the data into host memory; it returns the function that writes the copy and returns the URL.
+            done: called in the writer's thread.
         """
         assert self._future is None or self._future.done(), "call wait() first"
         self._what, self._since = what, time.monotonic()
-        self._future = self._pool.submit(_write, write, done)
+        log.info("write_begun", what=what)
+        try:
+            write = copy()
+        except BaseException:
+            log.info("write_ended", what=what, complete=False)
+            raise
+        self._future = self._pool.submit(_write, what, write, done)
         self._future.add_done_callback(self._look)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is in progress."""
+        return self._future is not None and not self._future.done()
 
     def waits(self, now: float) -> tuple[Wait, ...]:
         """Return what `wait` is waiting for at `now` (monotonic seconds); nothing while steps continue."""
@@ -95,9 +109,13 @@ class BackgroundWriter:
             self._broken(future)
 
 
-def _write(write: Callable[[], str], done: Callable[[WriteOutcome], None]) -> None:
+def _write(what: str, write: Callable[[], str], done: Callable[[WriteOutcome], None]) -> None:
+    is_complete = False
     try:
         outcome: WriteOutcome = write()
+        is_complete = True
     except StarlingError as error:
         outcome = error
+    finally:
+        log.info("write_ended", what=what, complete=is_complete)
     done(outcome)
