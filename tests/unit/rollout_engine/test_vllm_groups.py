@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.algo.truncation import KeptTokens
+from starling.algo.truncation import KeptTokens, mean_nats
 from starling.common.errors import WeightsError
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, PartialCompletion, RequestError
@@ -110,7 +110,9 @@ def test_kept_tokens_of_a_resumed_and_restarted_completion() -> None:
     assert completion.logprobs.tolist() == [-0.5, -1.0, 0.0, -1.25]
     assert completion.kept is not None
     assert [row.tolist() for row in completion.kept.rows()] == [[2, 4], [2, 8, 9], [7], [0, 1]]
-    assert completion.truncation_nats == 0.5
+    assert completion.truncation_nats is not None
+    np.testing.assert_array_equal(completion.truncation_nats, [np.nan, 0.5, 0.25, 0.75])
+    assert mean_nats((completion.truncation_nats,)) == 0.5, "of the tokens that this engine sampled"
 
 
 @pytest.mark.parametrize(

@@ -70,15 +70,18 @@ def test_turns_form_one_token_sequence(style: str) -> None:
 def test_kept_tokens_follow_the_sampled_ones() -> None:
     """Of two replies, the first cut after its stop text, and the second begun by an empty one."""
     rows = [np.array([token, 400 + at]) for at, token in enumerate(encode("chatml", "well done!"))]
+    nats = np.linspace(0.25, 4.0, len(rows), dtype=np.float32)
     first = replace(
         completion(encode("chatml", "well done!"), Status.TRUNCATED),
         kept=KeptTokens.from_rows(rows),
-        truncation_nats=0.5,
+        truncation_nats=nats,
     )
     nothing = replace(completion([], Status.OK), kept=KeptTokens.from_rows([]))
     ids = sampled("chatml", "no")
     last = replace(
-        completion(ids), kept=KeptTokens.from_rows([np.array([token]) for token in ids]), truncation_nats=2.0
+        completion(ids),
+        kept=KeptTokens.from_rows([np.array([token]) for token in ids]),
+        truncation_nats=np.full(len(ids), 2.0, np.float32),
     )
     script = Script(first, nothing, last)
     one = start("chatml", chat("hello"), script)
@@ -99,7 +102,8 @@ def test_kept_tokens_follow_the_sampled_ones() -> None:
     assert found[:num] == [row.tolist() for row in rows[:num]]
     assert found[-len(ids) :] == [[token] for token in ids]
     assert made.kept.counts[made.loss_mask == 0].tolist() == [0] * (len(made.token_ids) - num - len(ids))
-    assert made.truncation_nats == pytest.approx((0.5 * num + 2.0 * len(ids)) / (num + len(ids)))
+    expected = (nats[:num].sum() + 2.0 * len(ids)) / (num + len(ids))
+    assert made.truncation_nats == pytest.approx(expected), "the mean over the tokens that are trained"
 
 
 def test_sampled_tokens_are_not_reencoded() -> None:

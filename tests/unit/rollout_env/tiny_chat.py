@@ -121,7 +121,8 @@ class Script:
                 if enough():
                     part = completion(whole.token_ids[: at + 1].tolist())
                     kept = whole.kept.take(slice(0, at + 1)) if whole.kept is not None else None
-                    whole = replace(part, kept=kept, truncation_nats=whole.truncation_nats)
+                    nats = None if whole.truncation_nats is None else whole.truncation_nats[: at + 1]
+                    whole = replace(part, kept=kept, truncation_nats=nats)
                     break
         return GroupResult(request.lease, np.array(request.prompt_ids, np.int32), (whole,))
 

@@ -78,6 +78,30 @@ class KeptTokens:
 NO_IDS: IntArray = np.zeros(0, np.int32)
 
 
+def join_nats(
+    parts: Iterable[tuple[npt.NDArray[np.float32] | None, int]],
+) -> npt.NDArray[np.float32] | None:
+    """Return the nats of consecutive parts, each with its number of positions; None if no part has any."""
+    given = list(parts)
+    if all(nats is None for nats, _ in given):
+        return None
+    return np.concatenate([nats if nats is not None else np.full(num, np.nan, np.float32) for nats, num in given])
+
+
+def mean_nats(parts: Iterable[npt.NDArray[np.float32] | None]) -> float | None:
+    """Return the mean of ``-log(probability of the kept tokens)`` over the positions at which it was measured.
+
+    Args:
+        parts: the value at each position, NaN where it was not measured; None for a part without any.
+
+    Returns:
+        Nats per token; None if no position was measured.
+    """
+    measured = [part[~np.isnan(part)] for part in parts if part is not None]
+    values = np.concatenate([np.zeros(0, np.float32), *measured])
+    return float(values.mean(dtype=np.float64)) if len(values) else None
+
+
 def join_kept(parts: Iterable[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
     """Return the sets of consecutive parts, each with its number of positions; None if no part has any.
 

@@ -68,7 +68,7 @@ class PartialCompletion:
     """How it ended; None if it has not ended."""
     kept: KeptTokens | None = None
     """As `Completion.kept`; None if it was not recorded."""
-    truncation_nats: float | None = None
+    truncation_nats: npt.NDArray[np.float32] | None = None
     """As `Completion.truncation_nats`."""
 
 
@@ -127,9 +127,9 @@ class Completion:
     kept: KeptTokens | None = None
     """The tokens that min_p, top_k and top_p kept at each position, with `Sampling.logprobs` ``truncated``; else
     None."""
-    truncation_nats: float | None = None
-    """Mean of ``-log(sum of the kept tokens' probabilities)`` over the tokens that this engine sampled with top_p,
-    top_k or min_p; None if there are none, or if it was not measured."""
+    truncation_nats: npt.NDArray[np.float32] | None = None
+    """``-log(sum of the kept tokens' probabilities)`` of each token that this engine sampled with top_p, top_k or
+    min_p, NaN for others; None if there are none, or if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from starling.algo.truncation import KeptTokens, join_kept
+from starling.algo.truncation import KeptTokens, join_kept, mean_nats
 from starling.common.wire.messages import (
     GenerateGroup,
     GroupGenerated,
@@ -55,7 +55,7 @@ def generated_message(
             text=decode(c.token_ids.tolist()),
             oldest_version=int(c.versions.min()),
             newest_version=int(c.versions.max()),
-            truncation_nats=c.truncation_nats,
+            truncation_nats=mean_nats((c.truncation_nats,)),
         )
         for c in completions
     )

@@ -32,8 +32,6 @@ ROW_DTYPE: Final = np.dtype(
         ("top_k", np.int64),
         ("min_p", np.float64),
         ("records", np.int64),  # 1 if its kept tokens are recorded, else 0
-        ("log_mass", np.float64),  # sum of the logarithms of the kept tokens' probability
-        ("num_truncated", np.int64),  # tokens in that sum
         ("key", np.uint64),  # key of the completion's stream of uniforms
     ]
 )
@@ -168,6 +166,8 @@ class RunningRows:
         self._token_ids = np.zeros((max_rows, 0), np.int32)
         self._logprobs = np.zeros((max_rows, 0), np.float32)
         self._versions = np.zeros((max_rows, 0), np.int32)
+        self._nats = np.zeros((max_rows, 0), np.float32)
+        """See `Completion.truncation_nats`."""
         self._kept: dict[int, list[npt.NDArray[np.int32]]] = {}
         """The kept tokens at each position of the rows that record them, by slot."""
 
@@ -206,6 +206,7 @@ class RunningRows:
             self._token_ids[slot, :num] = resumed.token_ids
             self._logprobs[slot, :num] = resumed.logprobs
             self._versions[slot, :num] = resumed.versions
+            self._nats[slot] = np.nan
             if records:
                 self._kept[int(slot)] = resumed.kept.rows() if resumed.kept is not None else [NO_IDS] * num
 
@@ -250,8 +251,7 @@ class RunningRows:
             sampled: bool [rows]: rows that have sampled, see `record`.
         """
         counted = sampled & is_truncated(*(self.table[name] for name in ("temperature", "top_p", "top_k", "min_p")))
-        self.table["log_mass"][counted] += log_mass[counted]
-        self.table["num_truncated"] += counted
+        self._nats[self.table["slot"][counted], self.table["length"][counted] - 1] = -log_mass[counted]
         if kept is not None:
             rows = kept.rows()
             for row in np.flatnonzero(sampled & (self.table["records"] == 1)):
@@ -270,12 +270,12 @@ class RunningRows:
         kept, nats = self._truncation(row, length)
         return PartialCompletion(*self._transcript(row, length), kept=kept, truncation_nats=nats)
 
-    def _truncation(self, row: int, length: int) -> tuple[KeptTokens | None, float | None]:
+    def _truncation(self, row: int, length: int) -> tuple[KeptTokens | None, npt.NDArray[np.float32] | None]:
         """Return the kept tokens and the nats of truncation of row `row`, which has `length` tokens."""
-        record = self.table[row]
-        kept = self._kept.get(int(record["slot"]))
-        nats = -float(record["log_mass"] / record["num_truncated"]) if record["num_truncated"] else None
-        return None if kept is None else KeptTokens.from_rows(kept[:length]), nats
+        slot = int(self.table["slot"][row])
+        kept, nats = self._kept.get(slot), self._nats[slot, :length].copy()
+        known_nats = None if np.isnan(nats).all() else nats
+        return None if kept is None else KeptTokens.from_rows(kept[:length]), known_nats
 
     def cached_ids(self, row: int) -> list[int]:
         """Return the sampled tokens of row number `row` that are in the KV cache: all but the newest."""
@@ -314,3 +314,4 @@ class RunningRows:
         self._token_ids = np.pad(self._token_ids, extra)
         self._logprobs = np.pad(self._logprobs, extra)
         self._versions = np.pad(self._versions, extra)
+        self._nats = np.pad(self._nats, extra, constant_values=np.nan)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from starling.algo.truncation import KeptTokens, is_truncated, join_kept
+from starling.algo.truncation import KeptTokens, is_truncated, join_kept, join_nats
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import (
     Completion,
@@ -45,7 +45,7 @@ class VllmCompletion:
     kept: list[npt.NDArray[np.int32]] = field(default_factory=list)
     """The kept tokens of each of `token_ids`; empty without `WITH_KEPT_TOKENS`."""
     log_masses: list[float] = field(default_factory=list)
-    """Logarithms of the kept tokens' probability, at all tokens that this engine sampled; empty for `NO_LOGPROBS`."""
+    """Logarithm of the kept tokens' probability at each of `token_ids`; empty for `NO_LOGPROBS`."""
     spans: Any = None
     status: Status | None = None
     collector: Any = None
@@ -96,7 +96,8 @@ class VllmCompletion:
         before = self.partial()
         self.resumed = before if len(before.token_ids) else None
         self.budget -= len(self.token_ids)
-        self.token_ids, self.logprobs, self.kept, self.spans, self.collector = [], [], [], None, None
+        self.token_ids, self.logprobs, self.kept, self.log_masses = [], [], [], []
+        self.spans = self.collector = None
         self.aborted = self.restart = False
 
     def partial(self) -> PartialCompletion:
@@ -105,8 +106,9 @@ class VllmCompletion:
         logprobs = np.array(self.logprobs, np.float32)
         versions = token_versions(self.spans, len(token_ids))
         kept = KeptTokens.from_rows(self.kept) if self.num_logprobs == WITH_KEPT_TOKENS else None
-        nats = -sum(self.log_masses) / len(self.log_masses) if self.log_masses else None
+        nats = -np.array(self.log_masses, np.float32) if self.log_masses else None
         if self.resumed is not None:
+            nats = join_nats(((self.resumed.truncation_nats, self.num_resumed), (nats, len(self.token_ids))))
             token_ids = np.concatenate((self.resumed.token_ids, token_ids), dtype=np.int32)
             logprobs = np.concatenate((self.resumed.logprobs, logprobs), dtype=np.float32)
             versions = np.concatenate((self.resumed.versions, versions), dtype=np.int32)

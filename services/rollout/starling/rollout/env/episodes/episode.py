@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.algo.text import conversation, conversation_text, decode, encode_text
-from starling.algo.truncation import NO_IDS, IntArray
+from starling.algo.truncation import NO_IDS, IntArray, mean_nats
 from starling.common.counts import counted
 from starling.common.errors import StarlingError
 from starling.common.wire.messages import Prompt, Sampling, Status
@@ -222,21 +222,13 @@ class TokenEpisode:
             versions=self._versions[:last],
             sampled=self._sampled[:last],
             kept=self._kept + [NO_IDS] * (last - len(self._kept)) if self._kept else [],
-            truncation_nats=self._truncation_nats(),
+            truncation_nats=mean_nats(turn.truncation_nats for turn in self._turns),
             status=status,
             reward=outcome.reward,
             metrics=outcome.metrics,
             num_turns=self.num_turns,
             problem=problem,
         )
-
-    def _truncation_nats(self) -> float | None:
-        """Return the mean over the sampled tokens of the turns that measured it."""
-        known = [
-            (turn.truncation_nats, len(turn.token_ids)) for turn in self._turns if turn.truncation_nats is not None
-        ]
-        num = sum(length for _, length in known)
-        return sum(nats * length for nats, length in known) / num if num else None
 
     # --- pending messages and texts to tokens ------------------------------------------------------------------------
 

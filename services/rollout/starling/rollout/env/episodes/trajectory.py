@@ -36,7 +36,7 @@ class Trajectory:
     kept: KeptTokens | None = None
     """As `Completion.kept`; no tokens where nothing was sampled."""
     truncation_nats: float | None = None
-    """As `Completion.truncation_nats`."""
+    """Mean of `Completion.truncation_nats` over the tokens for which it is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ class StopTexts:
             versions=completion.versions[:low],
             status=Status.OK,
             kept=None if completion.kept is None else completion.kept.take(slice(0, low)),
+            truncation_nats=None if completion.truncation_nats is None else completion.truncation_nats[:low],
         )
 
     def _found(self, ids: Sequence[int]) -> bool:
