@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -491,9 +492,39 @@ def test_missing_needs_are_named(needs: dict[str, Any], problem: str) -> None:
         Sandbox([f"{HERE}:limits"], what="Tool", needs=SandboxNeeds.model_validate(needs))
 
 
+def test_interpreter_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before it has read its setup, which resets the connection."""
+    monkeypatch.setenv("PYTHONHASHSEED", "none")
+    with pytest.raises(ConfigError, match="importing ended the process"):
+        Sandbox([f"{HERE}:limits"], what="Tool", level="process", needs=SandboxNeeds(variables=("PYTHONHASHSEED",)))
+
+
 def test_auto_takes_strongest_level() -> None:
     offered = [mechanism for mechanism in MECHANISMS if problem_of(mechanism) is None]
     assert choose("auto").mechanism == offered[0]
+
+
+WITHOUT_CAPABILITIES = """#!/bin/sh
+exec {bwrap} "$1" "$2" --cap-drop ALL "$3" "$4" "$5" "$6" "$7" "$8"
+"""
+"""bubblewrap where a security module takes all capabilities from what it starts, as Ubuntu's AppArmor profile does."""
+
+
+def test_bubblewrap_whose_payload_can_make_no_sessions_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if problem := problem_of("bubblewrap"):
+        pytest.skip(f"this machine does not offer the level bubblewrap: {problem}")
+    program = tmp_path / "bwrap"
+    program.write_text(WITHOUT_CAPABILITIES.format(bwrap=shutil.which("bwrap")))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    problem_of.cache_clear()
+    try:
+        assert "Operation not permitted" in str(problem_of("bubblewrap"))
+        assert choose("auto").mechanism != "bubblewrap"
+    finally:
+        problem_of.cache_clear()
 
 
 WITHOUT_NAMESPACES = """

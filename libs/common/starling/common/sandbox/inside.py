@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.processes import descendants, kill_all, remove_tree
@@ -65,6 +65,26 @@ def give_up_privileges(mechanism: str, *, network: bool) -> None:
     syscalls.keep_capabilities()
     with contextlib.suppress(OSError):  # a container may forbid further filters
         syscalls.forbid_kernel_interfaces(_surroundings(mechanism), network=network)
+
+
+def try_session(mechanism: str) -> NoReturn:
+    """Make one session that does nothing, and exit; with 1, and a sentence on stderr, if it cannot be made."""
+    status, (reading, writing) = 1, os.pipe()
+    try:
+        settle(mechanism)
+        sessions = Sessions(mechanism, lambda descriptors: _send_one_byte(descriptors[0]), network=False)
+        sessions.start([writing])
+        os.close(writing)
+        status = 0 if os.read(reading, 1) else 1
+        sessions.kill_all()
+    except OSError as error:
+        os.write(2, f"a session cannot be isolated: {error}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def _send_one_byte(descriptor: int) -> None:
+    os.write(descriptor, b"1")
 
 
 def _surroundings(mechanism: str) -> syscalls.Surroundings:

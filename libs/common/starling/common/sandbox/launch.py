@@ -107,7 +107,10 @@ def report(sandboxing: Sandboxing, what: str) -> None:
 
 @cache
 def problem_of(mechanism: Mechanism) -> str | None:
-    """Return why sandboxes cannot be made in this way here; None if they can. Tries it once, in some milliseconds."""
+    """Return why sandboxes cannot be made in this way here; None if they can.
+
+    Tries it once, with a session inside, in some tens of milliseconds.
+    """
     if sys.platform != "linux":
         return None if mechanism == "process" else "it needs Linux"
     if mechanism == "process":
@@ -119,7 +122,9 @@ def problem_of(mechanism: Mechanism) -> str | None:
     printed = os.memfd_create("starling-sandbox-test", 0)
     try:
         view = view_of(SandboxNeeds(), ())
-        process = BoxProcess(["/usr/bin/env", "true"], Sandboxing(mechanism), SandboxNeeds(), view, output=printed)
+        code = f"import sys; sys.path.append({_ROOT!r}); from starling.common.sandbox.inside import try_session; "
+        command = [sys.executable, "-I", "-S", "-c", f"{code}try_session({mechanism!r})"]
+        process = BoxProcess(command, Sandboxing(mechanism), SandboxNeeds(), view, output=printed)
         with contextlib.closing(process):
             if process.wait(_START_S) == 0:
                 return None

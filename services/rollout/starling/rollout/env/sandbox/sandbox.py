@@ -283,7 +283,9 @@ def _await_ready(
         raise ConfigError(
             f"{subject}: importing took longer than {setup.import_s:g} s; make the modules import faster."
         )
-    data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+    data, descriptors = b"", list[int]()
+    with contextlib.suppress(ConnectionResetError):  # it has ended before it read its setup
+        data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
     listener = socket.socket(fileno=descriptors[0]) if descriptors else None
     if not data:
         why = process.problem and f" ({process.problem})"
