@@ -32,7 +32,7 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench docs install lock release clean
+.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench bench-check docs install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -88,6 +88,11 @@ bench: $(DEV)
 	$(BIN)/python bench/rollout.py --quick
 	$(BIN)/python bench/sandbox.py --quick
 	$(BIN)/python bench/chaos.py --quick
+
+# Speed before and after a change: the quick benches of both, alternating; fails where a figure has regressed.
+# BASE=commit is the side before; the last commit in common with the main branch otherwise.
+bench-check: $(DEV)
+	$(BIN)/python bench/check.py $(if $(BASE),--base $(BASE))
 
 docs: $(DEV)
 	$(BIN)/python -m starling.common.wire.schema > libs/common/starling/common/wire/schema.json

@@ -24,7 +24,7 @@ import pstats
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -42,9 +42,14 @@ TOGETHER = 64
 
 
 def measure_run(
-    num_rollouts: int, num_steps: int, journal: Journal | None = None, *, from_version: int = 0
+    num_rollouts: int,
+    num_steps: int,
+    journal: Journal | None = None,
+    *,
+    from_version: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, float]:
-    """Run to the end; return the number of events and the seconds that the core (and the journal) took.
+    """Run to the end; return the number of events and the seconds that the core (and the journal) took by `clock`.
 
     Events before the completion of version `from_version` are not counted; 0 counts all.
     """
@@ -53,7 +58,7 @@ def measure_run(
     controller = Controller(plan, prompts, prompts, [])
     cluster = Cluster(plan, controller)
     cluster.join()
-    step, clock, num, spent = controller.step, time.perf_counter, 0, 0.0
+    step, num, spent = controller.step, 0, 0.0
     for event in cluster.events():
         begin = clock()
         commands = step(event)

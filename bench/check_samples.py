@@ -1,0 +1,287 @@
+"""Quick benches of `make bench-check`: the costs of a start, an event, a round trip and a step.
+
+    python bench/check_samples.py start|core|wire|loop [--rounds N]
+
+    start  `starling --help`
+    core   the controller's core, 256 rollouts (`controller.py`)
+    wire   round trips of a `ControllerLink`, 16 in flight (`wire.py`)
+    loop   a run of 40 steps of a tiny model: from the start of the process to the first step, and the steps after it
+
+Processor seconds are user and system time of all processes that take part. They depend less on other load of the
+machine than wall clock does, but do not see a wait. So figures exist of both kinds where a wait is possible. The run
+has one rollout and no staleness: its services work one after the other, so that a wait of any of them makes the step
+longer by as much, and no overlap hides it. The wall clock of a step is the lower quartile over a run's steps, those
+that other load disturbed least. Prints the median of N samples (1 by default).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from figure import machine, print_figure, quantile, rounded
+
+HERE = Path(__file__).resolve().parent
+NUM_STEPS = 40
+RUN_TIMEOUT_S = 240.0
+POLL_S = 0.005
+HELP_CALLS = 5
+CORE_SIZE = (256, 8)
+"""Rollouts and steps of the run that the core decides."""
+CORE_RUNS = 3
+ROUND_TRIPS, IN_FLIGHT, EXCHANGES = 4000, 16, 4
+GOALS = {"first_step_s": 3.5}
+MODEL = {
+    "model_type": "qwen3",
+    "alphabet": "abcdefghijklmnopqrstuvwxyz>",
+    "max_length": 64,
+    "config": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One sample of a figure."""
+
+    figure: str
+    value: float
+    unit: str
+
+
+# --- the start of the command line -----------------------------------------------------------------------------------
+
+
+def sample_start() -> list[Cost]:
+    """Processor seconds of `starling --help`, the least of some calls."""
+    command = [str(Path(sys.executable).with_name("starling")), "--help"]
+    spent = []
+    for _ in range(HELP_CALLS):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return [Cost("help_cpu_s", min(spent), "CPU s")]
+
+
+# --- the controller's core -------------------------------------------------------------------------------------------
+
+
+def sample_core() -> list[Cost]:
+    """Processor microseconds of an event in the core, the least of some runs."""
+    from controller import measure_run
+
+    from starling.common.observe.process import collect_seldom
+
+    collect_seldom()  # as the controller's process does
+    measure_run(32, 2)
+    runs = [measure_run(*CORE_SIZE, clock=time.thread_time) for _ in range(CORE_RUNS)]
+    return [Cost("event_cpu_us", min(1e6 * spent / num for num, spent in runs), "CPU us")]
+
+
+# --- the wire --------------------------------------------------------------------------------------------------------
+
+
+def sample_wire() -> list[Cost]:
+    """Round trips of a link, the least of some exchanges: processor time at both ends, and wall clock."""
+    import wire
+
+    from starling.common.net.keyring import make_keys
+
+    name = wire.NAMES["link"]
+    with tempfile.TemporaryDirectory(prefix="starling-check-") as folder:
+        make_keys(Path(folder), [name])
+        controller = wire.HubController(Path(folder), [name])
+        replica = subprocess.Popen([sys.executable, wire.__file__, "--replica", "link", controller.address, folder])
+        try:
+            controller.meet()
+            exchange = controller.exchange_with(name)
+            exchange(ROUND_TRIPS // 4, IN_FLIGHT)
+            spent, rates = [], []
+            for _ in range(EXCHANGES):
+                before = time.process_time() + cpu_of_process(replica.pid)
+                rates.append(exchange(ROUND_TRIPS, IN_FLIGHT).rate)
+                spent.append(time.process_time() + cpu_of_process(replica.pid) - before)
+        finally:
+            replica.kill()
+            replica.wait()
+            controller.hub.close()
+    return [
+        Cost("link_round_trip_cpu_us", 1e6 * min(spent) / ROUND_TRIPS, "CPU us"),
+        Cost("link_round_trip_us", 1e6 / max(rates), "us"),
+    ]
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step's line in metrics.jsonl, and the processor time of the run when it appeared (first and last step only)."""
+
+    time: float
+    cpu_s: float
+
+
+def sample_loop() -> list[Cost]:
+    """A run on a tiny model with random weights: its start, and a step, in wall clock and processor time."""
+    with tempfile.TemporaryDirectory(prefix="starling-check-") as temporary:
+        folder = Path(temporary)
+        recipe = write_recipe(folder)
+        command = [str(Path(sys.executable).with_name("starling")), "run", str(recipe)]
+        with (folder / "output.log").open("w+") as log:
+            started = time.time()
+            run = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+            try:
+                steps = list(watch(run, folder / "check" / "attempt-1" / "metrics.jsonl"))
+            finally:
+                run.terminate()
+                try:
+                    code = run.wait(RUN_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    run.kill()
+                    code = run.wait()
+            if code or len(steps) < NUM_STEPS:
+                log.seek(0)
+                raise SystemExit(f"{' '.join(command)} exited with {code}:\n{log.read()[-4000:]}")
+    first, last = steps[0], steps[-1]
+    between = [after.time - before.time for before, after in pairwise(steps)]
+    return [
+        Cost("first_step_s", first.time - started, "s"),
+        Cost("first_step_cpu_s", first.cpu_s, "CPU s"),
+        Cost("step_s", quantile(between, 0.25), "s"),
+        Cost("step_cpu_s", (last.cpu_s - first.cpu_s) / len(between), "CPU s"),
+    ]
+
+
+def write_recipe(folder: Path) -> Path:
+    """Write prompts and recipe; nothing is imported for the data, and nothing is saved."""
+    import tomli_w
+
+    letters = random.Random(0)
+    words = ["".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(3, 8))) for _ in range(2000)]
+    data = folder / "words.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{word}>", "reference": word[::-1]}) + "\n" for word in words))
+    recipe: dict[str, Any] = {
+        "run": {"name": "check", "kind": "rl", "seed": 0, "folder": str(folder)},
+        "launch": {"num_rollouts": 1, "screen": "plain"},
+        "model": {"scratch": MODEL, "device": "cpu"},
+        "data": {"source": str(data), "format": "{prompt}", "reference_column": "reference", "shuffle": False},
+        "rl": {"num_steps": NUM_STEPS, "prompts_per_step": 16, "group_size": 8, "max_staleness": 0},
+        "sampling": {"max_tokens": 12},
+        "policy": {"optimizer": {"learning_rate": 3e-4}},
+        "reward": {"scorers": [{"name": f"{HERE / 'check_reward.py'}:score"}]},
+    }
+    path = folder / "recipe.toml"
+    path.write_text(tomli_w.dumps(recipe))
+    return path
+
+
+def watch(run: subprocess.Popen[bytes], metrics: Path) -> Iterator[Seen]:
+    """Yield each step of a run when its line appears, until the run ends."""
+    deadline, position, number = time.monotonic() + RUN_TIMEOUT_S, 0, 0
+    while True:
+        ended = run.poll() is not None
+        if metrics.exists() and metrics.stat().st_size > position:
+            with metrics.open("rb") as file:
+                file.seek(position)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    position += len(line)
+                    entry = json.loads(line)
+                    if entry["kind"] == "step":
+                        number += 1
+                        yield Seen(entry["time"], cpu_of_tree(run.pid) if number in (1, NUM_STEPS) else 0.0)
+        if ended:
+            return
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the run did not end within {RUN_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+
+
+def cpu_of_process(pid: int) -> float:
+    """Return the processor seconds of a process, with the resolution of the scheduler (`clock_getcpuclockid`)."""
+    return time.clock_gettime(~pid << 3 | 2)
+
+
+def cpu_of_tree(root: int) -> float:
+    """Return the processor seconds of a process and its descendants; of those that have ended, if they were awaited."""
+    parents, spent = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            pid = int(folder.name)
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                spent[pid] = cpu_of_process(pid) + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+            except OSError:  # it has ended
+                continue
+            parents[pid] = int(fields[1])
+    return sum(seconds for pid, seconds in spent.items() if descends(pid, root, parents))
+
+
+def descends(pid: int, root: int, parents: dict[int, int]) -> bool:
+    """Say whether `root` is the process or one of its ancestors."""
+    while pid != root and pid in parents:
+        pid = parents[pid]
+    return pid == root
+
+
+SAMPLES: dict[str, Callable[[], list[Cost]]] = {
+    "start": sample_start,
+    "core": sample_core,
+    "wire": sample_wire,
+    "loop": sample_loop,
+}
+
+
+def main() -> None:
+    """Sample and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench", choices=tuple(SAMPLES))
+    parser.add_argument("--rounds", type=int, default=1, help="samples; their median is printed")
+    options = parser.parse_args()
+    rounds = [SAMPLES[options.bench]() for _ in range(options.rounds)]
+    for costs in zip(*rounds, strict=True):
+        values = [cost.value for cost in costs]
+        detail = {"rounds": options.rounds, "samples": [rounded(value) for value in values], **machine()}
+        print_figure(
+            f"check_{options.bench}",
+            costs[0].figure,
+            median(values),
+            unit=costs[0].unit,
+            goal=GOALS.get(costs[0].figure),
+            better="lower",
+            detail=detail,
+        )
+
+
+if __name__ == "__main__":
+    main()
