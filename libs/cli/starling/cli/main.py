@@ -11,6 +11,7 @@ from types import FrameType
 
 from starling.cli.services import SERVICES, run_module
 from starling.common.errors import StarlingError
+from starling.common.observe.terminal import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except StarlingError as error:
-        print(f"starling: {error}", file=sys.stderr)
+        print(f"starling: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except BrokenPipeError:  # what reads the output, as `head`, has read enough
         _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        what = "the output" if error.filename is None else os.fsdecode(error.filename)
+        what = "the output" if error.filename is None else printable(os.fsdecode(error.filename))
         print(
             f"starling: {what} cannot be used: {error.strerror}; check that it exists, its permissions and its disk",
             file=sys.stderr,
@@ -68,8 +69,10 @@ def _dispatch(arguments: list[str]) -> int:
         return run_module(command, rest)
     from starling.cli.app import make_app
     from starling.cli.command_line import call
+    from starling.cli.terminal import guarded_output
 
-    return call(make_app(), [command, *rest])
+    with guarded_output():
+        return call(make_app(), [command, *rest])
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
+from starling.cli.console import Console
 from starling.cli.evaluate.results import ANSWERS, SUMMARY
 from starling.cli.evaluate.tasks import absolute
 from starling.cli.recipe.schema import Recipe

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from starling.cli.console import Console
 from starling.cli.recipe.schema import Recipe
 from starling.cli.run.attempt import Attempt
 from starling.cli.run.screen import short_path

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from starling.cli.console import Console
 from starling.cli.run.attempt import attempts_in
 from starling.common.errors import ConfigError
 from starling.common.ids import LEASE_KINDS

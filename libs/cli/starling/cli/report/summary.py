@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from starling.cli.console import Console
 from starling.cli.report.statistics import FileStatistics, RunStatistics, gather
 from starling.cli.run.attempt import Attempt, iter_metrics
 from starling.cli.run.screen import short_path

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from starling.cli.console import Console
 from starling.cli.run.attempt import Attempt, iter_metrics
 from starling.common.counts import counted
 from starling.common.errors import ConfigError

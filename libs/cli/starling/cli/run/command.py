@@ -168,8 +168,7 @@ def supervise(recipe: Recipe, attempt: Attempt, out: Path | None = None) -> int:
 
     `out`: a second file for the answers of a run that only answers prompts, besides the one in its folder.
     """
-    from rich.console import Console
-
+    from starling.cli.console import Console
     from starling.cli.evaluate.results import finish_answering
     from starling.cli.report.summary import report
     from starling.cli.run.screen import short_path

@@ -11,15 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from starling.cli.run.forkserver import ForkedProcess, Forks
 from starling.cli.services import SERVICES
 from starling.common.observe.process import die_with_parent
+from starling.common.observe.terminal import printable
 from starling.common.settings import child_environment
 
 KEPT_LINES = 30
+LINE_CHARS = 1 << 16
+"""A longer line of a process is written as several."""
 WRITE_BEGUN, WRITE_ENDED = "write_begun", "write_ended"
 """Log events of a policy that begins to write a state or a checkpoint, and that has ended it."""
 FORKED = ("policy", "rollout", "teacher")
@@ -159,7 +163,7 @@ class ServiceProcesses:
     def _listen(self, child: ServiceProcess, output: IO[str]) -> None:
         file = (self._logs / f"{child.name}.log").open("a", buffering=1)
         with output:
-            for line in output:
+            for line in map(printable, iter(partial(output.readline, LINE_CHARS), "")):
                 # A full disk must not end this thread: the process would block on a full pipe.
                 with contextlib.suppress(OSError):
                     file.write(line)

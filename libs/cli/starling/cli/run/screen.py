@@ -11,13 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from starling.cli.console import Console
 from starling.cli.recipe.schema import Recipe
 from starling.common.ids import Activity, Objective
 from starling.common.kinds import TRAINED_PHASES

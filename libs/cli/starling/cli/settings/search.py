@@ -6,9 +6,9 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
+from starling.cli.console import Console
 from starling.cli.recipe.schema import Recipe
 from starling.common.errors import ConfigError
 from starling.common.settings import Setting, iter_settings, nearest

@@ -8,6 +8,8 @@ from typing import Literal
 
 import structlog
 
+from starling.common.observe.terminal import printable
+
 
 def configure(role: str, form: Literal["text", "json"] = "text") -> None:
     """Set up the log of this process: that of structlog, and the standard library's, which other packages write to.
@@ -20,6 +22,11 @@ def configure(role: str, form: Literal["text", "json"] = "text") -> None:
         return event
 
     is_json = form == "json"
+
+    def escape_controls(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        """Escape what would control a terminal; JSON escapes it anyway, and other values than texts are quoted."""
+        return {printable(key): printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
     shared: list[structlog.typing.Processor] = [
         add_role,
         structlog.processors.add_log_level,
@@ -32,7 +39,7 @@ def configure(role: str, form: Literal["text", "json"] = "text") -> None:
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
     )
     structlog.configure(
-        processors=[*shared, renderer],
+        processors=[*shared, renderer] if is_json else [*shared, escape_controls, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
@@ -42,8 +49,16 @@ def configure(role: str, form: Literal["text", "json"] = "text") -> None:
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
         )
         if is_json
-        else logging.Formatter(f"%(asctime)s [%(levelname)s] %(message)s role={role}", "%H:%M:%S")
+        else _TextFormatter(f"%(asctime)s [%(levelname)s] %(message)s role={role}", "%H:%M:%S")
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+class _TextFormatter(logging.Formatter):
+    """Formatter of the standard library's records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line, and its traceback, without control characters."""
+        return printable(super().format(record))
