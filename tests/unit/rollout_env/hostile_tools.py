@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -281,3 +284,35 @@ def open_kernel_settings() -> list[str]:
             continue
         found.append(str(path))
     return found
+
+
+def attack_log(text: str) -> list[str]:
+    """Read `text` from what it prints to, truncate that and overwrite it."""
+    found = []
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
+            if text.encode() in os.read(reading, 1 << 20):
+                found.append("read")
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)  # not O_APPEND
+            os.pwrite(descriptor, b"forged", 0)
+            found.append("overwritten")
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            found.append("truncated")
+    return found
+
+
+def read_terminal(wait_s: float) -> str:
+    """Read what is typed into the terminal that it prints to."""
+    if not select.select([2], [], [], wait_s)[0]:
+        raise TimeoutError("nothing was typed")
+    return os.read(2, 100).decode()
+
+
+def print_without_end(num_bytes: int) -> bool:
+    for _ in range(num_bytes >> 16):
+        os.write(2, b"x" * (1 << 16))
+    os.write(2, b"\nthe last line\n")
+    return True

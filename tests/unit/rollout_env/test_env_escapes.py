@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import pty
 import re
 import shutil
 import socket
@@ -39,6 +40,7 @@ NAMES = [
     "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
     "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
     "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders", "open_kernel_settings",
+    "attack_log", "read_terminal", "print_without_end",
 ]  # fmt: skip
 TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
@@ -71,6 +73,8 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It gains privileges": ALL,
     "It sends something that is no answer": ALL,
     "It fills the disk": ALL,
+    "It fills the log": ALL,
+    "It reads or changes the service's log, or reads from its terminal": NO_PROCESS,
 }
 """Which levels hold off what."""
 SINCE_LANDLOCK: dict[str, int] = {
@@ -396,6 +400,63 @@ def test_garbage_costs_one_call(hostile: Hostile, kind: str) -> None:
 @held("It fills the disk")
 def test_files_are_limited(hostile: Hostile) -> None:
     hostile.fails("fill_disk", "File too large|No space left")
+
+
+@contextlib.contextmanager
+def stderr_is(descriptor: int) -> Iterator[None]:
+    """Let this process, as a service, print its log to `descriptor`."""
+    saved = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+@held("It reads or changes the service's log, or reads from its terminal")
+def test_log_of_service_is_out_of_reach(hostile: Hostile, tmp_path: Path) -> None:
+    log = tmp_path / "rollout-0.log"
+    log.write_text("a line of the service\n")
+    log.chmod(0o666)
+    with log.open("a") as file, stderr_is(file.fileno()):
+        printing = Hostile(hostile.level)
+        try:
+            assert printing.attempt("attack_log", text="a line of the service") == []
+        finally:
+            printing.sandbox.close()
+    assert "a line of the service\n" in log.read_text()
+
+
+@held("It reads or changes the service's log, or reads from its terminal")
+def test_terminal_of_service_is_out_of_reach(hostile: Hostile) -> None:
+    ours, terminal = pty.openpty()
+    os.write(ours, b"a password\n")
+    try:
+        with stderr_is(terminal):
+            printing = Hostile(hostile.level)
+            try:
+                printing.fails("read_terminal", "TimeoutError|Bad file descriptor", wait_s=0.5)
+            finally:
+                printing.sandbox.close()
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
+
+@held("It fills the log")
+def test_output_is_bounded(hostile: Hostile, capfd: pytest.CaptureFixture[str]) -> None:
+    with structlog.testing.capture_logs() as logged:
+        printing = Hostile(hostile.level)
+        try:
+            assert printing.attempt("print_without_end", num_bytes=64 << 20)
+        finally:
+            printing.sandbox.close()
+    lines = [line for line in logged if line["event"] == "sandbox_output"]
+    assert lines
+    assert sum(len(line["text"]) for line in lines) <= 1 << 20
+    assert max(len(line["text"]) for line in lines) <= 1000
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("unlinked", [False, True])

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import structlog
 from starling.common.errors import ConfigError
 from starling.common.sandbox import enter, syscalls
 from starling.common.sandbox.inside import INNER_UID
+from starling.common.sandbox.output import relay_output
 from starling.common.sandbox.processes import descendants, kill_all, remove_tree
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.sandbox.view import TMP_BYTES, Kind, View, view_of
@@ -45,6 +47,8 @@ OWN_UID: Final = 65533
 """User outside of a sandbox that root starts."""
 _START_S: Final = 20.0
 _KILLED_S: Final = 5.0
+_PRINTED_S: Final = 1.0
+"""How long the last lines of a killed process may take to be logged."""
 _GPU_VARIABLES: Final = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_")
 _ROOT: Final = str(Path(__file__).resolve().parents[3])
 
@@ -149,7 +153,8 @@ class BoxProcess:
         dies_with_thread: let the kernel kill the process when the thread that calls this ends.
         inherits_path: let Python find modules where this process does, and not only where the environment says.
         ports: TCP ports to which Landlock lets it connect.
-        output: descriptor for what the process, and what makes the sandbox, print.
+        what: what it is, for the log lines with what it prints.
+        output: descriptor for what the process, and what makes the sandbox, print; None for the log.
 
     Raises:
         OSError: it cannot be started.
@@ -166,7 +171,8 @@ class BoxProcess:
         dies_with_thread: bool = False,
         inherits_path: bool = False,
         ports: tuple[int, ...] = (),
-        output: int = 2,
+        what: str = "sandbox",
+        output: int | None = None,
     ) -> None:
         self.sandboxing = sandboxing
         self.problem = ""
@@ -178,6 +184,10 @@ class BoxProcess:
         if self._folder is not None and maps_users:
             os.chown(self._folder, OWN_UID, OWN_UID)
         environment = scrubbed_environment(needs, self._folder or "/tmp", inherits_path=inherits_path)
+        self._relay: threading.Thread | None = None
+        printed = output
+        if printed is None:
+            printed, self._relay = relay_output(what)
         order = _Order(
             list(command),
             sandboxing,
@@ -188,9 +198,13 @@ class BoxProcess:
             maps_users,
             environment,
             ports,
-            output,
+            printed,
         )
-        self._child, first = order.start()
+        try:
+            self._child, first = order.start()
+        finally:
+            if output is None:
+                os.close(printed)
         self.pid = self._child.pid
         """Process id of the outermost process."""
         if sandboxing.isolates and first is None:
@@ -233,6 +247,8 @@ class BoxProcess:
             self._life = -1
         if self._folder is not None:
             remove_tree(self._folder)
+        if self._relay is not None:
+            self._relay.join(_PRINTED_S)
 
 
 def scrubbed_environment(needs: SandboxNeeds, folder: str, *, inherits_path: bool) -> dict[str, str]:

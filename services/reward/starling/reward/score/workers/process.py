@@ -50,6 +50,7 @@ class WorkerProcess:
                 view,
                 pass_fds=(theirs.fileno(),),
                 dies_with_thread=True,
+                what="scorers",
             )
         self._sock.setblocking(False)
         self._reader = FrameReader()

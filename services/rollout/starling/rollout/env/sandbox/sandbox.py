@@ -170,6 +170,7 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 inherits_path=True,
                 ports=self._ports,
+                what=self._setup.what.lower(),
             )
         fork_server = _ForkServer(connection, process)
         try:

@@ -1,0 +1,94 @@
+"""Relay of what the code in a sandbox prints: line by line, and bounded, into the log of the service.
+
+The code gets the end of a pipe instead of the service's stderr. That may be a file, which the code could read, truncate
+and overwrite, or a terminal, from which it could read what its user types; and what it prints could have any length.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+LINE_CHARS: Final = 1000
+"""The rest of a line is dropped."""
+BURST_BYTES: Final = 1 << 20
+BYTES_PER_S: Final = 1 << 12
+"""A sandbox may print `BURST_BYTES` at once and then this many a second; the rest is dropped and counted."""
+_LINE_BYTES: Final = 100
+"""Of a log line besides its text."""
+_ENOUGH_BYTES: Final = 1 << 16
+"""Allowance after which lines are printed again, so that they are not single ones."""
+_CHUNK: Final = 1 << 16
+_PAUSE_S: Final = 0.01
+"""Between chunks that are dropped, so that code that prints without end does not take the service's processor."""
+
+
+def relay_output(what: str) -> tuple[int, threading.Thread]:
+    """Return a descriptor to print to, and the thread that logs it as output of `what` until all copies are closed."""
+    reading, writing = os.pipe()
+    thread = threading.Thread(target=_Relay(what).read, args=(reading,), name="sandbox-output", daemon=True)
+    thread.start()
+    return writing, thread
+
+
+class _Relay:
+    """What one sandbox prints, and how much more it may print."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._allowance, self._at = float(BURST_BYTES), time.monotonic()
+        self._dropped_bytes = 0
+
+    def read(self, descriptor: int) -> None:
+        """Log the lines of a pipe until its end."""
+        rest = b""
+        try:
+            while data := os.read(descriptor, _CHUNK):
+                if self._dropped_bytes and not self._may_print_again():
+                    self._dropped_bytes += len(rest) + len(data)
+                    rest = b""
+                    time.sleep(_PAUSE_S)
+                    continue
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > _CHUNK:  # a line without end
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._print(line)
+            self._print(rest)
+            self._report_dropped()
+        finally:
+            os.close(descriptor)
+
+    def _may_print_again(self) -> bool:
+        if self._allow() < _ENOUGH_BYTES:
+            return False
+        self._report_dropped()
+        return True
+
+    def _allow(self) -> float:
+        now = time.monotonic()
+        self._allowance = min(BURST_BYTES, self._allowance + BYTES_PER_S * (now - self._at))
+        self._at = now
+        return self._allowance
+
+    def _print(self, line: bytes) -> None:
+        text = line.strip().decode("utf-8", "backslashreplace")
+        if not text:
+            return
+        cost = min(len(text), LINE_CHARS) + _LINE_BYTES
+        if self._dropped_bytes or self._allow() < cost:
+            self._dropped_bytes += len(line)
+            return
+        self._allowance -= cost
+        log.info("sandbox_output", of=self._what, text=text[:LINE_CHARS])
+
+    def _report_dropped(self) -> None:
+        if self._dropped_bytes:
+            log.warning("sandbox_output_dropped", of=self._what, num_bytes=self._dropped_bytes)
+            self._dropped_bytes = 0
