@@ -32,7 +32,7 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench bench-check docs install lock release clean
+.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench bench-record bench-check figures docs install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -69,25 +69,15 @@ explore: $(DEV)
 	$(BIN)/pytest --numprocesses auto --dist loadfile tests/unit
 
 bench: $(DEV)
-	$(BIN)/python bench/wire.py --quick
-	$(BIN)/python bench/fuzz.py --quick
-	$(BIN)/python bench/fuzz_controller.py --quick
-	$(BIN)/python bench/loop.py --quick
-	$(BIN)/python bench/controller.py --quick
-	$(BIN)/python bench/recovery.py --quick
-	$(BIN)/python bench/controller_side_by_side.py --quick
-	$(BIN)/python bench/weightsync.py --quick
-	$(BIN)/python bench/weightsync_delta.py --quick
-	$(BIN)/python bench/weightsync_plan.py --quick
-	$(BIN)/python bench/weightsync_memory.py --quick
-	$(BIN)/python bench/weightsync_quantise.py --quick
-	$(BIN)/python bench/memory.py --quick
-	$(BIN)/python bench/train_step.py --quick
-	$(BIN)/python bench/learning.py --quick
-	$(BIN)/python bench/async.py --quick
-	$(BIN)/python bench/rollout.py --quick
-	$(BIN)/python bench/sandbox.py --quick
-	$(BIN)/python bench/chaos.py --quick
+	$(BIN)/python bench/history.py run
+
+# The same, appended to the history of figures: a quarter of an hour, on a machine that does nothing else.
+bench-record: $(DEV)
+	$(BIN)/python bench/history.py record
+
+# The tables of docs/performance.md, from the history of figures.
+figures: $(DEV)
+	$(BIN)/python bench/figures.py
 
 # Speed before and after a change: the quick benches of both, alternating; fails where a figure has regressed.
 # BASE=commit is the side before; the last commit in common with the main branch otherwise.

@@ -247,6 +247,10 @@ def report(curves: dict[tuple[str, int], list[list[float]]], scale: Scale, pictu
     }
     bad = sum(count for key, count in fell.items() if key.endswith((" 0", " 2")))
     print_figure("learning", "collapsed_at_staleness_up_to_2", bad, unit="runs", goal=0, better="lower", detail=detail)
+    for (name, staleness), runs in curves.items():
+        figure, value = f"reward_{name}_staleness_{staleness}", fmean(smooth(curve)[-1] for curve in runs)
+        see = {"see": "above"}
+        print_figure("learning", figure, value, unit="reward", goal=None, better="higher", detail=see)
     for name in ("aipo", "decoupled_ppo"):
         if (name, 8) in curves:
             value = fmean(smooth(curve)[-1] for curve in curves[name, 8])
