@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_lone import DEADLINE_S, LoneEngine, lone_engine
+from api_lone import CONTEXT, DEADLINE_S, LoneEngine, lone_engine
 
 from starling.rollout.api.app import MAX_BODY_BYTES
 from starling.rollout.api.errors import ApiError
-from starling.rollout.api.messages import message_key
+from starling.rollout.api.messages import make_call_reader, message_key
+from starling.rollout.api.model import ServedModel
 from starling.rollout.api.requests import ACCEPTED_VALUES, read_body, read_chat, read_text
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -52,6 +53,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1 << 63}, "seed = 9223372036854775808: give a whole number of 64 bits"),
     ({"stop": ["a", ""]}, 'stop = ["a", ""]: give a text, or a list of texts'),
     ({"stop": [str(n) for n in range(17)]}, "stop has 17 texts; give at most 16"),
+    ({"stop": "x" * 1001}, "stop has a text of 1001 characters; give at most 1000"),
     ({"stop_token_ids": ["a"]}, 'stop_token_ids = ["a"]: give a list of token ids'),
     ({"stream": "yes"}, 'stream = "yes": give true or false'),
     ({"stream_options": {"include_usage": True}}, "it goes with stream = true"),
@@ -103,6 +105,8 @@ def test_invalid_completion_parameters_are_rejected(change: dict[str, Any], expe
         (b"{", "the body is not JSON"),
         (b"[1]", "the body is [1]; send a JSON object"),
         (b"[" * 5000, "the body is nested too deeply"),
+        (b'{"a": "\xff"}', "the body is not UTF-8 (invalid start byte); send a JSON object"),
+        (b'"' + b"a" * (1 << 20) + b'"', 'the body is "aaaa'),
     ],
 )
 def test_invalid_bodies_are_rejected(raw: bytes, expected: str) -> None:
@@ -110,6 +114,64 @@ def test_invalid_bodies_are_rejected(raw: bytes, expected: str) -> None:
         read_body(raw)
     assert expected in str(refused.value)
     assert refused.value.code == "invalid_json"
+
+
+class CountingTokenizer:
+    """A tokenizer of single characters that counts how many it has encoded."""
+
+    chat_template = ""
+    num_encoded = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_encoded += len(text)
+        return [0] * len(text)
+
+
+def model_of(tokenizer: CountingTokenizer) -> ServedModel:
+    return ServedModel(
+        name="m",
+        tokenizer=tokenizer,
+        max_model_len=CONTEXT,
+        max_rows=1,
+        eos_token_ids=(),
+        version=lambda: 0,
+        created_s=0,
+        read_calls=make_call_reader("", None),
+    )
+
+
+LARGE = "x" * (1 << 20)
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": LARGE}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "complaint"),
+    [
+        ([{"role": "user", "content": LARGE}], [], "more than 4096 tokens"),
+        ([{"role": "user", "content": "x" * 100}] * 2000, [], "more than 4096 tokens"),
+        ([{"role": "user", "content": ""}] * (CONTEXT + 1), [], f"{CONTEXT + 1} messages"),
+        ([{"role": "user", "content": ""}], [CALL] * (CONTEXT + 1), f"{CONTEXT + 1} tools"),
+        ([{"role": "user", "content": ""}], [CALL], "more than 4096 tokens"),
+        ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], [], "more than 4096 tokens"),
+    ],
+)
+def test_conversation_far_beyond_the_context_is_refused_before_it_is_encoded(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], complaint: str
+) -> None:
+    tokenizer = CountingTokenizer()
+    with pytest.raises(ApiError) as refused:
+        model_of(tokenizer).check_conversation(messages, tools)
+    assert refused.value.code == "context_length_exceeded"
+    assert complaint in str(refused.value)
+    assert tokenizer.num_encoded <= 1 << 15
+
+
+def test_text_far_beyond_the_context_is_refused_before_it_is_encoded() -> None:
+    tokenizer = CountingTokenizer()
+    with pytest.raises(ApiError, match="more than 4096 tokens"):
+        model_of(tokenizer).text_ids(LARGE)
+    assert tokenizer.num_encoded <= 1 << 15
+    assert len(model_of(tokenizer).text_ids("x" * 4000)) == 4000, "the engine's limit decides"
 
 
 def test_deeply_nested_arguments_stay_text() -> None:
@@ -191,6 +253,7 @@ def asked(lone: LoneEngine, path: str, body: bytes | None, key: str | None) -> t
         ("/v1/embeddings", b"{}", "Bearer {}", 404, "not_found"),
         ("/v1/completions", b" " * (MAX_BODY_BYTES + 1), "Bearer {}", 413, "request_too_large"),
         ("/health", None, None, 200, None),
+        ("/v1/completions", b'{"prompt": "\xff"}', "Bearer {}", 400, "invalid_json"),
     ],
 )
 def test_invalid_requests_over_http(
@@ -201,6 +264,16 @@ def test_invalid_requests_over_http(
     if status >= 400:
         assert response["error"].keys() == {"message", "type", "param", "code"}
         assert code is None or response["error"]["code"] == code
+
+
+def test_json_of_any_depth_is_no_failure_of_the_server(lone: LoneEngine) -> None:
+    """Python's limit on recursion depends on the depth of the caller: what was read may be too deep to be written."""
+    body = json.dumps({**CHAT, "model": "tiny", "max_tokens": 1, "tools": [{"function": {"name": "f", "a": 0}}]})
+    before, _, after = body.partition("0}}]")
+    for depth in range(900, 1000, 2):
+        raw = f"{before}{'[' * depth}{']' * depth}}}}}]{after}".encode()
+        status, response = asked(lone, "/v1/chat/completions", raw, KEY.format(lone.api_key))
+        assert status == 200 or response["error"]["code"] == "invalid_json", response
 
 
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from starling.rollout.api.detokenizer import IncrementalDetokenizer
+from starling.rollout.api.detokenizer import IncrementalDetokenizer, _BegunStop
 from starling.rollout.api.messages import message_key, read_messages
 from starling.rollout.api.responses import spans
 
@@ -53,6 +53,18 @@ def test_joined_deltas_equal_decoded_text(ids: list[int], cuts: list[int]) -> No
     text, stream = streamed(ids, cuts)
     assert text == decode(ids)
     assert stream.num_tokens == len(ids)
+
+
+@given(st.text(alphabet="ab", min_size=1, max_size=8), st.lists(st.text(alphabet="ab", max_size=5)))
+@example("aabaaab", ["aabaa", "b"])
+def test_begun_stop_text_is_the_longest_end_of_the_text(stop: str, parts: list[str]) -> None:
+    begun, text = _BegunStop(stop), ""
+    for part in parts:
+        text += part
+        if stop in text:
+            return
+        longest = max(size for size in range(len(stop)) if text.endswith(stop[:size]))
+        assert begun.add(part) == longest
 
 
 @given(texts, st.lists(st.text(alphabet=WORDS, min_size=1, max_size=3), max_size=3), st.lists(st.integers(0, 40)))

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starling.common.errors import StarlingError
 from starling.rollout.api.errors import ApiError, Code, api_error_of
 from starling.rollout.api.generation import Generation, without_tokens
-from starling.rollout.api.requests import RequestOptions, read_body, read_chat, read_text
+from starling.rollout.api.requests import RequestOptions, read_body, read_chat, read_text, too_deep
 from starling.rollout.api.responses import (
     EventStream,
     Json,
@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES: Final = 32 << 20
+EPISODE_BODY_BYTES: Final = 1 << 20
+EPISODE_TOKEN_BYTES: Final = 256
+"""Limit on the body of an episode's request, which is one conversation: so much, and so much for each token of the
+model's context."""
+MAX_LOGGED: Final = 1000
+"""Characters of an unexpected error that are logged: it may contain what a client sent."""
 
 
 class Endpoint:
@@ -77,6 +83,7 @@ class Endpoint:
                 HTTPException: _route_error_response,
                 StarlingError: _error_response,
                 ClientDisconnect: _client_disconnected,
+                RecursionError: _nested_too_deeply,
                 Exception: _internal_error,
             },
         )
@@ -97,7 +104,8 @@ class Endpoint:
 
     async def _chat(self, request: Request) -> Response:
         recording = self._check_key(request)
-        chat = read_chat(read_body(await self._read(request)))
+        chat = read_chat(read_body(await self._read(request, self._max_bytes(recording))))
+        self._served.check_conversation(chat.messages, chat.tools)
         if recording is not None:
             # No slot and no time limit of its own: the turn ends with its episode, which has both.
             turn = await cancel_on_disconnect(request, recording.turn(chat))
@@ -114,7 +122,7 @@ class Endpoint:
 
     async def _completions(self, request: Request) -> Response:
         recording = self._check_key(request)
-        text = read_text(read_body(await self._read(request)))
+        text = read_text(read_body(await self._read(request, self._max_bytes(recording))))
         if recording is not None:
             raise ApiError("an episode is a conversation; use /v1/chat/completions", "not_found")
         self._check_model(text.options.model)
@@ -158,7 +166,13 @@ class Endpoint:
             events = stream_events(builder, options, generation, first, deltas, prompts)
             return EventStream(events, stack.pop_all())
 
-    async def _read(self, request: Request) -> bytes:
+    def _max_bytes(self, recording: Recording | None) -> int:
+        """Return the limit on the body of a request with the server's key, or with that of an episode."""
+        if recording is None:
+            return MAX_BODY_BYTES
+        return min(MAX_BODY_BYTES, EPISODE_BODY_BYTES + EPISODE_TOKEN_BYTES * self._served.max_model_len)
+
+    async def _read(self, request: Request, max_bytes: int) -> bytes:
         """Return the body. Raises ApiError, without reading on, when it is too large or takes too long."""
         parts, size, limit_s = [], 0, self._settings.read_timeout_s
         try:
@@ -166,9 +180,9 @@ class Endpoint:
                 async for part in request.stream():
                     parts.append(part)
                     size += len(part)
-                    if size > MAX_BODY_BYTES:
+                    if size > max_bytes:
                         raise ApiError(
-                            f"the body has more than {MAX_BODY_BYTES} bytes; send less at a time", "request_too_large"
+                            f"the body has more than {max_bytes} bytes; send less at a time", "request_too_large"
                         )
         except TimeoutError:
             raise ApiError(
@@ -253,6 +267,10 @@ async def _client_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
+async def _nested_too_deeply(request: Request, error: Exception) -> Response:
+    return await _error_response(request, too_deep())
+
+
 async def _internal_error(request: Request, error: Exception) -> Response:
-    log.error("failed", path=request.url.path, error=repr(error))
+    log.error("failed", path=request.url.path, error=repr(error)[:MAX_LOGGED])
     return _json(ApiError("the server failed; see the log of the replica", "generation_failed").body, 500)

@@ -23,6 +23,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, tuple(stops)
+        self._begun = [_BegunStop(stop) for stop in stops]
         self._ids: list[int] = []
         self._begin = 0
         """Where decoding begins: a few tokens before those whose text was returned."""
@@ -80,7 +81,8 @@ class IncrementalDetokenizer:
             self.stopped, self._text = True, self._text[:end]
             self._num_returned = len(self._text)
         else:
-            self._num_returned = max(self._num_returned, len(self._text) - _overlap(self._text, self._stops))
+            begun = max((stop.add(fresh) for stop in self._begun), default=0)
+            self._num_returned = max(self._num_returned, len(self._text) - begun)
 
     def _first_stop(self, fresh: str) -> int | None:
         """Return where the first stop text begins in the text followed by `fresh`; None without one."""
@@ -89,9 +91,30 @@ class IncrementalDetokenizer:
         return min((begin + at for stop in self._stops if (at := searched.find(stop)) >= 0), default=None)
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that is the beginning of one of `stops`."""
-    return max(
-        (size for stop in stops for size in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:size])),
-        default=0,
-    )
+class _BegunStop:
+    """How much of a stop text the text so far ends with, character by character (Knuth, Morris, Pratt 1977).
+
+    A look at each possible end of the text, with each token, would take time in proportion to the square of the length.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._size = 0
+        self._shorter = [0] * len(stop)
+        """For each number of characters less one: the next smaller number with which their end begins the stop text."""
+        size = 0
+        for at in range(1, len(stop)):
+            while size and stop[at] != stop[size]:
+                size = self._shorter[size - 1]
+            size += stop[at] == stop[size]
+            self._shorter[at] = size
+
+    def add(self, text: str) -> int:
+        """Add text that does not complete the stop text; return with how many of its characters the text ends now."""
+        stop, size = self._stop, self._size
+        for character in text:
+            while size and stop[size] != character:
+                size = self._shorter[size - 1]
+            size += stop[size] == character
+        self._size = size
+        return size

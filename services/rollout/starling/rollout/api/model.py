@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from starling.algo.text import conversation_text, decode, encode_text
 from starling.common.counts import counted
@@ -17,6 +18,10 @@ from starling.rollout.api.errors import ApiError
 from starling.rollout.api.messages import ReadCalls, make_call_reader
 from starling.rollout.api.requests import RequestOptions
 from starling.rollout.engine.base import EngineSpec, GroupRequest
+
+SURE_CHARACTERS: Final = 8
+"""Texts of at most so many characters for each token of the context are encoded without an estimate before."""
+PIECE_CHARACTERS: Final = 1 << 14
 
 
 def served_model(spec: EngineSpec, tokenizer: Any, max_model_len: int, version: Callable[[], int]) -> ServedModel:
@@ -94,20 +99,50 @@ class ServedModel:
     def text_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the tokens of a text; token ids are returned as they are."""
         if isinstance(prompt, str):
+            self._check_texts([prompt], "prompt")
             return encode_text(self.tokenizer, prompt)
         return list(prompt)
+
+    def check_conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a conversation that exceeds the context by far, before the chat template and the tokenizer get it.
+
+        They take minutes for some ten megabytes, in which no other request is answered.
+
+        Raises:
+            ApiError: it has more messages than the context has tokens, or its texts twice as many tokens.
+        """
+        for name, given in (("messages", messages), ("tools", tools)):
+            if len(given) > self.max_model_len:
+                raise self._too_long(f"{len(given)} {name}", name)
+        calls = (call for message in messages for call in message.get("tool_calls", ()))
+        written = [json.dumps(one, ensure_ascii=False, default=str) for one in (*calls, *tools)]
+        self._check_texts([*(str(message["content"]) for message in messages), *written], "messages")
+
+    def _check_texts(self, texts: Sequence[str], parameter: str) -> None:
+        """Refuse texts that have twice as many tokens as the context: counted in pieces, at most as far as that."""
+        if sum(map(len, texts)) <= SURE_CHARACTERS * self.max_model_len:
+            return
+        num_tokens, limit = 0, 2 * self.max_model_len
+        for text in texts:
+            for begin in range(0, len(text), PIECE_CHARACTERS):
+                num_tokens += len(encode_text(self.tokenizer, text[begin : begin + PIECE_CHARACTERS]))
+                if num_tokens > limit:
+                    raise self._too_long(f"more than {limit} tokens", parameter)
+
+    def _too_long(self, what: str, parameter: str) -> ApiError:
+        return ApiError(
+            f"this model's maximum context length is {counted(self.max_model_len, 'token')}, and the prompt has "
+            f"{what}; shorten it",
+            "context_length_exceeded",
+            parameter,
+        )
 
     def check(self, options: RequestOptions, prompt_ids: Sequence[int], parameter: str) -> None:
         """Raise ApiError when the request exceeds the model's or the engine's limits."""
         if not prompt_ids:
             raise ApiError(f"{parameter} is empty; give at least one token", parameter=parameter)
         if len(prompt_ids) >= self.max_model_len:
-            raise ApiError(
-                f"this model's maximum context length is {counted(self.max_model_len, 'token')}, and the prompt has "
-                f"{len(prompt_ids)}; shorten it",
-                "context_length_exceeded",
-                parameter,
-            )
+            raise self._too_long(str(len(prompt_ids)), parameter)
         if options.num_completions > self.max_rows:
             raise ApiError(
                 f"n = {options.num_completions}: at most {counted(self.max_rows, 'completion')} can be generated "

@@ -168,8 +168,9 @@ class Recording:
         The last message is never part of the prefix: the model replies to it.
         """
         best, most, num_turns = None, 0, 0
+        tools = _canonical(chat)
         for conversation in self._conversations:
-            if conversation.tools != _canonical(chat):
+            if conversation.tools != tools:
                 continue
             for turns, size in enumerate(conversation.replies, start=1):
                 if most <= size < len(keys) and conversation.keys[:size] == keys[:size]:

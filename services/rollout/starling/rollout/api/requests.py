@@ -42,7 +42,11 @@ ACCEPTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
 """Parameters that are accepted with these values only, which change nothing."""
 
 MAX_STOP_TEXTS: Final = 16
+MAX_STOP_CHARACTERS: Final = 1000
+"""Limit on each stop text: with each new token as much text is searched for it."""
+SHOWN_CHARACTERS: Final = 80
 MAX_SEED: Final = (1 << 63) - 1
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +99,18 @@ def read_body(raw: bytes) -> dict[str, Any]:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise ApiError(f"the body is not JSON ({error}); send a JSON object", "invalid_json") from None
+    except UnicodeDecodeError as error:  # `repr` of it, as the log of a failure has it, contains the body
+        raise ApiError(f"the body is not UTF-8 ({error.reason}); send a JSON object", "invalid_json") from None
     except RecursionError:
-        raise ApiError("the body is nested too deeply; send a flatter JSON object", "invalid_json") from None
+        raise too_deep() from None
     if not isinstance(body, dict):
         raise ApiError(f"the body is {as_json(body)}; send a JSON object", "invalid_json")
     return body
+
+
+def too_deep() -> ApiError:
+    """Return the error of a body that is nested too deeply, wherever that is noticed."""
+    return ApiError("the body is nested too deeply; send a flatter JSON object", "invalid_json")
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:
@@ -240,6 +251,11 @@ class _Parameters:
             raise ApiError(f"{name} = {as_json(value)}: give a text, or a list of texts", parameter=name)
         if len(texts) > MAX_STOP_TEXTS:
             raise ApiError(f"{name} has {len(texts)} texts; give at most {MAX_STOP_TEXTS}", parameter=name)
+        longest = max(map(len, texts), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise ApiError(
+                f"{name} has a text of {longest} characters; give at most {MAX_STOP_CHARACTERS}", parameter=name
+            )
         return tuple(texts)
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -274,5 +290,9 @@ def _unsupported(name: str, value: Any, remedy: str) -> ApiError:
 
 def as_json(value: Any) -> str:
     """Return `value` as JSON, shortened for an error."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = ""
+    for part in _ENCODER.iterencode(value):  # only as far as it is shown: a value may have the size of a body
+        text += part[: SHOWN_CHARACTERS + 1]
+        if len(text) > SHOWN_CHARACTERS:
+            return f"{text[: SHOWN_CHARACTERS - 3]}..."
+    return text

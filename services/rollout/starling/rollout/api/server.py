@@ -112,6 +112,7 @@ class ApiServer:
         config = uvicorn.Config(
             self._endpoint.application(),
             http=protocol_with_header_limits(settings.read_timeout_s),
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -8,6 +8,7 @@ turn, the new messages, and the beginning of the next turn.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,11 +88,8 @@ def common_length(sequences: Sequence[list[int]]) -> int:
 
 
 def _placeholder(messages: Sequence[Message]) -> str:
-    """Return a word that occurs in no message."""
-    texts, number = str(messages), 0
-    while f"{_PLACEHOLDER}{number}" in texts:
-        number += 1
-    return f"{_PLACEHOLDER}{number}"
+    """Return a word that occurs in no message: it contains a digest of all of them."""
+    return _PLACEHOLDER + hashlib.sha256(str(messages).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class StopTexts:
