@@ -161,9 +161,11 @@ def own_line() -> socket.socket:
 def send_garbage(kind: str) -> None:
     """Write something that is no answer into the sandbox's own socket."""
     deep = b"\x92\xa8returned" + b"\x91" * 200_000 + b"\xc0"
+    lists = b"\x92\xa8returned\xdd" + (60 << 20).to_bytes(4, "big") + b"\x90" * (60 << 20) if kind == "lists" else b""
     body = {
         "noise": b"\xff\xff\xff\xff noise",
         "deep": len(deep).to_bytes(4, "little") + deep,
+        "lists": len(lists).to_bytes(4, "little") + lists,
         "empty": b"\x00\x00\x00\x00",
         "other type": b"\x01\x00\x00\x00\xc0",
         "keys": b"\x10\x00\x00\x00\x92\xa8returned\x81\x91\x01\x02\x00\x00",

@@ -8,6 +8,7 @@ import ctypes
 import os
 import pty
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -72,6 +73,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It changes settings of the kernel": NO_PROCESS,
     "It gains privileges": ALL,
     "It sends something that is no answer": ALL,
+    "It sends lists that take more memory than their bytes": ALL,
     "It fills the disk": ALL,
     "It fills the log": ALL,
     "It reads or changes the service's log, or reads from its terminal": NO_PROCESS,
@@ -395,6 +397,14 @@ def test_no_privilege_can_be_gained(hostile: Hostile) -> None:
 def test_garbage_costs_one_call(hostile: Hostile, kind: str) -> None:
     hostile.fails("send_garbage", kind=kind)
     assert hostile.attempt("limits") == 0
+
+
+@held("It sends lists that take more memory than their bytes")
+def test_small_values_cannot_take_large_memory(hostile: Hostile) -> None:
+    """60 million empty lists would take 4 GiB of the rollout, which does not make them."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    hostile.fails("send_garbage", "60 MiB that are not one text", kind="lists")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "in KiB"
 
 
 @held("It fills the disk")

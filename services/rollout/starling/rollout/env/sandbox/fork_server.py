@@ -28,6 +28,7 @@ from starling.common.sandbox.inside import Sessions, settle
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     LENGTH,
+    PROBLEM_CHARS,
     CallFunction,
     CallProgram,
     CallRaised,
@@ -52,7 +53,6 @@ from starling.rollout.env.sandbox.schema import schema_of
 MESSAGE_BYTES: Final = 1 << 17
 NUM_FILES: Final = 256
 BACKLOG: Final = 1024
-_PROBLEM_LENGTH: Final = 2000
 
 
 def main(argv: list[str]) -> None:
@@ -195,7 +195,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
 
 def _bounded(text: str) -> str:
     """Limit the text's length, and replace what UTF-8 cannot encode."""
-    text = text if len(text) <= _PROBLEM_LENGTH else text[: _PROBLEM_LENGTH - 3] + "..."
+    text = text if len(text) <= PROBLEM_CHARS else text[: PROBLEM_CHARS - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

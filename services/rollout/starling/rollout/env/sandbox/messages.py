@@ -11,6 +11,10 @@ from starling.common.wire.messages import Status
 
 FRAME_LIMIT_BYTES: Final = 64 << 20
 """A longer frame is rejected."""
+VALUES_LIMIT_BYTES: Final = 4 << 20
+"""A longer frame may return one text only: an empty list takes one byte of a frame, and 64 in memory."""
+PROBLEM_CHARS: Final = 2000
+"""The rest of a problem's text is dropped."""
 LENGTH: Final = struct.Struct("<I")
 """Length of a frame, sent before it."""
 
@@ -94,6 +98,12 @@ class CallReturned(msgspec.Struct, frozen=True, array_like=True, tag="returned")
     value: Any
 
 
+class TextReturned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):
+    """`CallReturned` with a text, as the receiver of a long frame decodes it."""
+
+    value: str
+
+
 class ProgramEnded(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
     """The `EpisodeOutcome` that a program returned."""
 
@@ -128,7 +138,14 @@ encode = msgspec.msgpack.Encoder(enc_hook=to_builtin).encode
 decode_to_fork_server: Final = msgspec.msgpack.Decoder(ToForkServer)
 decode_from_fork_server: Final = msgspec.msgpack.Decoder(FromForkServer)
 decode_to_session: Final = msgspec.msgpack.Decoder(ToSession)
-decode_from_session: Final = msgspec.msgpack.Decoder(FromSession)
+_decode_values: Final = msgspec.msgpack.Decoder(FromSession).decode
+_decode_text: Final = msgspec.msgpack.Decoder(TextReturned | CallRaised).decode
+
+
+def decode_from_session(body: bytes) -> FromSession | TextReturned:
+    """Decode what a session sent. Raises msgspec.MsgspecError, RecursionError or ValueError for what is no answer."""
+    answer: FromSession | TextReturned = (_decode_values if len(body) <= VALUES_LIMIT_BYTES else _decode_text)(body)
+    return answer
 
 
 def frame(body: bytes) -> bytes:

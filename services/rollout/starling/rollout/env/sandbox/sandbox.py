@@ -33,6 +33,8 @@ from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
     LENGTH,
+    PROBLEM_CHARS,
+    VALUES_LIMIT_BYTES,
     CallFunction,
     CallProgram,
     CallReturned,
@@ -42,6 +44,7 @@ from starling.rollout.env.sandbox.messages import (
     SandboxSetup,
     StartSession,
     TargetsImported,
+    TextReturned,
     ToSession,
     decode_from_fork_server,
     decode_from_session,
@@ -239,14 +242,17 @@ class SandboxSession:
         except (OSError, EOFError):
             raise SandboxError("it ended its process") from None
         try:
-            answer = decode_from_session.decode(body)
+            answer = decode_from_session(body)
         except (msgspec.MsgspecError, RecursionError, ValueError):
+            if length > VALUES_LIMIT_BYTES:
+                raise SandboxError(f"it returned {length >> 20} MiB that are not one text; return less") from None
             raise SandboxError("it sent something that is no answer") from None
-        if isinstance(answer, CallReturned):
+        if isinstance(answer, CallReturned | TextReturned):
             return answer.value
         if isinstance(answer, ProgramEnded):
-            return EpisodeOutcome(answer.reward, answer.metrics, answer.status, answer.problem)
-        raise SandboxError(answer.problem)
+            problem = answer.problem[:PROBLEM_CHARS]
+            return EpisodeOutcome(answer.reward, answer.metrics, answer.status, problem)
+        raise SandboxError(answer.problem[:PROBLEM_CHARS])
 
 
 class _ForkServer:
