@@ -76,7 +76,24 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             body = b"\x96\xa6report\x00\xcb" + bytes(8) + b"\xa0\xcb" + bytes(8) + b"\x91" * 200_000 + b"\xc0"
             _line().sendall(len(body).to_bytes(4, "little") + body)
             time.sleep(1000)
+        case "forge":
+            _forge(detail)
+            time.sleep(1000)
     return 1.0
+
+
+def _forge(what: str) -> None:
+    """Report the worker's first call in its name."""
+    from starling.reward.score.workers.protocol import CallReport, frame
+
+    now, nan = time.monotonic(), float("nan")
+    reports = {
+        "time": CallReport(0, 1.0, "", nan),
+        "value": CallReport(0, nan, "", now),
+        "problem": CallReport(0, None, "x" * 500_000, now),
+        "length": CallReport(0, None, "x" * 2_000_000, now),
+    }
+    _line().sendall(frame(reports[what]))
 
 
 def _line() -> Any:

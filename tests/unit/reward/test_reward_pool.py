@@ -124,6 +124,26 @@ def test_forked_child_cannot_report_for_worker(pool: ScoringPool) -> None:
     assert all(score.value in (1.0, None) for score in scores[1:])
 
 
+@pytest.mark.parametrize(
+    ("what", "first"),
+    [
+        ("time", Status.OK),  # as good as returning it
+        ("value", Status.REWARD_ERROR),
+        ("problem", Status.REWARD_ERROR),
+        ("length", Status.REWARD_ERROR),
+    ],
+)
+def test_report_in_name_of_worker_cannot_stop_the_service(what: str, first: Status) -> None:
+    """A time that is no number would be the begin of the worker's next call, which then has no limit."""
+    with ScoringPool(settings("act", timeout_s=2)) as pool:
+        pool.submit(task(f"forge {what}", "hang"))
+        forged, hanging = collect(pool, 2)
+    assert forged.status is first
+    assert forged.value is None or math.isfinite(forged.value)
+    assert len(forged.problem) < 3000
+    assert hanging.status is Status.REWARD_TIMEOUT
+
+
 @pytest.mark.parametrize("text", ["hang", "hang-in-c"])
 def test_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:

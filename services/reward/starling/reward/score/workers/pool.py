@@ -23,6 +23,7 @@ Scorers that need the same share workers, whose sandbox gives just that; each su
 
 from __future__ import annotations
 
+import math
 import select
 import selectors
 import time
@@ -38,6 +39,7 @@ from starling.common.wire.messages import CompletionText, Status, Wait
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.workers.process import WorkerProcess
 from starling.reward.score.workers.protocol import (
+    PROBLEM_CHARS,
     CallChunk,
     CallReport,
     ScorerSpec,
@@ -258,6 +260,8 @@ class ScoringPool:
             return is_due
         if not worker.calls or worker.calls[0].serial != message.serial:
             return False
+        if message.value is not None and not math.isfinite(message.value):  # a worker reports these as problems
+            return False
         self._finish(worker, message)
         return True
 
@@ -265,11 +269,11 @@ class ScoringPool:
         call, _, expected_s, sent_at = worker.calls.popleft()
         worker.expected_s = worker.expected_s - expected_s if worker.calls else 0.0
         begun_at = max(worker.begun_at, sent_at)
-        finished_at = min(max(report.finished_at, begun_at), self._clock())
+        finished_at = min(max(begun_at, report.finished_at), self._clock())  # in this order, NaN is not taken
         worker.begun_at = finished_at
         self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
         if report.value is None:
-            self._settle(call, None, Status.REWARD_ERROR, report.problem)
+            self._settle(call, None, Status.REWARD_ERROR, report.problem[:PROBLEM_CHARS])
         else:
             self._settle(call, report.value)
 

@@ -14,6 +14,7 @@ from starling.common.sandbox.launch import BoxProcess, Sandboxing
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.view import view_of
 from starling.reward.score.workers.protocol import (
+    REPORT_LIMIT_BYTES,
     FrameReader,
     FromWorker,
     ScorerSpec,
@@ -53,7 +54,7 @@ class WorkerProcess:
                 what="scorers",
             )
         self._sock.setblocking(False)
-        self._reader = FrameReader()
+        self._reader = FrameReader(REPORT_LIMIT_BYTES)
         self._unsent = bytearray()
         self.ended = False
         """Whether the worker sends nothing more."""

@@ -12,6 +12,10 @@ from starling.common.wire.messages import CompletionText
 
 FRAME_LIMIT_BYTES: Final = 256 << 20
 """A longer frame is rejected."""
+REPORT_LIMIT_BYTES: Final = 1 << 20
+"""A longer frame from a worker is rejected."""
+PROBLEM_CHARS: Final = 2000
+"""The rest of a problem's text is dropped."""
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -85,9 +89,10 @@ def frame(message: ToWorker | FromWorker) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames of at most `limit` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = FRAME_LIMIT_BYTES) -> None:
+        self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -97,8 +102,8 @@ class FrameReader:
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > FRAME_LIMIT_BYTES:
-                    raise ValueError(f"a frame of {length} bytes, above the limit of {FRAME_LIMIT_BYTES}")
+                if length > self._limit:
+                    raise ValueError(f"a frame of {length} bytes, above the limit of {self._limit}")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
                     break

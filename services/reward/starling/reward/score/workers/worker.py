@@ -27,6 +27,7 @@ from starling.common.sandbox.inside import give_up_privileges, settle
 from starling.common.wire.messages import CompletionText
 from starling.reward.score.scorers.registry import Scorer, check_executor, resolve_scorer, wanted_fields
 from starling.reward.score.workers.protocol import (
+    PROBLEM_CHARS,
     CallChunk,
     CallReport,
     FrameReader,
@@ -39,7 +40,6 @@ from starling.reward.score.workers.protocol import (
 )
 
 _RECEIVE_BYTES: Final = 1 << 18
-_PROBLEM_LENGTH: Final = 2000
 
 
 class _Scorer(NamedTuple):
@@ -121,7 +121,7 @@ def _call(
 
 def _bounded(text: str) -> str:
     """Limit the text's length, and replace what UTF-8 cannot encode."""
-    text = text if len(text) <= _PROBLEM_LENGTH else text[: _PROBLEM_LENGTH - 3] + "..."
+    text = text if len(text) <= PROBLEM_CHARS else text[: PROBLEM_CHARS - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
