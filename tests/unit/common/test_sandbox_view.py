@@ -19,3 +19,22 @@ def test_link_to_itself_beside_the_users_file_is_no_obstacle(tmp_path: Path, mon
     shown = {entry.source for entry in view.entries}
     assert str(tmp_path / "mine.py") in shown
     assert str(tmp_path / "loop") not in shown
+
+
+def test_folder_of_run_in_a_package_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe may put its runs anywhere, as into the folder of the user's modules."""
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "project"
+    keys = package / "runs" / "demo" / "attempt-1" / "keys"
+    keys.mkdir(parents=True)
+    (package / "other").mkdir()
+    (package / "link").symlink_to("runs")
+    (package / "into").symlink_to("runs/demo/attempt-1/keys")
+    for file in (package / "tools.py", package / "words.txt", package / "other" / "more.py", keys / "allowed.json"):
+        file.write_text("")
+    (keys.parent / "journal.sqlite").write_text("")
+    view = view_of(SandboxNeeds(), ["project/tools.py:reward"])
+    shown = [Path(entry.source) for entry in view.entries]
+    assert {package / "tools.py", package / "words.txt", package / "other"} <= set(shown)
+    hidden = (keys, keys / "allowed.json", keys.parent, keys.parent / "journal.sqlite")
+    assert [one for one in hidden if not {one, *one.parents}.isdisjoint(shown)] == []

@@ -2,7 +2,7 @@
 
 A folder that holds user code is not shown as it is, since it may also hold the run's folder with its keys: of the
 working folder, of the folders of named files and of other places where Python finds modules, only modules and packages
-are visible. Data must be declared (`SandboxNeeds.paths`).
+are visible, and no folder of a run within a package. Data must be declared (`SandboxNeeds.paths`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _ETC_NETWORK: Final = ("resolv.conf", "hosts", "host.conf", "gai.conf")
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _LINKS: Final = (("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr"))
 _SUFFIXES: Final = (".py", ".pyc", ".so", ".pyd", ".pyi", ".typed")
+_OF_RUNS: Final = frozenset(("journal.sqlite", "allowed.json"))
+"""Files of the folder of a run, and of that of its keys."""
 TMP_BYTES: Final = 1 << 30
 
 Kind = Literal["read_only", "writable", "device", "tmpfs", "link", "proc"]
@@ -148,10 +150,29 @@ def _add_code(view: View, place: str) -> None:
         return
     with os.scandir(place) as found:
         for entry in sorted(found, key=lambda entry: entry.name):
-            if (os.path.isdir(entry.path) and _is_package(entry.path, entry.name)) or (
-                os.path.isfile(entry.path) and entry.name.endswith(_SUFFIXES)
-            ):
+            if os.path.isdir(entry.path) and _is_package(entry.path, entry.name):
+                _show_without(view, entry.path, _folders_of_runs(entry.path))
+            elif os.path.isfile(entry.path) and entry.name.endswith(_SUFFIXES):
                 view.show(entry.path)
+
+
+def _folders_of_runs(path: str) -> set[str]:
+    """Return the folders of runs and of keys in a package, where a recipe or a user has put them."""
+    return {folder for folder, _, names in os.walk(os.path.realpath(path)) if not _OF_RUNS.isdisjoint(names)}
+
+
+def _show_without(view: View, path: str, hidden: set[str]) -> None:
+    """Show a folder without those in `hidden`, which are no links, or a file."""
+    real = os.path.realpath(path)
+    if not any(f"{folder}{os.sep}".startswith(f"{real}{os.sep}") for folder in hidden):
+        if not any(f"{real}{os.sep}".startswith(f"{folder}{os.sep}") for folder in hidden):  # a link into one
+            view.show(path)
+        return
+    if real in hidden or os.path.islink(path):
+        return
+    with os.scandir(path) as found:
+        for entry in sorted(found, key=lambda entry: entry.name):
+            _show_without(view, entry.path, hidden)
 
 
 def _is_package(path: str, name: str) -> bool:
