@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from starling.cli.console import Console
 from starling.cli.recipe.schema import Recipe
 from starling.cli.run.screen import LiveScreen, PlainScreen
 from starling.common.settings import load
@@ -40,6 +40,24 @@ def test_live_screen_shows_active_alarms() -> None:
         alarms=("clip: 0.7 against a bound of 0.5 since step 12: most [tokens] are clipped",),
     )
     assert "clip: 0.7 against a bound of 0.5 since step 12: most [tokens] are clipped" in shown(changed)
+
+
+def test_names_of_scores_are_no_markup() -> None:
+    """A closing tag that closes nothing would end the screen, and `starling run` with it."""
+    summary = {"version": 1.0, "num_prompts": 2.0, "reward_mean": 0.5, "score/[/green]": 0.25}
+    snapshot = RunSnapshot(
+        phase="rl",
+        version=2,
+        last_step=5,
+        num_supervised_steps=0,
+        elapsed_s=1.0,
+        waiting_for="the policy",
+        rewards=(0.25, 0.5),
+        evaluations=(summary,),
+    )
+    text = shown(snapshot)
+    assert "version 1: reward 0.500 on 2 prompts ([/green] 0.250)" in text
+    assert "0.375  ▁█" in text
 
 
 def test_plain_screen_prints_each_evaluation_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,16 @@ def test_log_lines_do_not_control_a_terminal() -> None:
     assert "\nTraceback (most recent call last):\n" in done.stderr
 
 
+def test_name_of_a_field_begins_no_log_line() -> None:
+    program = (
+        "import structlog; from starling.common.observe.log import configure; configure('controller'); "
+        r"structlog.get_logger('any').info('evaluation', **{'score/x\n12:00:00 [info     ] finished ok=True': 1.0})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stderr.splitlines()) == 1
+    assert r"score/x\n12:00:00 [info     ] finished ok=True=1.0" in done.stderr
+
+
 def test_printable_keeps_texts() -> None:
     for text in (
         "",

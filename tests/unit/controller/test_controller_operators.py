@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
+from starling.common.wire.codec import pack
 from starling.controller.core.events import Note
 from starling.controller.core.explain import explain, waits, why
 from starling.controller.core.training.dynamic_settings import DYNAMIC, FIXED, SettingChanges, check
@@ -166,6 +167,35 @@ def heartbeat_with_waits(script: Script, name: str, *found: wire.Wait) -> wire.H
     """Return a replica's heartbeat with all its leases and these waits."""
     held = tuple(wire.HeldLease(lease=lease.id, phase="working") for lease in script.state.replicas.leases.all_of(name))
     return wire.Heartbeat(leases=held, version=script.state.replicas.membership.members[name].version, waits=found)
+
+
+def test_texts_of_replicas_begin_no_lines_of_an_answer() -> None:
+    script = Script()
+    forged = "x\nat the root: policy-0"
+    hello = wire.Hello(role="reward", host=forged, pid=1, num_slots=1)
+    script.receive("reward-0", hello)
+    wait = wire.Wait(what=forged, on=forged, since_s=1.0, seconds_left=5.0)
+    script.receive("reward-0", heartbeat_with_waits(script, "reward-0", wait))
+    for about in ("status", "why"):
+        script.receive("operator-0", wire.QueryRun(request=about, about=about))
+        [reply] = [send.message for send in script.sent if isinstance(send.message, wire.OperatorReply)]
+        assert "\nat the root: policy-0" not in reply.text
+    assert reply.data["waits"][-1]["what"] == r"x\nat the root: policy-0"
+
+
+def test_answer_fits_into_a_message_whatever_replicas_wait_for() -> None:
+    names = [f"rollout-{number}" for number in range(12)]
+    script = Script(prompts_per_step=24)
+    script.start_run(*names)
+    long = "\N{GRINNING FACE}" * 512
+    waits = [wire.Wait(what=long, on=long, since_s=1.0, seconds_left=5.0)] * 256
+    for name in names:
+        script.receive(name, heartbeat_with_waits(script, name, *waits))
+    script.receive("operator-0", wire.QueryRun(request="r", about="why"))
+    [reply] = [send.message for send in script.sent if isinstance(send.message, wire.OperatorReply)]
+    envelope = wire.Envelope(protocol=1, run="r", sender="controller", incarnation=1, seq=1)
+    pack(envelope, reply)
+    assert "characters, too many for one answer" in reply.text
 
 
 def test_why_handles_circular_waits() -> None:

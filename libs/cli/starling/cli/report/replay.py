@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from rich.markup import escape
 from rich.table import Table
 
 from starling.cli.console import Console
@@ -137,24 +136,24 @@ def _describe_message(message: Any) -> str:
 
 def _show(view: dict[str, Any], console: Console) -> None:
     where = f"run {view['run']}, incarnation {view['incarnation']} of the controller"
-    console.print(f"{where}: after {view['num_events']} events, at {view['now']:.3f} s of its clock", markup=False)
+    console.print(f"{where}: after {view['num_events']} events, at {view['now']:.3f} s of its clock")
     if view["ended"] is None:
-        console.print("more events follow", markup=False)
+        console.print("more events follow")
     elif view["ended"]:
-        console.print(f"the recording ends here: {view['ended']}", markup=False)
-    console.print(f"phase {view['phase']}, version {view['version']} of {view['last_step']}", markup=False)
+        console.print(f"the recording ends here: {view['ended']}")
+    console.print(f"phase {view['phase']}, version {view['version']} of {view['last_step']}")
     groups = ", ".join(f"{num} {state}" for state, num in view["groups"].items() if num) or "none"
-    console.print(f"groups: {groups}", markup=False)
-    console.print(f"waiting for: {view['waiting_for']}", markup=False)
+    console.print(f"groups: {groups}")
+    console.print(f"waiting for: {view['waiting_for']}")
     table = Table(title="members" if view["members"] else "no members", title_justify="left")
     for heading in ("name", "role", "version", "leases"):
         table.add_column(heading, justify="right" if heading == "version" else "left")
     for member in view["members"]:
         leases = " ".join(member["leases"]) or "-"
-        table.add_row(member["name"], member["role"], str(member["version"]), escape(leases))
+        table.add_row(member["name"], member["role"], str(member["version"]), leases)
     console.print(table)
     for event in view["last_events"]:
-        console.print(f"{event['number']:>8}  {event['now']:.3f} s  {event['what']}", markup=False, soft_wrap=True)
+        console.print(f"{event['number']:>8}  {event['now']:.3f} s  {event['what']}", soft_wrap=True)
 
 
 def _find(path: Path, incarnation: int | None) -> RecordingPath:

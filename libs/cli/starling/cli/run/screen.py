@@ -22,6 +22,7 @@ from starling.cli.console import Console
 from starling.cli.recipe.schema import Recipe
 from starling.common.ids import Activity, Objective
 from starling.common.kinds import TRAINED_PHASES
+from starling.common.observe.terminal import one_line
 from starling.common.wire.telemetry import RunSnapshot
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -149,11 +150,11 @@ class LiveScreen:
     def _draw(self, snapshot: RunSnapshot) -> RenderableType:
         with self._lock:
             notices = [Text(notice, style="yellow", overflow="ellipsis", no_wrap=True) for notice in self._notices]
-        title = f"starling · {self._recipe.run.name} · {snapshot.phase}"
+        title = Text(f"starling · {self._recipe.run.name} · {snapshot.phase}")
         parts: list[RenderableType] = [self._progress(snapshot), self._figures(snapshot)]
         if snapshot.replicas:
             parts += [_replicas(snapshot), Text(f"now: {snapshot.waiting_for}", style="dim")]
-        return Panel(Group(*parts, *notices), title=title, subtitle=short_path(self._folder), border_style="cyan")
+        return Panel(Group(*parts, *notices), title=title, subtitle=Text(short_path(self._folder)), border_style="cyan")
 
     def _progress(self, snapshot: RunSnapshot) -> RenderableType:
         left_s = self._pace.left_s(snapshot)
@@ -178,7 +179,7 @@ class LiveScreen:
         table.add_column()
         if snapshot.rewards:
             trend = sparkline(snapshot.curve or snapshot.rewards)
-            table.add_row("reward", f"{recent_mean(snapshot.rewards):.3f}  [green]{trend}[/]")
+            table.add_row("reward", Text.assemble(f"{recent_mean(snapshot.rewards):.3f}  ", (trend, "green")))
         elif "loss" in snapshot.step:
             table.add_row("loss", f"{snapshot.step['loss']:.4f}")
         if "staleness_max" in snapshot.step:
@@ -255,7 +256,7 @@ def answered_text(snapshot: RunSnapshot) -> str:
 def evaluation_text(summary: dict[str, float | str | None]) -> str:
     """Return the figures of an evaluation."""
     figures = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-    scores = [f"{name[6:]} {value:.3f}" for name, value in figures.items() if name.startswith("score/")]
+    scores = [f"{one_line(name[6:])} {value:.3f}" for name, value in figures.items() if name.startswith("score/")]
     reward = f"reward {figures['reward_mean']:.3f}" if "reward_mean" in figures else "no reward"
     return f"{reward} on {figures['num_prompts']:.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import structlog
 
-from starling.common.observe.terminal import printable
+from starling.common.observe.terminal import one_line, printable
 
 
 def configure(role: str, form: Literal["text", "json"] = "text") -> None:
@@ -24,8 +24,8 @@ def configure(role: str, form: Literal["text", "json"] = "text") -> None:
     is_json = form == "json"
 
     def escape_controls(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        """Escape what would control a terminal; JSON escapes it anyway, and other values than texts are quoted."""
-        return {printable(key): printable(value) if isinstance(value, str) else value for key, value in event.items()}
+        """Escape what would control a terminal, or begin a line; JSON does so anyway, and values are quoted."""
+        return {one_line(key): printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
     shared: list[structlog.typing.Processor] = [
         add_role,

@@ -17,5 +17,10 @@ def printable(text: str) -> str:
     return text if text.isprintable() else _CONTROLS.sub(_escaped, text)
 
 
+def one_line(text: str) -> str:
+    r"""Return the text as `printable` does, with tabs and line feeds escaped too: it cannot begin a line of its own."""
+    return text if text.isprintable() else printable(text).replace("\t", r"\t").replace("\n", r"\n")
+
+
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()

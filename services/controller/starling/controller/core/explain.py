@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from starling.common.counts import counted
 from starling.common.ids import LEASE_KINDS, Role, lease_subject
+from starling.common.observe.terminal import one_line
 from starling.common.wire.messages import LeaseProgress
 from starling.controller.core.groups.group import GONE, GroupState
 from starling.controller.core.lifecycle.stages import RunStage
@@ -232,7 +233,7 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
         work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "no work"
         pinned = f", pinned to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
         version = f"version {member['version']}, " if member["role"] in ("policy", "rollout") else ""
-        lines.append(f"  {member['name']} on {member['host']}: {version}{work}{pinned}")
+        lines.append(f"  {member['name']} on {one_line(member['host'])}: {version}{work}{pinned}")
     return "\n".join(lines), data
 
 
@@ -302,8 +303,8 @@ def _ends(state: ControllerState) -> bool:
 def _wait(owner: str, what: str, on: str, since_s: float, seconds_left: float) -> dict[str, Any]:
     return {
         "owner": owner,
-        "what": what,
-        "on": on,
+        "what": one_line(what),
+        "on": one_line(on),
         "since_s": round(since_s, 3),
         "seconds_left": round(seconds_left, 3),
     }

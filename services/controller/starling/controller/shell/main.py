@@ -16,6 +16,7 @@ from starling.common.files import write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
+from starling.common.observe.terminal import one_line
 from starling.common.service import ServiceArguments, serve
 from starling.common.wire.messages import ReleaseLeases
 from starling.controller.core.compaction import compact
@@ -157,7 +158,7 @@ class Shell:
         self._timelines.write()
         assert self._finish is not None
         if not self._finish.ok:
-            raise RunFailedError(self._finish.reason)
+            raise RunFailedError(one_line(self._finish.reason))
 
     def _write_missing_lines(self, written: set[tuple[str, int]]) -> PastSteps:
         """Bring metrics.jsonl, which has the lines `written`, up to date with the journal. Returns the steps in it."""

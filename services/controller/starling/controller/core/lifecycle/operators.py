@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from starling.common.wire import messages as wire
+from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
 from starling.controller.core.explain import explain, status, waiting, why
@@ -14,6 +17,10 @@ from starling.controller.core.records import SettingChanged, StopAsked
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dynamic_settings import DYNAMIC, check
 
+MAX_REPLY_BYTES: Final = MAX_MESSAGE_BYTES // 2
+MAX_TEXT_CHARACTERS: Final = 1 << 20
+"""Characters of a reply that would be larger: replicas can report many waits with long texts."""
+
 
 def on_operator_command(state: ControllerState, sender: str, message: wire.OperatorMessage) -> None:
     """Answer an operator. A request that arrives again is answered again, and changes nothing."""
@@ -22,7 +29,15 @@ def on_operator_command(state: ControllerState, sender: str, message: wire.Opera
         reply = wire.OperatorReply(request=message.request, ok=True, text=text, data=data)
     except ValueError as error:
         reply = wire.OperatorReply(request=message.request, ok=False, text=str(error))
-    state.outbox.send(sender, reply)
+    state.outbox.send(sender, _bounded(reply))
+
+
+def _bounded(reply: wire.OperatorReply) -> wire.OperatorReply:
+    """Return a reply that a message can hold: if need be the beginning of its text alone."""
+    if len(msgspec.msgpack.encode(reply)) <= MAX_REPLY_BYTES:
+        return reply
+    text = f"{reply.text[:MAX_TEXT_CHARACTERS]}\n... {len(reply.text)} characters, too many for one answer"
+    return msgspec.structs.replace(reply, text=text, data={})
 
 
 def _answer(state: ControllerState, message: wire.OperatorMessage) -> tuple[str, dict[str, object]]:
