@@ -326,25 +326,6 @@ def test_engine_without_prompt_scores_rejects_echo(api_model: Path, tmp_path: Pa
         assert response["choices"][0]["text"].startswith("ab")
 
 
-@pytest.mark.parametrize(
-    ("begin", "part"),
-    [
-        (b"GET /", b"a" * 1024),
-        (b"GET / HTTP/1.1\r\nHost: ", b"a" * 1024),
-        (b"GET / HTTP/1.1\r\n", b"Name: value\r\n" * 64),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"Name: value\r\n" * 64),
-    ],
-    ids=["first line", "one header", "many headers", "after the body"],
-)
-def test_connection_with_too_large_headers_is_closed(lone: LoneEngine, begin: bytes, part: bytes) -> None:
-    host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
-        connection.sendall(begin)
-        with pytest.raises(ConnectionError):
-            connection.sendall(part * ((64 << 20) // len(part)))
-    assert asked(lone, "/health", None, None)[0] == 200
-
-
 def test_large_body_is_read_whole(lone: LoneEngine) -> None:
     body = json.dumps({**TEXT, "model": "tiny", "user": "x" * (1 << 20), "n": 0}).encode()
     assert asked(lone, "/v1/completions", body, f"Bearer {lone.api_key}")[0] == 400
