@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fault_kinds import FAULTS, Kind
-from fault_pair import FaultPair, resource_counts
+from fault_pair import SECOND_SOCKETS, FaultPair, resource_counts
 from transport_peers import served_transports
 
 from starling.weightsync.offers.offer import Transport
@@ -70,6 +70,7 @@ def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lam
             report.leaks += pairs[transport].leaks()
         grown = resource_counts("self")
         grown.subtract(opened)
+        grown["descriptors"] -= sum(SECOND_SOCKETS.get(transport, 0) for transport in TRANSPORTS)
         report.leaks["descriptors of pullers"] += max(0, grown["descriptors"])
     finally:
         while pairs:
