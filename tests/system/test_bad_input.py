@@ -17,6 +17,7 @@ from starling.cli.model.scratch import ScratchSettings, make_model_folder
 RUN = ["run", "tiny.toml"]
 MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "a missing recipe": (["run", "tinny.toml"], ("file tinny.toml does not exist; did you mean tiny.toml?",)),
+    "a missing recipe with no like name": (["run", "t.toml"], ("t.toml does not exist; give the path of a TOML file",)),
     "a missing second recipe": ([*RUN, "--config", "x.toml"], ("the configuration file x.toml does not exist",)),
     "no recipe": (["run"], ("the recipe comes first: write `starling run RECIPE.toml`",)),
     "a flag before the recipe": (["run", "--run.seed", "3", "tiny.toml"], ("the recipe comes first",)),
@@ -142,6 +143,8 @@ UNUSABLE_INPUTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("mine.py:reward", "widht"),
     ),
     "no such engine": (["--rollout.engine", "vlm"], ("rollout.engine = 'vlm' is not an engine; did you mean 'vllm'",)),
+    "no such package of a logger": (["--logging.loggers", '["wandbb"]'], ("wandbb", "did you mean wandb?")),
+    "no such package of a transport": (["--policy.transport", "nixl"], ("NIXL is not available", "choose transport")),
     "no such environment": (["--rollout.environment.kind", "none.py:play"], ("there is no file", "none.py")),
     "no such logger": (["--logging.loggers", '["none.py:log"]'], ("there is no file", "none.py")),
     "a model without a tokenizer": (
@@ -184,6 +187,14 @@ def write_inputs(folder: Path) -> None:
 
 def _edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_controller_refuses_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with starling_command(make_workdir(tmp_path), "controller", "--config", "tiny.toml", "--dir", "new") as command:
+        assert command.wait() == 2, command.transcript()
+        assert command.errors == (
+            "starling controller: --dir new is not a folder: create it, or give the folder of a run\n"
+        )
 
 
 @pytest.mark.parametrize("mistake", UNUSABLE_INPUTS)

@@ -91,6 +91,8 @@ NOT_OF_THE_MODEL = {
     "rates of parameters that do not exist": ("--policy.optimizer.rates", "{experts = 0.1}"),
     "adapters of layers that do not exist": ("--model.lora.targets", '["w1"]'),
     "adapters that do not exist": ("--model.lora.adapter", "nowhere"),
+    "kernels that need a GPU": ("--policy.liger=true", "--model.device", "cpu"),
+    "a device that does not exist": ("--model.device", "cuda:999"),
 }
 
 

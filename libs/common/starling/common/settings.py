@@ -524,9 +524,10 @@ def read_toml(file: Path) -> Tree:
             raise ConfigError(f"{file} {problem}; restore it, or begin a new run")
         return tomllib.loads(text)
     except FileNotFoundError:
-        siblings = [path.name for path in file.parent.glob("*.toml")] if file.parent.is_dir() else []
-        like = nearest(file.name, siblings)
-        hint = f"did you mean {file.parent / like}?" if like else "give the path of a TOML file"
+        # Without the suffix, which makes all names alike.
+        siblings = {path.stem: path for path in file.parent.glob("*.toml")} if file.parent.is_dir() else {}
+        like = nearest(file.name.removesuffix(".toml"), list(siblings), cutoff=0.6)
+        hint = f"did you mean {siblings[like]}?" if like else "give the path of a TOML file"
         raise ConfigError(f"the configuration file {file} does not exist; {hint}") from None
     except ConfigError:
         raise

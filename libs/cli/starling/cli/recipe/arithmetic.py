@@ -165,7 +165,7 @@ def _num_parameters(recipe: Recipe) -> int:
     """
     # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.fit import check_fit
-    from starling.policy.train.model.load import freeze, outline
+    from starling.policy.train.model.load import check_liger, find_device, freeze, outline
     from starling.policy.train.model.lora import load_adapters
     from starling.weightsync.tensors.adapters import add_adapters
 
@@ -179,5 +179,8 @@ def _num_parameters(recipe: Recipe) -> int:
             if lora.adapter:
                 load_adapters(model, Path(lora.adapter))
         freeze(model, recipe.policy.frozen)
+        device = find_device(recipe.model.device)
+        if recipe.policy.liger:
+            check_liger(model.config.model_type, device)
         check_fit(model, recipe.policy, trainer)
     return num

@@ -15,16 +15,17 @@ from starling.algo.tokenizer import check_end_token, load_tokenizer
 from starling.cli.model.scratch import model_folder
 from starling.cli.recipe.schema import Recipe
 from starling.common.counts import counted
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, WeightsError
 from starling.common.importing import import_object, is_import_path
 from starling.common.wire.messages import Prompt
 from starling.controller.data.prompts import Needs, load_prompts, make_prompt
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import load_rows
 from starling.controller.data.trajectories import TRAJECTORIES, check_enough, num_usable
-from starling.controller.shell.loggers.custom import import_logger
+from starling.controller.shell.loggers.fanout import check_logger
 from starling.reward.score.scorers.registry import resolve_scorer
 from starling.rollout.env.registry import KINDS, make_environment
+from starling.weightsync.transports.nixl.agent import load_nixl
 
 FIRST_ROWS: Final = 64
 """Rows of a dataset that are read, besides as many as it holds out."""
@@ -111,7 +112,10 @@ def _length(prompt: Prompt, tokenizer: Any, recipe: Recipe) -> str:
 
 
 def _imports(recipe: Recipe) -> list[str]:
-    """Import scorers, environment, engine and loggers. Returns one line for each kind. Raises ConfigError."""
+    """Import scorers, environment, engine and loggers. Returns one line for each kind.
+
+    Raises ConfigError when one cannot be imported, or is not installed.
+    """
     lines = []
     if recipe.reward is not None and recipe.kind.is_scored:
         for scorer in recipe.reward.scorers:
@@ -122,10 +126,33 @@ def _imports(recipe: Recipe) -> list[str]:
         if environment.kind not in KINDS:  # the others start processes
             make_environment(environment)
         lines.append(f"environment: {environment.kind}")
-    if is_import_path(recipe.rollout.engine) and recipe.generates:
-        import_object(recipe.rollout.engine, "Engine")
-        lines.append(f"engine: {recipe.rollout.engine}")
-    for name in filter(is_import_path, recipe.logging.loggers):
-        import_logger(name)
+    if recipe.generates:
+        lines.append(f"engine: {_engine(recipe.rollout.engine)}")
+    for name in recipe.logging.loggers:
+        check_logger(name)
         lines.append(f"logger: {name}")
+    _check_transports(recipe)
     return lines
+
+
+def _engine(name: str) -> str:
+    """Return the engine in words. Raises ConfigError when it, or what it needs, is not installed."""
+    if is_import_path(name):
+        import_object(name, "Engine")
+    elif name == "vllm":
+        from starling.rollout.engine.vllm.launch import check_version
+
+        return check_version()
+    return name
+
+
+def _check_transports(recipe: Recipe) -> None:
+    """Raise ConfigError when a transport of the weights is not installed; plain sockets replace UCX where it is not."""
+    if not recipe.generates or not recipe.kind.trains:
+        return
+    for key, transport in (("policy", recipe.policy.transport), ("rollout", recipe.rollout.transport)):
+        if transport == "nixl":
+            try:
+                load_nixl()
+            except WeightsError as error:
+                raise ConfigError(f"{key}.transport = 'nixl': {error}") from error

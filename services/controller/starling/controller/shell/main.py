@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from starling.common.errors import StarlingError
+from starling.common.errors import ConfigError, StarlingError
 from starling.common.files import write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
@@ -93,6 +93,8 @@ class Shell:
         """
         network = settings.network
         self._settings, self._folder = settings, arguments.folder
+        if not self._folder.is_dir():
+            raise ConfigError(f"--dir {self._folder} is not a folder: create it, or give the folder of a run")
         makers = logger_makers(settings.logging.loggers, run_info(settings, arguments.folder))
         self._plan = settings.plan()
         self._journal = Journal(self._folder / JOURNAL, network_disk=settings.controller.network_disk)

@@ -147,10 +147,19 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in fields.items() if isinstance(value, int | float)}
 
 
+def check_logger(name: str) -> None:
+    """Raise ConfigError when no logger has this name, its package is not installed, or it cannot be imported."""
+    _find_logger(name)
+
+
 def _maker(name: str, run: RunInfo) -> Maker:
+    return partial(_find_logger(name), run)
+
+
+def _find_logger(name: str) -> Callable[[RunInfo, int], Logger]:
     if ":" in name:
         custom = import_logger(name)
-        return lambda _: custom()
+        return lambda run, first_step: custom()
     logger = _NAMED.get(name)
     if logger is None:
         like = nearest(name, list(_NAMED))
@@ -161,4 +170,4 @@ def _maker(name: str, run: RunInfo) -> Maker:
             f"logging.loggers names {name}, which is not installed; pip install 'starling-controller[{name}]', "
             "or remove it"
         )
-    return partial(logger, run)
+    return logger

@@ -70,10 +70,19 @@ def place(model: PreTrainedModel, device: str) -> PreTrainedModel:
     Raises:
         ConfigError: there is no such device.
     """
+    return cast(PreTrainedModel, model.to(find_device(device)))
+
+
+def find_device(device: str) -> torch.device:
+    """Return the device of that name; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return cast(PreTrainedModel, model.to(device))
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device = {device!r} cannot be used: {_sentence(error)}") from error
 
@@ -86,19 +95,24 @@ def use_liger(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: `model` is not on a CUDA device, Liger is not installed, or does not support such a model.
     """
-    if model.device.type != "cuda":
+    check_liger(model.config.model_type, model.device)
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def check_liger(kind: str, device: torch.device) -> None:
+    """Raise ConfigError unless Liger can serve a model of type `kind`, as its config.json has it, on `device`."""
+    if device.type != "cuda":
         raise ConfigError(
-            f"policy.liger = true needs a CUDA device, and the model is on {model.device}: "
-            "remove it, or set model.device"
+            f"policy.liger = true needs a CUDA device, and the model is on {device}: remove it, or set model.device"
         )
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
         raise ConfigError("policy.liger = true needs Liger: install starling-policy[liger]") from None
-    kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"policy.liger = true, and Liger has no kernels for a {kind}: remove it")
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def outline(folder: Path, *, trust_remote_code: bool = False, scores: bool = False) -> PreTrainedModel:
