@@ -21,7 +21,7 @@ is 1 if a figure has regressed, and 0 if there is nothing to compare.
     loop    first_step_cpu_s         processor time of a run until its first step has ended, all processes
             first_step_s             wall clock of the same
             step_cpu_s               processor time of a step, all processes
-            step_s                   wall clock of a step, the lower quartile over a run's steps
+            step_s                   wall clock of a step, without the time that its services waited for a core
 """
 
 from __future__ import annotations

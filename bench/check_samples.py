@@ -10,8 +10,9 @@
 Processor seconds are user and system time of all processes that take part. They depend less on other load of the
 machine than wall clock does, but do not see a wait. So figures exist of both kinds where a wait is possible. The run
 has one rollout and no staleness: its services work one after the other, so that a wait of any of them makes the step
-longer by as much, and no overlap hides it. The wall clock of a step is the lower quartile over a run's steps, those
-that other load disturbed least. Prints the median of N samples (1 by default).
+longer by as much, and no overlap hides it. From the wall clock of a step the time is subtracted in which its services
+waited for a core (`check_processes.py`), and the lower quartile is taken over a run's steps, those that other load
+disturbed least. Prints the median of N samples (1 by default).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from check_processes import Delays, cpu_of_process, cpu_of_tree, delay_s, descendants, run_delays
 from figure import machine, print_figure, quantile, rounded
 
 HERE = Path(__file__).resolve().parent
@@ -137,10 +139,16 @@ def sample_wire() -> list[Cost]:
 
 @dataclass(frozen=True)
 class Seen:
-    """A step's line in metrics.jsonl, and the processor time of the run when it appeared (first and last step only)."""
+    """Steps whose lines appeared together in metrics.jsonl, nearly always one, and the state of the run then."""
 
+    num_steps: int
     time: float
+    """Of the last line, by the clock of the run."""
+    clock_s: float
+    """When the lines were read, monotonic."""
     cpu_s: float
+    """Of all processes so far; 0 but for the first and the last step."""
+    delays: Delays
 
 
 def sample_loop() -> list[Cost]:
@@ -168,17 +176,22 @@ def sample_loop() -> list[Cost]:
                 except subprocess.TimeoutExpired:
                     run.kill()
                     code = run.wait()
-            if code or len(steps) < NUM_STEPS:
+            if code or sum(seen.num_steps for seen in steps) < NUM_STEPS:
                 log.seek(0)
                 raise SystemExit(f"{' '.join(command)} exited with {code}:\n{log.read()[-4000:]}")
     first, last = steps[0], steps[-1]
-    between = [after.time - before.time for before, after in pairwise(steps)]
+    undisturbed = [undisturbed_step_s(before, after) for before, after in pairwise(steps)]
     return [
         Cost("first_step_s", first.time - started, "s"),
         Cost("first_step_cpu_s", first.cpu_s, "CPU s"),
-        Cost("step_s", quantile(between, 0.25), "s"),
-        Cost("step_cpu_s", (last.cpu_s - first.cpu_s) / len(between), "CPU s"),
+        Cost("step_s", quantile(undisturbed, 0.25), "s"),
+        Cost("step_cpu_s", (last.cpu_s - first.cpu_s) / sum(seen.num_steps for seen in steps[1:]), "CPU s"),
     ]
+
+
+def undisturbed_step_s(before: Seen, after: Seen) -> float:
+    """Return the wall clock of a step without the time in which its services waited for a core."""
+    return (after.clock_s - before.clock_s - delay_s(before.delays, after.delays)) / after.num_steps
 
 
 def write_recipe(folder: Path) -> Path:
@@ -205,21 +218,18 @@ def write_recipe(folder: Path) -> Path:
 
 
 def watch(run: subprocess.Popen[bytes], metrics: Path) -> Iterator[Seen]:
-    """Yield each step of a run when its line appears, until the run ends."""
-    deadline, position, number = time.monotonic() + RUN_TIMEOUT_S, 0, 0
+    """Yield the steps of a run as their lines appear, until the run ends."""
+    deadline, position, num_seen, pids = time.monotonic() + RUN_TIMEOUT_S, 0, 0, list[int]()
     while True:
         ended = run.poll() is not None
-        if metrics.exists() and metrics.stat().st_size > position:
-            with metrics.open("rb") as file:
-                file.seek(position)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    position += len(line)
-                    entry = json.loads(line)
-                    if entry["kind"] == "step":
-                        number += 1
-                        yield Seen(entry["time"], cpu_of_tree(run.pid) if number in (1, NUM_STEPS) else 0.0)
+        steps, position = read_steps(metrics, position)
+        if steps:
+            pids = pids or descendants(run.pid)
+            clock_s, delays = time.monotonic(), run_delays(pids)
+            is_end = not num_seen or num_seen + len(steps) >= NUM_STEPS
+            num_seen += len(steps)
+            cpu_s = cpu_of_tree(run.pid) if is_end else 0.0
+            yield Seen(len(steps), steps[-1]["time"], clock_s, cpu_s, delays)
         if ended:
             return
         if time.monotonic() > deadline:
@@ -227,31 +237,21 @@ def watch(run: subprocess.Popen[bytes], metrics: Path) -> Iterator[Seen]:
         time.sleep(POLL_S)
 
 
-def cpu_of_process(pid: int) -> float:
-    """Return the processor seconds of a process, with the resolution of the scheduler (`clock_getcpuclockid`)."""
-    return time.clock_gettime(~pid << 3 | 2)
-
-
-def cpu_of_tree(root: int) -> float:
-    """Return the processor seconds of a process and its descendants; of those that have ended, if they were awaited."""
-    parents, spent = {}, {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            pid = int(folder.name)
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                spent[pid] = cpu_of_process(pid) + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
-            except OSError:  # it has ended
-                continue
-            parents[pid] = int(fields[1])
-    return sum(seconds for pid, seconds in spent.items() if descends(pid, root, parents))
-
-
-def descends(pid: int, root: int, parents: dict[int, int]) -> bool:
-    """Say whether `root` is the process or one of its ancestors."""
-    while pid != root and pid in parents:
-        pid = parents[pid]
-    return pid == root
+def read_steps(metrics: Path, position: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the steps from a position of metrics.jsonl on, and the position behind its last complete line."""
+    if not metrics.exists():
+        return [], position
+    steps = []
+    with metrics.open("rb") as file:
+        file.seek(position)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            position += len(line)
+            entry = json.loads(line)
+            if entry["kind"] == "step":
+                steps.append(entry)
+    return steps, position
 
 
 SAMPLES: dict[str, Callable[[], list[Cost]]] = {

@@ -16,7 +16,7 @@ import pytest
 from check import Compared, NotMeasured, Sample, check, table
 from check_checkouts import Side, base_commit, changed_files, check_out, is_measured
 from check_intervals import MIN_ROUNDS
-from check_samples import cpu_of_tree
+from check_processes import cpu_of_tree, delay_s, descendants, run_delays
 
 BENCH = Path(check_checkouts.__file__).parent
 BEFORE, NOW = Side("before", Path("before")), Side("after", Path("after"))
@@ -220,3 +220,45 @@ def test_processor_time_of_a_tree_counts_children_and_grandchildren() -> None:
         process.stdout.readline()
         assert cpu_of_tree(process.pid) >= 0.28  # the time of ended children is counted in ticks of 10 ms
         process.communicate()
+
+
+def test_run_delay_of_competing_processes_is_counted_and_that_of_a_waiting_one_is_not() -> None:
+    """Three processes share one core, each until all have taken 0.3 s; a fourth waits for its input."""
+    core = min(os.sched_getaffinity(0))
+    start = f"import os, sys, time\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nsys.stdin.readline()\n"
+    burn = f"{start}while time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()\n"
+    commands = [[sys.executable, "-c", code] for code in (burn, burn, burn, start)]
+    processes = [subprocess.Popen(one, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for one in commands]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        pids = [process.pid for process in processes]
+        before = run_delays(pids)
+        for process in processes[:3]:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        for process in processes[:3]:
+            assert process.stdout is not None
+            process.stdout.readline()
+        after = run_delays(pids)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    delays = [delay_s({pid: before[pid]}, {pid: after[pid]}) for pid in pids]
+    assert sum(delays[:3]) >= 0.3, "two of the three wait while one runs"
+    assert delays[3] < sum(delays[:3])
+    assert delay_s(before, after) == pytest.approx(sum(delays))
+
+
+def test_delay_of_a_process_is_that_of_its_most_delayed_thread() -> None:
+    before = {1: {1: 0, 2: 5}, 2: {9: 0}}
+    after = {1: {1: 2_000_000_000, 2: 1_000_000_005, 3: 9_000_000_000}, 2: {9: 500_000_000}, 3: {4: 1}}
+    assert delay_s(before, after) == 2.5
+
+
+def test_descendants_are_those_of_the_process_alone() -> None:
+    assert os.getpid() in descendants(os.getpid())
+    assert os.getppid() not in descendants(os.getpid())
