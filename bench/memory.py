@@ -158,9 +158,9 @@ def make_inputs(num_tokens: int) -> MicrobatchInputs:
         PromptBlock(generator.integers(16384, size=32).astype(np.int32), ((start, start + 96),))
         for start in range(0, num_tokens, 96)
     ]
-    batch = pack_sequences(prompted, 10**6)
+    batch = pack_sequences(prompted, token_ids, 10**6)
     (microbatch,) = batch.plan
-    return to_tensors(batch, microbatch, token_ids, torch.bfloat16)
+    return to_tensors(batch, microbatch)
 
 
 def bench_step(num_tokens: int, num_layers: int, rounds: int) -> None:

@@ -13,11 +13,11 @@ import transformers.dynamic_module_utils
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from starling.algo.packing import Microbatch
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
-from starling.policy.train.data.packing import PackedBatch, PromptBlock, to_tensors
+from starling.policy.train.data.packing import PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.loss.logprobs import token_logprobs
+from starling.policy.train.model.attention import layout_of
 from starling.policy.train.model.load import load_model, longest_sequence, version_tensors
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult
 from starling.rollout.engine.embedded.engine import TransformersEngine
@@ -65,7 +65,7 @@ def generate(model: Any, prompts: list[list[int]]) -> list[GroupResult]:
     return [results[lease] for lease in sorted(results)]
 
 
-def test_rollout_and_policy_agree_on_packed_rows_of_a_user_model(folder: Path) -> None:
+def test_rollout_and_policy_agree_on_rows_of_a_user_model(folder: Path) -> None:
     policy, rollout = both(folder)
     assert longest_sequence(policy) == 256
     results = generate(rollout, [[5, 6, 7], [9] * 12, [3, 4]])
@@ -74,9 +74,10 @@ def test_rollout_and_policy_agree_on_packed_rows_of_a_user_model(folder: Path) -
     ends = np.cumsum([len(completion.token_ids) for completion in completions]).tolist()
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
     prompted = [PromptBlock(result.prompt_ids, tuple(spans[3 * n : 3 * n + 3])) for n, result in enumerate(results)]
-    cells = sum(item.num_token_slots for item in prompted)
-    batch = PackedBatch(tuple(prompted), (Microbatch(((0, 1, 2),), cells),), 0.0)
-    inputs = to_tensors(batch, batch.plan[0], token_ids)
+    assert layout_of(policy) == "rows"  # its attention is not that of transformers
+    batch = pack_sequences(prompted, token_ids, 1000, layout="rows")
+    (microbatch,) = batch.plan
+    inputs = to_tensors(batch, microbatch)
     logprobs, _ = token_logprobs(policy, inputs, chunk_tokens=16)
     found = np.empty(len(token_ids), np.float32)
     found[inputs.tokens] = logprobs.detach().numpy()

@@ -13,10 +13,10 @@ from tiny_vision import FAMILIES, ask, generate, image, make_encoder, make_model
 from torch import Tensor
 
 from starling.algo.architecture import placeholders
-from starling.algo.packing import Microbatch
 from starling.common.wire.messages import Media, ScoredTrajectory, TrainGroup
 from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
 from starling.policy.train.data.packing import PackedBatch, PromptBlock, pack_sequences, to_tensors
+from starling.policy.train.model.attention import layout_of
 from starling.policy.train.model.lm_head import trained_logits
 from starling.rollout.engine.base import GroupResult
 from starling.rollout.shell.results import generated_message
@@ -78,11 +78,11 @@ def sample(folder: Path, family: str, **changes: Any) -> Sampled:
     return Sampled(model, [as_the_policy_reads(results[lease]) for lease in prompts])
 
 
-def packed_logprobs(model: Any, batch: PackedBatch, token_ids: np.ndarray[Any, Any]) -> Tensor:
+def packed_logprobs(model: Any, batch: PackedBatch) -> Tensor:
     """Return the log-probabilities of the step's tokens, in their order."""
-    found = torch.full((len(token_ids),), torch.nan, dtype=model.dtype)
+    found = torch.full((len(batch.token_ids),), torch.nan, dtype=model.dtype)
     for microbatch in batch.plan:
-        inputs = to_tensors(batch, microbatch, token_ids, model.dtype)
+        inputs = to_tensors(batch, microbatch)
         logprobs = trained_logits(model, inputs).log_softmax(-1).gather(-1, inputs.targets[:, None])[:, 0]
         found = found.index_put((torch.from_numpy(inputs.tokens),), logprobs)
     return found
@@ -104,11 +104,6 @@ def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarra
     return torch.cat(parts)
 
 
-def one_row(prompted: list[PromptBlock]) -> PackedBatch:
-    rows = (tuple(range(len(prompted))),)
-    return PackedBatch(tuple(prompted), (Microbatch(rows, sum(item.num_token_slots for item in prompted)),), 0.0)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_logprobs_equal_those_of_the_rollout(tmp_path: Path, family: str) -> None:
     sampled = sample(tmp_path, family)
@@ -116,12 +111,14 @@ def test_policy_logprobs_equal_those_of_the_rollout(tmp_path: Path, family: str)
     with torch.no_grad():
         plain = plain_logprobs(sampled.model, prompted, token_ids)
         torch.testing.assert_close(sampled.logprobs, plain, rtol=0, atol=1e-5)
+        assert layout_of(sampled.model) == "forest"
         for batch in (
-            one_row(prompted),
-            pack_sequences(prompted, 70),
-            pack_sequences(prompted, 1000, share_prompts=False),
+            pack_sequences(prompted, token_ids, 10_000),
+            pack_sequences(prompted, token_ids, 70),
+            pack_sequences(prompted, token_ids, 1000, share=False),
+            pack_sequences(prompted, token_ids, 300, layout="rows"),
         ):
-            torch.testing.assert_close(packed_logprobs(sampled.model, batch, token_ids), plain, rtol=0, atol=1e-5)
+            torch.testing.assert_close(packed_logprobs(sampled.model, batch), plain, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -137,7 +134,7 @@ def test_packed_image_gradients_equal_those_of_single_sequences(tmp_path: Path, 
         return torch.autograd.grad((logprobs * weights).sum(), parameters)
 
     alone = gradients(plain_logprobs(model, prompted, token_ids))
-    packed = gradients(packed_logprobs(model, one_row(prompted), token_ids))
+    packed = gradients(packed_logprobs(model, pack_sequences(prompted, token_ids, 10_000)))
     for name, found, expected in zip(names, packed, alone, strict=True):
         assert torch.linalg.vector_norm(found - expected) <= 2e-6 * torch.linalg.vector_norm(expected), name
 
@@ -147,10 +144,10 @@ def test_changed_image_leaves_other_prompts_bitwise_unchanged(tmp_path: Path, fa
     sampled = sample(tmp_path, family)
     prompted, token_ids = sampled.prompted(), sampled.token_ids
     with torch.no_grad():
-        before = packed_logprobs(sampled.model, one_row(prompted), token_ids)
+        before = packed_logprobs(sampled.model, pack_sequences(prompted, token_ids, 10_000))
         changed = {**prompted[2].extra, "pixel_values": prompted[2].extra["pixel_values"][:, ::-1].copy()}
         prompted[2] = dataclasses.replace(prompted[2], extra=changed)
-        after = packed_logprobs(sampled.model, one_row(prompted), token_ids)
+        after = packed_logprobs(sampled.model, pack_sequences(prompted, token_ids, 10_000))
     own = torch.zeros(len(token_ids), dtype=torch.bool)
     own[prompted[2].spans[0][0] : prompted[2].spans[-1][1]] = True
     assert torch.equal(after[~own], before[~own])
@@ -163,12 +160,12 @@ def test_images_of_a_group_are_encoded_once_within_the_budget(tmp_path: Path) ->
     once = sum(len(item.extra["pixel_values"]) for item in prompted if item.extra)
 
     def computed(batch: PackedBatch) -> int:
-        inputs = [to_tensors(batch, microbatch, token_ids) for microbatch in batch.plan]
+        inputs = [to_tensors(batch, microbatch) for microbatch in batch.plan]
         return sum(len(part.extra["pixel_values"]) for part in inputs if part.extra)
 
-    assert computed(pack_sequences(prompted, 200)) == once
-    assert computed(pack_sequences(prompted, 200, share_prompts=False)) == 3 * once
-    narrow = pack_sequences(prompted, max(len(item.prompt_ids) for item in prompted) + 8)
+    assert computed(pack_sequences(prompted, token_ids, 200)) == once
+    assert computed(pack_sequences(prompted, token_ids, 200, share=False)) == 3 * once
+    narrow = pack_sequences(prompted, token_ids, max(len(item.prompt_ids) for item in prompted) + 8)
     assert once < computed(narrow) < 3 * once
 
 

@@ -12,7 +12,7 @@ from tiny_vision import FAMILIES, make_config, make_model, write_folder
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from starling.algo.architecture import auto_class
-from starling.policy.train.model.load import load_model, longest_sequence, outline, pair_cost, version_tensors
+from starling.policy.train.model.load import load_model, longest_sequence, outline, version_tensors
 from starling.rollout.engine.embedded.model import build_model, live_tensors
 
 torch.set_num_threads(1)
@@ -37,7 +37,6 @@ def test_both_services_load_the_same_model(tmp_path: Path, family: str) -> None:
 def test_model_sizes_are_those_of_the_text_model(family: str) -> None:
     model = make_model(family)
     assert longest_sequence(model) == 512
-    assert pair_cost(model) == pytest.approx(1 / (6 * 32))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

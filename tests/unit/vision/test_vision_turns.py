@@ -74,10 +74,10 @@ def test_turns_after_an_image_are_equal_in_rollout_and_policy(tmp_path: Path, fa
     assert group.lengths[1] > group.lengths[0] > 7
     first = group.lengths[0]
     prompted = PromptBlock(group.prompt_ids, ((0, first), (first, sum(group.lengths))), group.extra)
-    batch = pack_sequences([prompted], 1000)
+    batch = pack_sequences([prompted], group.completion_ids, 1000)
     with torch.no_grad():
         for microbatch in batch.plan:
-            inputs = to_tensors(batch, microbatch, group.completion_ids, trained=group.sampled)
+            inputs = to_tensors(batch, microbatch, trained=group.sampled)
             found = trained_logits(model, inputs).log_softmax(-1).gather(-1, inputs.targets[:, None])[:, 0]
             expected = group.logprobs[group.sampled][inputs.tokens]
             np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)

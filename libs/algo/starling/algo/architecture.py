@@ -93,22 +93,6 @@ def turn_off_router_logits(config: Any) -> None:
         config.output_router_logits = False
 
 
-def most_tokens(config: Any) -> int | None:
-    """Return the maximum number of tokens of a trained sequence, None if `config` declares no limit.
-
-    It is the context length or, where layers attend to a window or a chunk, the size of that: up to it these layers
-    attend to all tokens, as the masks of packed rows assume.
-    """
-    limits = [context_length(config)]
-    config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    if not kinds or "sliding_attention" in kinds:
-        limits.append(getattr(config, "sliding_window", None))
-    if "chunked_attention" in kinds:
-        limits.append(getattr(config, "attention_chunk_size", None))
-    return min((int(limit) for limit in limits if limit), default=None)
-
-
 def media_inputs(config: Any) -> MediaInputs | None:
     """Return the form in which a model takes images and videos; None for a text model, and for other families."""
     if config.model_type not in _VISION_FAMILY:

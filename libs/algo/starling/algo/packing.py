@@ -1,8 +1,4 @@
-"""Stop 7 of the walk, pack: sequences become rows, rows become microbatches.
-
-A *row* holds one or more whole sequences end to end; a *microbatch* is a rectangle of rows of equal length, which one
-forward pass takes. Its *token slots* are rows x row length; an empty slot is waste. Rows of one sequence each
-(padding) are the special case of a row length that holds no second sequence.
+"""Division of sequences over rows and microbatches, and of items over parts of equal cost.
 
 Pure Python: no torch, no numpy. Everything here is deterministic.
 """
@@ -12,31 +8,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-PAIR_COST = 1.0 / 1024.0
-"""Cost of one query-key pair, in token slots: how attention grows against the rest of a transformer.
-
-For a hidden size h the two cost about 4 h and 24 h^2 operations per layer, so 1 / (6 h); 1/1024 is h = 170.
-"""
-
-_ROW_MULTIPLES = (1, 2, 3, 4, 6, 8)
 
 _Division = list[tuple[float, list[int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """A rectangle of token slots: for each row, the indices of the sequences that it holds, from the left."""
-
-    rows: tuple[tuple[int, ...], ...]
-    row_tokens: int
-    """Token slots of each row: the fullest row's tokens."""
-
-    @property
-    def num_token_slots(self) -> int:
-        """Token slots of the rectangle, filled or not."""
-        return len(self.rows) * self.row_tokens
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -72,36 +45,33 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-def plan_microbatches(
-    lengths: Sequence[int],
-    tokens_per_microbatch: int,
-    *,
-    row_tokens: int | None = None,
-    pair_cost: float = PAIR_COST,
-) -> list[Microbatch]:
-    """Divide sequences over microbatches of at most `tokens_per_microbatch` token slots each.
+def pad(lengths: Sequence[int], counts: Sequence[int], tokens_per_microbatch: int) -> list[list[int]]:
+    """Divide items over microbatches in which each sequence has a padded row of the longest one's length.
+
+    Items of like length come together, the longest first, as many as fit. An item that does not fit alone has a
+    microbatch to itself.
 
     Args:
-        lengths: tokens of each sequence.
-        tokens_per_microbatch: maximum token slots of one microbatch. A sequence longer than this is still trained, in
-            a separate microbatch, the only kind that exceeds the budget.
-        row_tokens: length of the rows; by default the cheapest of a few multiples of the longest sequence, counting
-            the token slots and `pair_cost` for each query-key pair.
-        pair_cost: see `PAIR_COST`.
+        lengths: tokens of the longest sequence of each item.
+        counts: sequences of each item.
+        tokens_per_microbatch: maximum of rows x row length.
+
+    Returns:
+        The indices of each microbatch's items, in ascending order.
 
     Raises:
-        ValueError: a length, the budget or `row_tokens` is less than 1.
+        ValueError: a length or the budget is less than 1.
     """
     _check(lengths, tokens_per_microbatch, "tokens_per_microbatch")
-    if not lengths:
-        return []
-    if row_tokens is not None:
-        return _plan(lengths, tokens_per_microbatch, row_tokens)
-    longest = max(lengths)
-    widest = max(longest, min(tokens_per_microbatch, sum(lengths)))
-    candidates = dict.fromkeys(min(longest * multiple, widest) for multiple in _ROW_MULTIPLES)
-    plans = [_plan(lengths, tokens_per_microbatch, candidate) for candidate in candidates]
-    return min(plans, key=lambda plan: cost(plan, pair_cost))
+    parts: list[list[int]] = []
+    row_tokens = num_rows = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        num_rows += counts[index]
+        if not parts or row_tokens * num_rows > tokens_per_microbatch:
+            parts.append([])
+            row_tokens, num_rows = lengths[index], counts[index]
+        parts[-1].append(index)
+    return [sorted(part) for part in parts]
 
 
 def balance(costs: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
@@ -150,45 +120,6 @@ def balance(costs: Sequence[float], num_parts: int, *, equal_sizes: bool = False
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
     division = heap[0][2] if heap else [(0.0, [])] * num_parts
     return sorted((sorted(items) for _, items in division), key=lambda items: (not items, items))
-
-
-def num_token_slots(microbatches: Sequence[Microbatch]) -> int:
-    """Return the token slots of all `microbatches` together."""
-    return sum(microbatch.num_token_slots for microbatch in microbatches)
-
-
-def cost(microbatches: Sequence[Microbatch], pair_cost: float = PAIR_COST) -> float:
-    """Return what `plan_microbatches` minimises: token slots, and query-key pairs at `pair_cost` each."""
-    return sum(batch.num_token_slots * (1.0 + pair_cost * batch.row_tokens) for batch in microbatches)
-
-
-def padding_waste(microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
-    """Return the share of token slots that hold no token: 0 is perfect, and 0 for no token slots."""
-    slots = num_token_slots(microbatches)
-    return 1.0 - sum(lengths) / slots if slots else 0.0
-
-
-def _plan(lengths: Sequence[int], budget: int, row_tokens: int) -> list[Microbatch]:
-    """Pack into rows, then cut the rows, fullest first, into microbatches of nearly equal numbers of rows."""
-    filled = [(sum(lengths[i] for i in row), row) for row in pack(lengths, min(row_tokens, budget))]
-    filled.sort(key=lambda item: -item[0])
-    plan = [_microbatch([item]) for item in filled if item[0] > budget]
-    fitting = filled[len(plan) :]
-    if not fitting:
-        return plan
-    rows_each = budget // fitting[0][0]
-    count = -(-len(fitting) // rows_each)
-    small, larger = divmod(len(fitting), count)
-    start = 0
-    for position in range(count):
-        stop = start + small + (position < larger)
-        plan.append(_microbatch(fitting[start:stop]))
-        start = stop
-    return plan
-
-
-def _microbatch(filled: Sequence[tuple[int, list[int]]]) -> Microbatch:
-    return Microbatch(rows=tuple(tuple(row) for _, row in filled), row_tokens=max(used for used, _ in filled))
 
 
 def _check(lengths: Sequence[int], limit: int, name: str) -> None:

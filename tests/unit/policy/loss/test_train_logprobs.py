@@ -60,7 +60,7 @@ def make(kind: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> An
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def make_inputs(dtype: torch.dtype = torch.float32) -> MicrobatchInputs:
+def make_inputs() -> MicrobatchInputs:
     """Two prompts with three completions, packed into one microbatch of 17 trained tokens."""
     generator = np.random.default_rng(0)
     token_ids = generator.integers(61, size=17).astype(np.int32)
@@ -68,9 +68,9 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> MicrobatchInputs:
         PromptBlock(generator.integers(61, size=4).astype(np.int32), ((0, 6), (6, 7))),
         PromptBlock(generator.integers(61, size=3).astype(np.int32), ((7, 17),)),
     ]
-    batch = pack_sequences(prompted, 1000)
+    batch = pack_sequences(prompted, token_ids, 1000, layout="rows")
     (microbatch,) = batch.plan
-    return to_tensors(batch, microbatch, token_ids, dtype)
+    return to_tensors(batch, microbatch)
 
 
 def by_logits(
@@ -177,7 +177,7 @@ def test_token_logprobs_unknown_logit_transform_uses_model_code(monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere"])
 def test_token_logprobs_bfloat16_rounds_like_the_model(kind: str) -> None:
     """Otherwise importance ratios would differ from 1."""
-    model, inputs = make(kind, dtype=torch.bfloat16), make_inputs(torch.bfloat16)
+    model, inputs = make(kind, dtype=torch.bfloat16), make_inputs()
     expected, _ = by_logits(trained_logits(model, inputs), inputs.targets, 0.7)
     for chunk_tokens in (1000, 5):
         logprobs, _ = token_logprobs(model, inputs, 0.7, chunk_tokens=chunk_tokens)

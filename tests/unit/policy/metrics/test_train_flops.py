@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from starling.algo.attention.forest import Forest
 from starling.policy.train.metrics.flops import ModelCost, model_cost, peak_of, peak_tflops, step_flops, utilisation
 
 torch.set_num_threads(1)
@@ -51,7 +52,7 @@ def counted(model: Any, lengths: list[int]) -> float:
 def test_step_flops_equal_pytorch_counter(kind: str, *, tied: bool) -> None:
     """Ragged documents, grouped-query attention with heads wider than the model, active experts only."""
     model, lengths = make(kind, tie_word_embeddings=tied), [3, 17, 8]
-    assert step_flops(model_cost(model), lengths, sum(lengths)) == counted(model, lengths)
+    assert step_flops(model_cost(model), lengths, lengths, sum(lengths)) == counted(model, lengths)
 
 
 def test_step_flops_frozen_weights_count_4() -> None:
@@ -62,13 +63,23 @@ def test_step_flops_frozen_weights_count_4() -> None:
     cost = model_cost(model)
     assert 0 < cost.trained_body < cost.body
     assert cost.trained_head == 0
-    assert step_flops(cost, lengths, sum(lengths)) == counted(model, lengths)
+    assert step_flops(cost, lengths, lengths, sum(lengths)) == counted(model, lengths)
 
 
 def test_step_flops_head_counts_predicted_tokens() -> None:
     """A prompt's tokens never reach the output layer."""
     cost = model_cost(make("llama"))
-    assert step_flops(cost, [10], 10) - step_flops(cost, [10], 4) == 6 * 6 * 50 * 32
+    assert step_flops(cost, [10], [10], 10) - step_flops(cost, [10], [10], 4) == 6 * 6 * 50 * 32
+
+
+def test_step_flops_segments_of_a_sequence_add_up_to_its_square() -> None:
+    """A prompt with a completion costs as one document does; a second completion costs its own tokens only."""
+    cost = model_cost(make("llama"))
+    whole, shared = Forest((10,), (-1,)), Forest((6, 4), (-1, 0))
+    assert step_flops(cost, shared.lengths, shared.reach, 4) == step_flops(cost, whole.lengths, whole.reach, 4)
+    two = Forest((6, 4, 4), (-1, 0, 0))
+    more = step_flops(cost, two.lengths, two.reach, 4) - step_flops(cost, whole.lengths, whole.reach, 4)
+    assert more == 6 * cost.body * 4 + 12 * cost.attention * 4 * (4 + 2 * 6)
 
 
 def test_step_flops_window_bounds_attention() -> None:
@@ -76,8 +87,8 @@ def test_step_flops_window_bounds_attention() -> None:
     windowed = model_cost(make("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1))
     full = model_cost(make("qwen3"))
     assert windowed.window == 4
-    assert step_flops(windowed, [4, 2], 6) == step_flops(full, [4, 2], 6)
-    assert step_flops(full, [10], 1) - step_flops(windowed, [10], 1) == 12 * (4 * 16) * (10 * 10 - 10 * 4)
+    assert step_flops(windowed, [4, 2], [4, 2], 6) == step_flops(full, [4, 2], [4, 2], 6)
+    assert step_flops(full, [10], [10], 1) - step_flops(windowed, [10], [10], 1) == 12 * (4 * 16) * (10 * 10 - 10 * 4)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +123,4 @@ def test_utilisation_without_peak_has_no_mfu() -> None:
 def test_step_flops_equal_palm_formula() -> None:
     """One document: 6 N T + 12 L H Q T^2, as in PaLM's appendix B."""
     cost = ModelCost(body=1000, trained_body=1000, head=200, trained_head=200, attention=2 * 4 * 16)
-    assert step_flops(cost, [64], 64) == 6 * 1200 * 64 + 12 * 2 * 4 * 16 * 64**2
+    assert step_flops(cost, [64], [64], 64) == 6 * 1200 * 64 + 12 * 2 * 4 * 16 * 64**2

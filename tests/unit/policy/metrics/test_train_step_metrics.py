@@ -154,7 +154,7 @@ def test_step_metrics_are_independent_of_microbatches(tiny: Make, make_groups: M
         trainer = RlTrainer(tiny(), settings(budget, share, **chosen), total_steps=9, reference=tiny(seed=9))
         found.append(trainer.step(groups, step=1))
     whole, *others = found
-    apart = {"num_microbatches", "padding_waste", "model_flops"}
+    apart = {"num_microbatches", "padding_waste", "shared_token_fraction", "model_flops"}
     assert {"entropy", "approx_kl", "kl_reference", "positive_nll", "ess_token"} <= whole.keys()
     for metrics in others:
         assert metrics["num_microbatches"] > 2

@@ -179,15 +179,6 @@ def test_frozen_copy_does_not_change(tiny: Callable[..., Any]) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_longest_sequence_is_context_or_window(tiny: Callable[..., Any]) -> None:
-    from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig
-
+def test_longest_sequence_is_the_context(tiny: Callable[..., Any]) -> None:
     assert longest_sequence(tiny()) == 512
-    assert longest_sequence(tiny(use_sliding_window=True, sliding_window=64, max_window_layers=1)) == 64
-    small: dict[str, Any] = {"vocab_size": 31, "hidden_size": 32, "num_hidden_layers": 1}
-    mistral = MistralConfig(
-        **small, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, sliding_window=48
-    )
-    assert longest_sequence(AutoModelForCausalLM.from_config(mistral)) == 48
-    with pytest.raises(ConfigError, match="mamba has layers that are not attention"):
-        longest_sequence(AutoModelForCausalLM.from_config(MambaConfig(**small)))
+    assert longest_sequence(tiny(use_sliding_window=True, sliding_window=64, max_window_layers=1)) == 512

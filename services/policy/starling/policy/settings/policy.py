@@ -37,9 +37,9 @@ class PolicySettings(SettingsSection):
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the weights from the model's folder, or draw random ones from its configuration and `run.seed`."""
     tokens_per_microbatch: int = Field(default=8192, ge=1, le=MAX_WHOLE)
-    """Maximum token slots (rows x row length, padding included) of a microbatch; bounds the memory of activations."""
+    """Maximum token slots of a microbatch, shared tokens counted once; bounds the memory of activations."""
     share_prompts: bool = True
-    """Compute a prompt once for several completions of its group where that makes the step cheaper."""
+    """Compute once what sequences of a microbatch begin with in common: prompts, turns of a conversation, documents."""
     transport: TransportChoice = "auto"
     """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
     `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends. `auto`:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starling.policy.train.loss.router import find_routers
-from starling.policy.train.model.load import longest_sequence
 from starling.policy.train.optim.optimizer import check_optimizers
 
 if TYPE_CHECKING:
@@ -22,10 +21,9 @@ def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: Trainer
     """Check the settings of a run that ends with steps of `trainer`, before its first one. Changes nothing.
 
     Raises:
-        ConfigError: `model` has layers that cannot be trained in packed rows, no routers for the loss that `settings`
-            ask for, or no parameters for a pattern of an optimizer.
+        ConfigError: `model` has no routers for the loss that `settings` ask for, or no parameters for a pattern of an
+            optimizer.
     """
-    longest_sequence(model)
     if settings.router_aux_coefficient:
         find_routers(model)
     check_optimizers(model, settings, trainer)

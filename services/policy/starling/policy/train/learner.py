@@ -148,7 +148,7 @@ class Learner:
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model can read of a group. Raises ConfigError if it has layers that are not attention."""
+        """What the model can read of a group."""
         return ModelLimits(
             vocabulary_size=int(self.model.get_input_embeddings().weight.shape[0]),
             longest=longest_sequence(self.model) or 0,

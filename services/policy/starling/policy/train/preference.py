@@ -20,6 +20,7 @@ from starling.policy.train.data.examples import PackedPairs, PreferencePair, pac
 from starling.policy.train.data.packing import Index, MicrobatchInputs
 from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.metrics.tokens import TokenMetrics
+from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.reference import ReferenceModel
 from starling.policy.train.trainer import Trainer
 
@@ -57,14 +58,12 @@ class PreferenceTrainer(Trainer, ABC):
         self._prepare_reference(settings, step)
 
         # Pack
-        packed = pack_pairs(
-            pairs, settings, longest=self._longest, pair_cost=self._pair_cost, closing=self.closing_tokens
-        )
+        packed = pack_pairs(pairs, settings, longest=self._longest, layout=self._layout, closing=self.closing_tokens)
 
         # Forward and loss
         self.optimizer.clear()
         metrics, losses = TokenMetrics(), []
-        for inputs in self._microbatches(packed.batch, packed.token_ids):
+        for inputs in self._microbatches(packed.batch):
             with self._router_loss.recording():
                 terms = self._pair_terms(inputs, packed, settings)
             metrics.add(terms.metrics)
@@ -184,12 +183,7 @@ class RewardModelTrainer(PreferenceTrainer):
 
     def _scores(self, inputs: MicrobatchInputs, packed: PackedPairs) -> Tensor:
         """Return the scores of a microbatch's responses, float32 [pairs, 2]."""
-        hidden: Tensor = self._model.base_model(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-        ).last_hidden_state
+        hidden: Tensor = self._model.base_model(**model_arguments(self._model, inputs)).last_hidden_state
         numbers, count = _number_responses(packed, inputs)
         last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
         assert len(last) == count

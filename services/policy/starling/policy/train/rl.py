@@ -24,7 +24,14 @@ from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.digest import batch_digest
 from starling.policy.train.data.groups import FloatArray, ScoredGroup
-from starling.policy.train.data.packing import Index, MicrobatchInputs, PackedBatch, check_lengths, pack_sequences
+from starling.policy.train.data.packing import (
+    Index,
+    MicrobatchInputs,
+    PackedBatch,
+    check_lengths,
+    pack_sequences,
+    shared_token_fraction,
+)
 from starling.policy.train.errors import StepBrokenError
 from starling.policy.train.loss.credit import (
     StepGroups,
@@ -171,7 +178,9 @@ class RlTrainer(Trainer):
         self.batch_digest = batch_digest(step_groups.groups, step_groups.advantages)
 
         # Metrics
-        flops = sum(step_flops(self._cost, one.packed.lengths, one.tokens.num_tokens) for one in minibatches)
+        flops = sum(
+            step_flops(self._cost, one.packed.lengths, one.packed.reach, one.tokens.num_tokens) for one in minibatches
+        )
         return {
             **group_metrics(step_groups),
             **rollout_metrics(minibatches, step),
@@ -206,9 +215,10 @@ class RlTrainer(Trainer):
         check_lengths(tokens.blocks, self._longest)
         packed = pack_sequences(
             tokens.blocks,
+            tokens.token_ids,
             settings.tokens_per_microbatch,
-            share_prompts=settings.share_prompts,
-            pair_cost=self._pair_cost,
+            layout=self._layout,
+            share=settings.share_prompts,
         )
         return _Minibatch(tokens, packed)
 
@@ -234,7 +244,7 @@ class RlTrainer(Trainer):
         tokens, chunk_tokens = minibatch.tokens, context.settings.memory.logprob_chunk_tokens
         found = []
         with torch.no_grad():
-            for inputs in self._microbatches(minibatch.packed, tokens.token_ids, tokens.trained):
+            for inputs in self._microbatches(minibatch.packed, tokens.trained):
                 divisor = _divisor(tokens, inputs, context.temperature)
                 kept = _kept_sets(tokens, inputs)
                 logprobs, _ = token_logprobs(self._model, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
@@ -247,7 +257,7 @@ class RlTrainer(Trainer):
         self.optimizer.clear()
         tokens = minibatch.tokens
         losses, found = [], []
-        for inputs in self._microbatches(minibatch.packed, tokens.token_ids, tokens.trained):
+        for inputs in self._microbatches(minibatch.packed, tokens.trained):
             loss, logprobs = self._microbatch_loss(minibatch, inputs, context)
             losses.append(self._backward(loss))
             found.append((inputs.tokens, logprobs))
@@ -377,6 +387,7 @@ def _update_metrics(
         "num_trained_tokens": float(sum(one.tokens.num_tokens for one in minibatches)),
         "num_microbatches": float(sum(len(one.packed.plan) for one in minibatches)),
         "padding_waste": max(one.packed.padding_waste for one in minibatches),
+        "shared_token_fraction": shared_token_fraction([one.packed for one in minibatches]),
     }
 
 

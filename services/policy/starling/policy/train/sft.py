@@ -65,12 +65,18 @@ class SftTrainer(Trainer):
         ]
         token_ids = np.concatenate([example.response_ids for example in examples])
         check_lengths(blocks, self._longest)
-        batch = pack_sequences(blocks, self._settings.tokens_per_microbatch, pair_cost=self._pair_cost)
+        batch = pack_sequences(
+            blocks,
+            token_ids,
+            self._settings.tokens_per_microbatch,
+            layout=self._layout,
+            share=self._settings.share_prompts,
+        )
 
         # Forward and loss
         self.optimizer.clear()
         metrics, losses = TokenMetrics(), []
-        for inputs in self._microbatches(batch, token_ids):
+        for inputs in self._microbatches(batch):
             with self._router_loss.recording():
                 logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
             metrics.add({"entropy": entropy})

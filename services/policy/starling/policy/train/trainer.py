@@ -13,12 +13,19 @@ from starling.common.ids import TrainerKind
 from starling.policy.core.phases import NullClock, PhaseClock
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.data.groups import Flags, IntArray
-from starling.policy.train.data.packing import MicrobatchInputs, PackedBatch, to_tensors
+from starling.policy.train.data.groups import Flags
+from starling.policy.train.data.packing import (
+    Layout,
+    MicrobatchInputs,
+    PackedBatch,
+    shared_token_fraction,
+    to_tensors,
+)
 from starling.policy.train.loss.router import RouterLoss
 from starling.policy.train.memory.setup import optimizer_device
 from starling.policy.train.metrics.flops import model_cost, step_flops
-from starling.policy.train.model.load import longest_sequence, pair_cost
+from starling.policy.train.model.attention import layout_of
+from starling.policy.train.model.load import longest_sequence
 from starling.policy.train.model.reference import ReferenceModel
 from starling.policy.train.optim.optimizer import ModelOptimizer, UpdateResult
 
@@ -60,19 +67,22 @@ class Trainer:
         turn_off_router_logits(model.config)
         self._router_loss = RouterLoss(model, settings.router_aux_coefficient)
         self._model, self._settings = model.eval(), settings
-        self._longest, self._pair_cost = longest_sequence(model), pair_cost(model)
+        self._longest = longest_sequence(model)
         self._clock, self._cost = clock or NullClock(), model_cost(model)
         device = optimizer_device(model, settings.memory)
         self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device)
         self.reference = reference
 
-    def _microbatches(
-        self, batch: PackedBatch, token_ids: IntArray, trained: Flags | None = None
-    ) -> Iterator[MicrobatchInputs]:
-        """Yield one microbatch's tensors at a time: masks and pixels of all could be larger than the model."""
+    @property
+    def _layout(self) -> Layout:
+        """Of the microbatches: what the model can compute."""
+        return layout_of(self._model)
+
+    def _microbatches(self, batch: PackedBatch, trained: Flags | None = None) -> Iterator[MicrobatchInputs]:
+        """Yield one microbatch's tensors at a time: the pixels of all could be larger than the model."""
         for microbatch in batch.plan:
             self._clock.enter("forward")
-            yield to_tensors(batch, microbatch, token_ids, self._model.dtype, self._model.device, trained)
+            yield to_tensors(batch, microbatch, self._model.device, trained)
 
     def _backward(self, loss: Tensor) -> Tensor:
         """Accumulate the gradient of `loss`. Returns its detached value."""
@@ -99,5 +109,6 @@ class Trainer:
             "num_sequences": float(num_sequences),
             "num_microbatches": float(len(batch.plan)),
             "padding_waste": batch.padding_waste,
-            "model_flops": step_flops(self._cost, batch.lengths, num_tokens),
+            "shared_token_fraction": shared_token_fraction([batch]),
+            "model_flops": step_flops(self._cost, batch.lengths, batch.reach, num_tokens),
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from starling.algo.architecture import most_tokens, remedy
+from starling.algo.architecture import context_length, remedy
 from starling.common.errors import ConfigError
 
 
@@ -61,13 +61,12 @@ def max_trainable_length(config: Any, wanted: int | None) -> int | None:
     Raises:
         ConfigError: `wanted` is more than the policy can train.
     """
-    limit = most_tokens(config)
+    limit = context_length(config)
     if wanted is None or limit is None:
         return wanted or limit
     if wanted > limit:
         raise ConfigError(
             f"rollout.max_model_len = {wanted} is more than the {limit} tokens of a sequence that the policy can train "
-            "(the model's context, for longrope that of its first pretraining, or the window that its layers attend "
-            "to): lower it"
+            "(the model's context, for longrope that of its first pretraining): lower it"
         )
     return wanted

@@ -14,7 +14,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import IntArray, check_prompt
-from starling.policy.train.data.packing import Index, PackedBatch, PromptBlock, check_lengths, pack_sequences
+from starling.policy.train.data.packing import Index, Layout, PackedBatch, PromptBlock, check_lengths, pack_sequences
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +88,6 @@ class PackedPairs:
     """The pairs of a step, packed: responses 2i and 2i + 1 are the chosen and the rejected one of pair i."""
 
     batch: PackedBatch
-    token_ids: IntArray
-    """Of all responses, end to end, [C]."""
     sequence: Index
     """int64 [C]: the response of each token."""
     num_pairs: int
@@ -102,16 +100,16 @@ def pack_pairs(
     settings: PolicySettings,
     *,
     longest: int | None,
-    pair_cost: float,
+    layout: Layout = "forest",
     closing: int = 0,
 ) -> PackedPairs:
-    """Pack the responses of `pairs`, both of a pair into one block with their prompt.
+    """Pack the responses of `pairs`, both of a pair into one microbatch.
 
     Args:
         pairs: those of the step.
         settings: the token budget of a microbatch.
         longest: maximum number of tokens of a sequence.
-        pair_cost: see `starling.algo.packing.PAIR_COST`.
+        layout: of the microbatches.
         closing: tokens to append to each response, so that its own last token is an input of the model.
 
     Raises:
@@ -129,8 +127,14 @@ def pack_pairs(
     ]
     check_lengths(blocks, longest + closing if longest is not None else None)
     return PackedPairs(
-        batch=pack_sequences(blocks, settings.tokens_per_microbatch, together=True, pair_cost=pair_cost),
-        token_ids=np.concatenate(closed),
+        batch=pack_sequences(
+            blocks,
+            np.concatenate(closed),
+            settings.tokens_per_microbatch,
+            layout=layout,
+            share=settings.share_prompts,
+            together=True,
+        ),
         sequence=np.repeat(np.arange(len(closed), dtype=np.int64), [len(ids) for ids in closed]),
         num_pairs=len(pairs),
         num_tokens=sum(len(ids) for ids in responses),

@@ -1,23 +1,22 @@
 """Stop 7 of the walk, pack: the sequences of a step become microbatches of tensors.
 
-A sequence is a prompt and one completion. A *block* is a prompt followed by one or more of its completions, and is what
-`starling.algo.packing` puts into rows: with several completions the prompt is computed once for all of them. A
-completion attends to its prompt and itself, never to its siblings or another block, so each sequence is computed as if
-it were alone. Legend of shapes: R rows, L row length, N trained tokens of the microbatch, T of the step, C completion
-tokens of the step, trained or not.
+A sequence is a prompt and one completion. A microbatch is one row of tokens without padding, and a forest of segments
+(`starling.algo.attention.forest`): what sequences begin with in common is in the row once, and each sequence is
+computed as if it were alone. For models that cannot attend by a forest, each sequence has a row to itself, padded at
+its end.
+Legend of shapes: R rows, L row length, N trained tokens of the microbatch, T of the step, C completion tokens of the
+step, trained or not.
 
-The images of a prompt are repeated with each of its blocks, in the order of their tokens: row by row.
+The images of a prompt are repeated in each microbatch with one of its completions, in the order of their tokens.
 
-The last token of a completion predicts nothing and is therefore no input: a block takes prompt + sum(completion - 1)
-token slots.
+The last token of a completion predicts nothing and is therefore no input.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +24,17 @@ import torch
 from torch import Tensor
 
 from starling.algo import packing
+from starling.algo.attention.forest import Forest
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.tensors import POSITION_IDS
 from starling.policy.train.data.groups import Flags, IntArray
+from starling.policy.train.data.prefixes import PrefixForest, build_trees, divide, restrict
 
 Index = npt.NDArray[np.int64]
+
+Layout = Literal["forest", "rows"]
+"""Of a microbatch: one row with a forest of segments, or a padded row for each sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,30 +46,68 @@ class PromptBlock:
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Model inputs of the prompt's images, and token positions; see `ScoredGroup`."""
 
-    @property
-    def num_token_slots(self) -> int:
-        """Input tokens of the block."""
-        return len(self.prompt_ids) + sum(stop - start - 1 for start, stop in self.spans)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedSequence:
+    """A prompt with one of its completions."""
+
+    prompt: PromptBlock
+    span: tuple[int, int]
+    """Of the completion among the step's C tokens."""
+    input_ids: IntArray
+    """The prompt, and the completion without its last token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """Sequences of one forward pass."""
+
+    sequences: tuple[int, ...]
+    """Numbers of the sequences."""
+    prefixes: PrefixForest | None
+    """The segments; None where each sequence has a row."""
+    num_token_slots: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """The sequences of a step, packed: microbatches of blocks."""
+    """The sequences of a step, divided over microbatches."""
 
-    blocks: tuple[PromptBlock, ...]
-    plan: tuple[packing.Microbatch, ...]
-    padding_waste: float
-    """Share of token slots that are empty."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Token slots of each block: no block attends to another."""
-        return [block.num_token_slots for block in self.blocks]
+    sequences: tuple[PackedSequence, ...]
+    plan: tuple[Microbatch, ...]
+    token_ids: IntArray
+    """The step's completion tokens, [C]."""
 
     @property
     def num_sequences(self) -> int:
-        """Completions of all blocks."""
-        return sum(len(block.spans) for block in self.blocks)
+        """Completions of all prompts."""
+        return len(self.sequences)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each segment that is computed."""
+        return [length for microbatch in self.plan for length in self._forest(microbatch).lengths]
+
+    @property
+    def reach(self) -> list[int]:
+        """See `Forest.reach`, for the segments of `lengths`."""
+        return [reach for microbatch in self.plan for reach in self._forest(microbatch).reach]
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of token slots that are empty."""
+        slots = sum(microbatch.num_token_slots for microbatch in self.plan)
+        return 1.0 - sum(self.lengths) / slots if slots else 0.0
+
+    @property
+    def num_unshared(self) -> int:
+        """Input tokens of all sequences, shared ones counted in each."""
+        return sum(len(sequence.input_ids) for sequence in self.sequences)
+
+    def _forest(self, microbatch: Microbatch) -> Forest:
+        if microbatch.prefixes is not None:
+            return microbatch.prefixes.forest
+        return Forest.of_documents([len(self.sequences[number].input_ids) for number in microbatch.sequences])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,21 +118,26 @@ class MicrobatchInputs:
     """int64 [R, L]; 0 in empty slots."""
     position_ids: Tensor
     """int64 [R, L], from 0 in each sequence; [3, R, L] (time, height, width) where a prompt has images."""
-    attention_mask: Tensor
-    """[R or 1, 1, L, L], added to the attention scores: 0 where attention is allowed, else the least finite number."""
+    structure: Forest | None
+    """Segments of the row; None where each sequence has a row, in which attention is causal."""
     source: Tensor
     """int64 [N]: the slot of R x L whose output predicts each trained token."""
     targets: Tensor
-    """int64 [N]: the trained tokens."""
+    """int64 [N]: the trained tokens, sequence by sequence."""
     tokens: Index
     """int64 [N], on the CPU: index of each trained token among the step's T tokens."""
     segments: Index
-    """int64 [R * L], on the CPU: the segment (a prompt, or a completion without its last token) of each slot; -1 in
-    empty slots."""
+    """int64 [R * L], on the CPU: the segment of each slot; -1 in empty slots."""
     sequences: Index
-    """int64 [S, 2], on the CPU: the segments of the prompt and of the completion of each sequence."""
+    """int64 [M, 2], on the CPU: sequences, numbered from 0, each with every segment that it consists of."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Further model arguments by name: the pixels of all prompts, end to end."""
+
+
+def shared_token_fraction(batches: Sequence[PackedBatch]) -> float:
+    """Return the share of the sequences' input tokens that are not computed again, because several share them."""
+    total = sum(batch.num_unshared for batch in batches)
+    return 1.0 - sum(sum(batch.lengths) for batch in batches) / total if total else 0.0
 
 
 def check_lengths(blocks: Sequence[PromptBlock], longest: int | None) -> None:
@@ -110,48 +157,44 @@ def check_lengths(blocks: Sequence[PromptBlock], longest: int | None) -> None:
 
 def pack_sequences(
     prompts: Sequence[PromptBlock],
+    token_ids: IntArray,
     tokens_per_microbatch: int,
     *,
-    share_prompts: bool = True,
+    layout: Layout = "forest",
+    share: bool = True,
     together: bool = False,
-    pair_cost: float = packing.PAIR_COST,
 ) -> PackedBatch:
-    """Divide the step's completions over blocks, rows and microbatches, at the least cost.
+    """Divide the step's completions over microbatches of at most `tokens_per_microbatch` token slots.
 
-    With `share_prompts`, blocks of 1, 2, 4, ... and all completions of a prompt are tried. Sharing saves the slots of
-    prompts; longer blocks cost more attention. See `starling.algo.packing.plan_microbatches` for the cost. A prompt
-    with images, which cost most, is always shared by as many completions as the budget allows. With `together`, all
-    completions of a prompt are in one block at any cost, because a loss compares them.
+    A sequence that is longer has a microbatch to itself.
+
+    Args:
+        prompts: of the step, with the spans of their completions.
+        token_ids: the step's completion tokens, [C].
+        tokens_per_microbatch: the budget.
+        layout: what the model can compute.
+        share: compute common beginnings once; those of prompts with images within a group only.
+        together: keep the completions of a prompt in one microbatch, because a loss compares them.
     """
-    most = max((len(prompt.spans) for prompt in prompts), default=1) if share_prompts or together else 1
-    sizes = {most} if together else {min(2**power, most) for power in range(most.bit_length() + 1)}
-    best: tuple[float, PackedBatch] | None = None
-    for size in sorted(sizes):
-        blocks = tuple(
-            block
-            for prompt in prompts
-            for block in (
-                _split_to_budget(prompt, tokens_per_microbatch)
-                if prompt.extra and share_prompts and not together
-                else _split(prompt, size)
-            )
-        )
-        lengths = [block.num_token_slots for block in blocks]
-        if best is not None and max(lengths) > tokens_per_microbatch:
-            break  # Sharing must not make a block that exceeds the budget.
-        plan = packing.plan_microbatches(lengths, tokens_per_microbatch, pair_cost=pair_cost)
-        cost = packing.cost(plan, pair_cost)
-        if best is None or cost < best[0]:
-            best = cost, PackedBatch(blocks, tuple(plan), packing.padding_waste(plan, lengths))
-    assert best is not None
-    return best[1]
+    sequences, domains = [], []
+    for number, prompt in enumerate(prompts):
+        for start, stop in prompt.spans:
+            path = np.concatenate([prompt.prompt_ids, token_ids[start : stop - 1]])
+            sequences.append(PackedSequence(prompt, (start, stop), path))
+            domains.append((-1 - number if prompt.extra else 0) if share else len(sequences))
+    units = _units(prompts) if together else None
+    paths = [sequence.input_ids for sequence in sequences]
+    plan = (
+        _pack_rows(paths, tokens_per_microbatch, units)
+        if layout == "rows"
+        else _pack_forests(paths, domains, tokens_per_microbatch, units)
+    )
+    return PackedBatch(tuple(sequences), tuple(plan), token_ids)
 
 
 def to_tensors(
     batch: PackedBatch,
-    microbatch: packing.Microbatch,
-    token_ids: IntArray,
-    dtype: torch.dtype = torch.float32,
+    microbatch: Microbatch,
     device: torch.device | str = "cpu",
     trained: Flags | None = None,
 ) -> MicrobatchInputs:
@@ -160,160 +203,164 @@ def to_tensors(
     Args:
         batch: of the step.
         microbatch: one of its plan.
-        token_ids: the step's completion tokens, [C], to which the blocks' spans refer.
-        dtype: of the attention mask: the model's.
         device: of the model.
         trained: which of the C tokens are the T trained ones; the others are context. None where all are.
     """
-    shape = (len(microbatch.rows), microbatch.row_tokens)
-    pieces, segments, spans, with_images = _lay_out(batch, microbatch, token_ids)
-    slots = _ranges(segments.slot, segments.length)
-    ids = np.zeros(shape[0] * shape[1], dtype=np.int64)
-    ids[slots] = np.concatenate(pieces)
-    tokens = _ranges(spans.start, spans.length)
-    source = _ranges(spans.slot - 1, spans.length)
-    # The first token of a completion is predicted by its prompt's last slot, wherever the completion itself lies.
-    source[np.cumsum(spans.length) - spans.length] = spans.prompt_end
-    targets, numbers = token_ids[tokens], tokens
+    rows = _forest_rows(batch, microbatch) if microbatch.prefixes is not None else _padded_rows(batch, microbatch)
+    spans = np.array([batch.sequences[number].span for number in microbatch.sequences], dtype=np.int64)
+    tokens = _ranges(spans[:, 0], spans[:, 1] - spans[:, 0])
+    source = rows.source
+    targets, numbers = batch.token_ids[tokens], tokens
     if trained is not None:
         wanted = trained[tokens]
         source, targets = source[wanted], targets[wanted]
         numbers = (np.cumsum(trained, dtype=np.int64) - 1)[tokens[wanted]]
-    is_completion = segments.parent != np.arange(len(segments.parent))
     return MicrobatchInputs(
-        input_ids=torch.from_numpy(ids).view(shape).to(device),
-        position_ids=torch.from_numpy(_positions(segments, slots, shape, with_images)).to(device),
-        attention_mask=_attention_mask(segments, slots, shape, dtype).to(device),
+        input_ids=torch.from_numpy(rows.input_ids).to(device),
+        position_ids=torch.from_numpy(_positions(rows)).to(device),
+        structure=None if microbatch.prefixes is None else microbatch.prefixes.forest,
         source=torch.from_numpy(source).to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         tokens=numbers,
-        segments=segments.of_slots(slots, shape[0] * shape[1]),
-        sequences=np.stack([segments.parent[is_completion], np.flatnonzero(is_completion)], axis=1),
-        extra={name: torch.from_numpy(array).to(device) for name, array in _join_extra(with_images).items()},
+        segments=rows.segments,
+        sequences=rows.sequences,
+        extra={name: torch.from_numpy(array).to(device) for name, array in _join_extra(rows.images).items()},
     )
 
 
+def _units(prompts: Sequence[PromptBlock]) -> list[list[int]]:
+    """Return the numbers of each prompt's sequences."""
+    ends = np.cumsum([len(prompt.spans) for prompt in prompts]).tolist()
+    return [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _pack_forests(
+    paths: Sequence[IntArray], domains: Sequence[int], budget: int, units: list[list[int]] | None
+) -> Iterator[Microbatch]:
+    if not paths:
+        return
+    trees = build_trees(paths, domains)
+    if units is None:
+        parts = divide(trees, budget)
+    else:
+        sizes = [restrict(trees, unit).forest.num_tokens for unit in units]
+        parts = [[number for unit in row for number in units[unit]] for row in packing.pack(sizes, budget)]
+    for part in parts:
+        prefixes = restrict(trees, part)
+        yield Microbatch(tuple(part), prefixes, prefixes.forest.num_tokens)
+
+
+def _pack_rows(paths: Sequence[IntArray], budget: int, units: list[list[int]] | None) -> Iterator[Microbatch]:
+    units = units or [[number] for number in range(len(paths))]
+    longest = [max(len(paths[number]) for number in unit) for unit in units]
+    for part in packing.pad(longest, [len(unit) for unit in units], budget):
+        numbers = [number for unit in part for number in units[unit]]
+        yield Microbatch(tuple(numbers), None, len(numbers) * max(longest[unit] for unit in part))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Segments:
-    """Runs of input tokens: prompts, and completions without their last token."""
+class _Rows:
+    """Contents of the token slots."""
 
-    slot: Index
-    length: Index
-    position: Index
-    """Position id of the first token."""
-    parent: Index
-    """Number of the segment that this one attends to besides itself: its prompt; a prompt's own number."""
-
-    def of_slots(self, slots: Index, num_slots: int) -> Index:
-        """Return the segment of each of `num_slots` slots, of which `slots` are taken; -1 in the others."""
-        own = np.full(num_slots, -1, dtype=np.int64)
-        own[slots] = np.repeat(np.arange(len(self.length)), self.length)
-        return own
+    input_ids: Index
+    """[R, L]"""
+    depths: Index
+    """[R * L]: the position of each slot's token in its sequence, counted in tokens."""
+    source: Index
+    """Slot that predicts each token of the completions, sequence by sequence."""
+    segments: Index
+    sequences: Index
+    images: list[_Images]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Spans:
-    """Completions: their positions among the step's tokens and in the rectangle."""
-
-    start: Index
-    length: Index
-    slot: Index
-    prompt_end: Index
+_Images = tuple[Index, PromptBlock, bool]
+"""The slots of a segment or row with tokens of a sequence with images, its prompt, and whether they begin with it."""
 
 
-_ImageBlock = tuple[int, PromptBlock]
-"""A block with images, and its first slot."""
+def _forest_rows(batch: PackedBatch, microbatch: Microbatch) -> _Rows:
+    assert microbatch.prefixes is not None
+    prefixes = microbatch.prefixes
+    forest = prefixes.forest
+    pieces = [batch.sequences[number].input_ids[start:stop] for number, start, stop in prefixes.sources]
+    # The token of a completion at a place of its sequence is predicted by the slot of the token before it.
+    starts, lengths, members = list[int](), list[int](), list[tuple[int, int]]()
+    for index, number in enumerate(microbatch.sequences):
+        sequence = batch.sequences[number]
+        first = len(sequence.prompt.prompt_ids) - 1
+        for segment in forest.path(prefixes.last_segments[number]):
+            members.append((index, segment))
+            depth, length = forest.depths[segment], forest.lengths[segment]
+            skipped = max(0, first - depth)
+            if skipped < length:
+                starts.append(forest.starts[segment] + skipped)
+                lengths.append(length - skipped)
+    images = []
+    for segment, (number, start, _) in enumerate(prefixes.sources):
+        if batch.sequences[number].prompt.extra:
+            slots = np.arange(forest.starts[segment], forest.starts[segment] + forest.lengths[segment], dtype=np.int64)
+            images.append((slots, batch.sequences[number].prompt, start == 0))
+            assert start or len(slots) >= len(batch.sequences[number].prompt.prompt_ids)
+    return _Rows(
+        input_ids=np.concatenate(pieces, dtype=np.int64)[None],
+        depths=forest.positions,
+        source=_ranges(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)),
+        segments=forest.segment_of_tokens,
+        sequences=np.array(members, dtype=np.int64),
+        images=images,
+    )
 
 
-def _lay_out(
-    batch: PackedBatch, microbatch: packing.Microbatch, token_ids: IntArray
-) -> tuple[list[IntArray], _Segments, _Spans, list[_ImageBlock]]:
-    pieces: list[IntArray] = []
-    segments: list[tuple[int, int, int, int]] = []
-    spans: list[tuple[int, int, int, int]] = []
-    with_images: list[_ImageBlock] = []
-    for row, indices in enumerate(microbatch.rows):
-        slot = row * microbatch.row_tokens
-        for index in indices:
-            block = batch.blocks[index]
-            prompt, width = len(segments), len(block.prompt_ids)
-            pieces.append(block.prompt_ids)
-            segments.append((slot, width, 0, prompt))
-            after = width
-            if block.extra:
-                with_images.append((slot, block))
-                after = int(block.extra[POSITION_IDS][:, -1].max()) + 1
-            slot += width
-            prompt_end = slot - 1
-            for start, stop in block.spans:
-                pieces.append(token_ids[start : stop - 1])
-                segments.append((slot, stop - start - 1, after, prompt))
-                spans.append((start, stop - start, slot, prompt_end))
-                slot += stop - start - 1
-    return pieces, _Segments(*_columns(segments)), _Spans(*_columns(spans)), with_images
+def _padded_rows(batch: PackedBatch, microbatch: Microbatch) -> _Rows:
+    sequences = [batch.sequences[number] for number in microbatch.sequences]
+    lengths = np.array([len(sequence.input_ids) for sequence in sequences], dtype=np.int64)
+    shape = len(sequences), int(lengths.max())
+    firsts = np.arange(shape[0], dtype=np.int64) * shape[1]
+    taken = _ranges(firsts, lengths)
+    input_ids, segments = np.zeros(shape[0] * shape[1], dtype=np.int64), np.full(shape[0] * shape[1], -1, np.int64)
+    input_ids[taken] = np.concatenate([sequence.input_ids for sequence in sequences])
+    numbers = np.arange(shape[0], dtype=np.int64)
+    segments[taken] = np.repeat(numbers, lengths)
+    prompts = np.array([len(sequence.prompt.prompt_ids) for sequence in sequences], dtype=np.int64)
+    rows = firsts[:, None] + np.arange(shape[1], dtype=np.int64)
+    return _Rows(
+        input_ids=input_ids.reshape(shape),
+        # Empty slots continue the row: positions that start again would mean another sequence to transformers.
+        depths=np.tile(np.arange(shape[1], dtype=np.int64), shape[0]),
+        source=_ranges(firsts + prompts - 1, lengths - prompts + 1),
+        segments=segments,
+        sequences=np.stack([numbers, numbers], axis=1),
+        images=[(slots, one.prompt, True) for slots, one in zip(rows, sequences, strict=True) if one.prompt.extra],
+    )
 
 
-def _positions(segments: _Segments, slots: Index, shape: tuple[int, int], with_images: Sequence[_ImageBlock]) -> Index:
+def _positions(rows: _Rows) -> Index:
     """Return the positions of all slots: [R, L], or [3, R, L] with images."""
-    positions = np.zeros(shape[0] * shape[1], dtype=np.int64)
-    positions[slots] = _ranges(segments.position, segments.length)
-    if not with_images:
-        return positions.reshape(shape)
-    positions = np.repeat(positions[None], 3, axis=0)
-    for slot, block in with_images:
-        positions[:, slot : slot + len(block.prompt_ids)] = block.extra[POSITION_IDS]
-    return positions.reshape(3, *shape)
+    if not rows.images:
+        return rows.depths.reshape(rows.input_ids.shape)
+    positions = np.repeat(rows.depths[None], 3, axis=0)
+    for slots, prompt, _ in rows.images:
+        own = prompt.extra[POSITION_IDS]
+        depths = rows.depths[slots]
+        after = int(own[:, -1].max()) + 1 - own.shape[1]  # what follows a prompt continues from its greatest position
+        positions[:, slots] = np.where(
+            depths < own.shape[1], own[:, np.minimum(depths, own.shape[1] - 1)], depths + after
+        )
+    return positions.reshape(3, *rows.input_ids.shape)
 
 
-def _join_extra(with_images: Sequence[_ImageBlock]) -> dict[str, npt.NDArray[Any]]:
-    """Return the pixels and grids of all blocks, end to end."""
+def _join_extra(images: Sequence[_Images]) -> dict[str, npt.NDArray[Any]]:
+    """Return the pixels and grids of all prompts, end to end, once for each occurrence of a prompt."""
     named: dict[str, list[npt.NDArray[Any]]] = {}
-    for _, block in with_images:
-        for name, array in block.extra.items():
+    for _, prompt, begins in images:
+        if not begins:
+            continue
+        for name, array in prompt.extra.items():
             if name != POSITION_IDS:
                 named.setdefault(name, []).append(array)
     return {name: np.concatenate(arrays) for name, arrays in named.items()}
-
-
-def _columns(rows: list[tuple[int, int, int, int]]) -> list[Index]:
-    return list(np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def _ranges(start: Index, length: Index) -> Index:
     """Return start[0], start[0] + 1, ... (length[0] of them), start[1], ..."""
     ends = np.cumsum(length)
     return np.repeat(start - (ends - length), length) + np.arange(ends[-1], dtype=np.int64)
-
-
-def _attention_mask(segments: _Segments, slots: Index, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    num_rows, row_tokens = shape
-    visible = torch.ones(row_tokens, row_tokens, dtype=torch.bool).tril()[None]
-    if len(segments.parent) > 2 * num_rows:
-        # Empty slots belong to segment -1; they attend to each other, so that no row of the scores is fully masked.
-        own = segments.of_slots(slots, num_rows * row_tokens)
-        parent = np.append(segments.parent, -1)[own]
-        own_RL, parent_RL = (torch.from_numpy(array).view(shape) for array in (own, parent))
-        source_R1L = own_RL[:, None, :]
-        visible = visible & ((source_R1L == own_RL[:, :, None]) | (source_R1L == parent_RL[:, :, None]))
-    # Else each row holds one prompt and one completion from its first slot: causality alone hides the empty slots.
-    mask = torch.zeros(visible.shape, dtype=dtype)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
-
-
-def _split(prompt: PromptBlock, size: int) -> list[PromptBlock]:
-    """Split the completions of a prompt into the fewest blocks of at most `size`, as evenly as possible."""
-    count = -(-len(prompt.spans) // size)
-    bounds = [len(prompt.spans) * part // count for part in range(count + 1)]
-    return [
-        PromptBlock(prompt.prompt_ids, prompt.spans[start:stop], prompt.extra)
-        for start, stop in itertools.pairwise(bounds)
-    ]
-
-
-def _split_to_budget(prompt: PromptBlock, budget: int) -> list[PromptBlock]:
-    """Split the completions of a prompt into the fewest blocks within the budget, or one each if none is."""
-    for size in range(len(prompt.spans), 1, -1):
-        blocks = _split(prompt, size)
-        if max(block.num_token_slots for block in blocks) <= budget:
-            return blocks
-    return _split(prompt, 1)

@@ -82,7 +82,7 @@ class RouterLoss:
 def balance_losses(logits: Tensor, num_chosen: int, inputs: MicrobatchInputs) -> Tensor:
     """Return one router's loss of each sequence of a microbatch, [S]; differentiable.
 
-    A prompt that several completions share counts in the sequence of each. Empty slots count in none.
+    A segment that several sequences share counts in each. Empty slots count in none.
 
     Args:
         logits: of the router for each slot, [R * L, E] in any shape that has so many elements.
@@ -98,15 +98,17 @@ def balance_losses(logits: Tensor, num_chosen: int, inputs: MicrobatchInputs) ->
     places = (segments[:, None] * num_experts + chosen).flatten()
     counts = torch.bincount(places, minlength=(num_segments + 1) * num_experts).view(-1, num_experts)
     sums = probabilities.new_zeros(num_segments + 1, num_experts).index_add(0, segments, probabilities)
-    sequences = torch.from_numpy(inputs.sequences).to(flat.device)
+    sequences, parts = torch.from_numpy(inputs.sequences).to(flat.device).unbind(1)
+    num_sequences = int(inputs.sequences[-1, 0]) + 1
 
     def of_sequences(values: Tensor) -> Tensor:
         """Return the sums of `values` over each sequence, [S, E], from those over each segment."""
-        prompt, completion = (values.index_select(0, sequences[:, part]) for part in (0, 1))
-        return prompt + completion
+        zeros = values.new_zeros(num_sequences, num_experts)
+        return zeros.index_add(0, sequences, values.index_select(0, parts))
 
-    num_tokens = of_sequences(counts).sum(dim=-1, keepdim=True) / num_chosen
-    shares = of_sequences(counts) / num_tokens
+    chosen_of_sequences = of_sequences(counts)
+    num_tokens = chosen_of_sequences.sum(dim=-1, keepdim=True) / num_chosen
+    shares = chosen_of_sequences / num_tokens
     means = of_sequences(sums) / num_tokens
     return num_experts * (shares * means).sum(dim=-1)
 

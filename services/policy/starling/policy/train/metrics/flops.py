@@ -1,13 +1,14 @@
 """Model FLOPs of a step and their share of the device's peak, MFU (PaLM, arXiv:2204.02311, appendix B).
 
-    step = 6 * (N * tokens + head * predicted) + 12 * L * H * Q * sum over documents of length ** 2
+    step = 6 * (N * tokens + head * predicted) + 12 * L * H * Q * sum over segments of length * reach
 
 N are the weights that a token is multiplied with: all matrices but the input embedding, and of a mixture of experts
 only as many experts as a token is routed to; a multiplication and an addition for each of them, once forward and twice
 backward. A weight that is not trained needs no gradient: it counts 4 and not 6. The output layer counts by predicted
-tokens, since only those reach it. L layers with H heads of size Q score and weight all pairs of a document's tokens,
-and no pairs across documents; like PaLM this counts the whole square although half of it is masked. Layers with a
-window count at most the window, layers of linear attention nothing.
+tokens, since only those reach it. L layers with H heads of size Q score and weight the pairs of a segment's tokens with
+themselves and with its ancestors'. A segment's reach is its length plus twice the tokens of its ancestors: of a
+sequence that shares nothing this counts the whole square, like PaLM, although half of it is masked, and the segments of
+any sequence add up to its square. Layers with a window count at most the window, layers of linear attention nothing.
 
 These are FLOPs of the *model*: padding, recomputation of activations, and towers for images do not count.
 """
@@ -93,20 +94,21 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     return ModelCost(body, trained, head_size, trained_head, *_attention(config))
 
 
-def step_flops(cost: ModelCost, lengths: Sequence[int], num_predicted: int) -> float:
+def step_flops(cost: ModelCost, lengths: Sequence[int], reach: Sequence[int], num_predicted: int) -> float:
     """Return the FLOPs of one forward and backward pass.
 
     Args:
         cost: of the model.
-        lengths: tokens of each document; documents do not attend to each other. A prompt that is computed once for
-            several completions is one document with them.
+        lengths: tokens of each segment.
+        reach: of each segment, see `starling.algo.attention.forest.Forest.reach`; a sequence that shares nothing is
+            one segment, and its reach its length.
         num_predicted: trained tokens.
     """
     tokens = float(sum(lengths))
     forward = cost.body * tokens + cost.head * num_predicted
     weights = cost.trained_body * tokens + cost.trained_head * num_predicted
-    pairs = sum(float(length) * length for length in lengths)
-    seen = sum(float(length) * min(length, cost.window) for length in lengths)
+    pairs = sum(float(length) * keys for length, keys in zip(lengths, reach, strict=True))
+    seen = sum(float(length) * min(keys, cost.window) for length, keys in zip(lengths, reach, strict=True))
     return 4.0 * forward + 2.0 * weights + 12.0 * (cost.attention * pairs + cost.windowed * seen)
 
 
@@ -139,7 +141,9 @@ def _active_share(config: Any) -> float:
 
 def _attention(config: Any) -> tuple[float, float, int]:
     """Return L * H * Q of layers with full attention, that of layers with a window, and the window."""
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:  # recurrent layers only
+        return 0.0, 0.0, 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     qk_dim = getattr(config, "qk_head_dim", None) or head_dim
     v_dim = getattr(config, "v_head_dim", None) or head_dim

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.model.attention import model_arguments
 
 log = structlog.get_logger(__name__)
 
@@ -191,13 +192,7 @@ def _run(model: torch.nn.Module, inputs: MicrobatchInputs, before_output_layer: 
     """Return the logits of one forward pass in which a hook changes the output layer's arguments."""
     handle = output_layer(model).register_forward_pre_hook(before_output_layer)
     try:
-        logits: Tensor = model(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            **inputs.extra,
-        ).logits
+        logits: Tensor = model(**model_arguments(model, inputs)).logits
     finally:
         handle.remove()
     return logits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
-from starling.algo.architecture import auto_class, most_tokens, remedy, turn_off_router_logits
+from starling.algo.architecture import auto_class, context_length, remedy, turn_off_router_logits
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.weightsync.tensors.adapters import published_tensors
@@ -160,26 +160,8 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def longest_sequence(model: PreTrainedModel) -> int | None:
-    """Return the maximum length of a training sequence in tokens, None for no limit.
-
-    Raises:
-        ConfigError: some layers carry a state along the row, which would leak between packed sequences.
-    """
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    others = set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}
-    if others or getattr(model, "_is_stateful", False):
-        raise ConfigError(
-            f"{config.model_type} has layers that are not attention ({', '.join(sorted(others)) or 'recurrent'}): "
-            "sequences packed into one row would leak through them, so choose a model of attention layers"
-        )
-    return most_tokens(model.config)
-
-
-def pair_cost(model: PreTrainedModel) -> float:
-    """Return the cost of a query-key pair relative to a token slot; see `starling.algo.packing.PAIR_COST`."""
-    hidden_size: int = model.config.get_text_config().hidden_size
-    return 1.0 / (6.0 * hidden_size)
+    """Return the maximum length of a training sequence in tokens, None for no limit."""
+    return context_length(model.config)
 
 
 def version_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
