@@ -45,6 +45,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("weightsync_memory.py", "--quick"),
     ("weightsync_quantise.py", "--quick"),
     ("memory.py", "--quick"),
+    ("attention.py", "--quick"),
     ("train_step.py", "--quick"),
     ("learning.py", "--quick"),
     ("async.py", "--quick"),
