@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,32 @@ def test_start_that_fails_leaves_no_pipe_open() -> None:
     command = [sys.executable, "-c", FAILED_START]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True)
     assert done.stdout == "refused True\n", done.stderr
+
+
+THREADS = """
+import sys
+import starling.cli.run.forkserver
+
+sys.path.insert(0, sys.argv[1])
+forks = starling.cli.run.forkserver.Forks({"OMP_NUM_THREADS": "1", "PYTHONPATH": sys.argv[1]})
+for environment in ({}, {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}):
+    child = forks.start("num_threads", [], environment)
+    print(child.stdout.read(), end="")
+    assert child.wait(60.0) == 0
+"""
+NUM_THREADS = """
+import threading
+import torch
+
+print(torch.get_num_threads(), end=" ")
+thread = threading.Thread(target=lambda: print(torch.get_num_threads()))
+thread.start()
+thread.join()
+"""
+
+
+def test_process_computes_with_the_threads_of_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "num_threads.py").write_text(NUM_THREADS)
+    command = [sys.executable, "-c", THREADS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True)
+    assert done.stdout == "1 1\n3 3\n", done.stderr

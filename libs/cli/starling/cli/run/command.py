@@ -88,6 +88,8 @@ def run(
         raise ConfigError(
             "the recipe comes first: write `starling run RECIPE.toml`, then flags; `starling settings` lists all"
         )
+    if not dry_run:
+        begin_imports(recipe)
     from starling.cli.recipe.schema import load_recipe
 
     loaded = load_recipe([recipe, *config], line.settings)
@@ -101,6 +103,18 @@ def run(
     return _start(loaded)
 
 
+def begin_imports(recipe: Path) -> None:
+    """Start the process that imports torch and transformers for policies and rollouts, unless there is no `recipe`.
+
+    The classes of the settings, which are needed to read the recipe, are imported meanwhile.
+    """
+    from starling.cli.run.environment import of_fork_server
+    from starling.cli.run.forkserver import Forks
+
+    if recipe.is_file():
+        Forks(of_fork_server())
+
+
 def rollout_only(
     recipe: Annotated[Path, Parameter(help="The run's configuration, a TOML file.")],
     /,
@@ -109,6 +123,7 @@ def rollout_only(
     line: Line,
 ) -> int:
     """Generate and score without a policy, and keep the trajectories."""
+    begin_imports(recipe)
     from starling.cli.recipe.schema import load_recipe
 
     return _start(load_recipe([recipe], generate_settings(line.settings)))
@@ -122,6 +137,7 @@ def policy_replay(
     line: Line,
 ) -> int:
     """Train from the trajectories of an earlier run, without rollouts."""
+    begin_imports(recipe)
     from starling.cli.recipe.schema import load_recipe
 
     return _start(load_recipe([recipe], replay_settings(replay, recipe, line.settings)))

@@ -55,7 +55,10 @@ class ForkedProcess:
 
 
 class Forks:
-    """The server, which starts to import on creation, and the start of processes from it."""
+    """The server, which starts to import on creation, and the start of processes from it.
+
+    There is one server in a process, whose environment is that of its first start: later ones find it running.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start the server with `environment`, which all its children inherit."""
@@ -67,7 +70,8 @@ class Forks:
     def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess:
         """Run `module` as `python -m` would, once the imports are done; does not wait for that.
 
-        `environment` comes on top of the server's: what is imported has not looked at any GPU yet.
+        `environment` comes on top of the server's: what is imported has not looked at any GPU yet. The number of
+        threads in it (OMP_NUM_THREADS) is given to torch, which has read that of the server.
 
         Raises:
             StarlingError: the server ends, and so does another one.
@@ -107,6 +111,7 @@ class Forks:
 def _run(module: str, arguments: list[str], environment: dict[str, str], output: Connection) -> None:
     """Run `module`, in a fork of the server."""
     os.environ.update(environment)
+    _set_num_threads()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -119,6 +124,14 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], output:
     threading.Thread(target=_die_with_supervisor, name="supervisor", daemon=True).start()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _set_num_threads() -> None:
+    """Let torch compute with the threads of this environment."""
+    torch = sys.modules.get("torch")
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and num_threads.isdecimal():
+        torch.set_num_threads(int(num_threads))
 
 
 def _die_with_supervisor() -> None:

@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 
+from starling.cli.run.lean_imports import lean_transformers
 from starling.common.importing import without_modules
 from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
 
@@ -21,14 +22,21 @@ _MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_utils",
     "transformers.modeling_layers",
+    "starling.common.net.link",
+    "starling.common.offers",
+    "starling.common.service",
     "starling.policy.settings.policy",
+    "starling.policy.shell.saving",
     "starling.policy.train.learner",
     "starling.policy.train.model.load",
     "starling.policy.train.rl",
     "starling.policy.train.sft",
+    "starling.rollout.core.machine",
     "starling.rollout.settings",
-    "starling.rollout.shell.results",
+    "starling.rollout.shell.adoption",
+    "starling.rollout.shell.groups",
     "starling.rollout.engine.embedded.engine",
+    "starling.rollout.engine.multimodal.prompts",
     "starling.rollout.engine.teacher",
     "starling.weightsync.publisher.publisher",
     "starling.weightsync.puller.puller",
@@ -55,7 +63,7 @@ _nowhere, _errors = os.open(os.devnull, os.O_WRONLY), os.dup(2)
 os.dup2(_nowhere, 2)
 
 gc.disable()
-with without_modules(*_UNUSED):
+with without_modules(*_UNUSED), lean_transformers():
     for _module in _MODULES:
         # A service that is not installed, or fails to import, reports that itself when it starts.
         with contextlib.suppress(Exception):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from starling.cli.run.environment import of_fork_server, of_services
 from starling.cli.run.forkserver import ForkedProcess, Forks
 from starling.cli.services import SERVICES
 from starling.common.observe.process import die_with_parent
@@ -72,15 +73,8 @@ class ServiceProcesses:
     def __init__(self, logs: Path, num_threads: int, on_line: Callable[[str, str], None]) -> None:
         """Write log files to `logs`, and call `on_line(name, line)` for every line."""
         self._logs, self._on_line = logs, on_line
-        self._environment = child_environment(
-            OMP_NUM_THREADS=str(num_threads),
-            MKL_NUM_THREADS=str(num_threads),
-            TOKENIZERS_PARALLELISM="false",
-            PYTHONUNBUFFERED="1",
-            HF_HUB_DISABLE_PROGRESS_BARS="1",
-            UCX_WARN_UNUSED_ENV_VARS="n",
-        )
-        self._forks = Forks({**self._environment, "HF_HUB_OFFLINE": "1"})
+        self._environment = of_services(num_threads)
+        self._forks = Forks(of_fork_server())
         self.all: list[ServiceProcess] = []
         logs.mkdir(parents=True, exist_ok=True)
 
@@ -110,7 +104,7 @@ class ServiceProcesses:
         self, role: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[str] | ForkedProcess:
         start = self._forks.start if role in FORKED else self._spawn
-        return start(module, arguments, environment)
+        return start(module, arguments, {**self._environment, **environment})
 
     def _read(self, child: ServiceProcess) -> None:
         output = child.process.stdout
@@ -128,7 +122,7 @@ class ServiceProcesses:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**self._environment, **environment},
+            env=child_environment(**environment),
             # A session of its own: Ctrl-C reaches the supervisor only, which then stops the run gracefully.
             start_new_session=True,
             preexec_fn=die_with_parent,

@@ -28,7 +28,7 @@ from types import FrameType
 from starling.cli.recipe.schema import MODEL_FOLDER, Recipe
 from starling.cli.run.attempt import OBSERVER, Attempt, iter_metrics
 from starling.cli.run.gpus import devices_of
-from starling.cli.run.processes import ServiceProcess, ServiceProcesses
+from starling.cli.run.processes import FORKED, ServiceProcess, ServiceProcesses
 from starling.cli.run.restarts import Restarts
 from starling.cli.run.screen import Screen, make_screen
 from starling.common.counts import counted
@@ -146,7 +146,8 @@ class Supervisor:
         accepts = ["--controller.accept-changed-data=true"] if recipe.controller.accept_changed_data else []
         self.children.start("controller", "controller", [*common, *accepts])
         address = self._await_address(self._make_model())
-        for role, name in names:
+        # Those of the fork server come last: the start of the first one waits until the server has imported everything.
+        for role, name in sorted(names, key=lambda one: one[0] in FORKED):
             devices = devices_of(name, recipe.launch.gpus_per_rollout) if role == "rollout" else {}
             arguments = [*common, "--name", name, "--controller", address]
             self.children.start(name, role, arguments, environment=devices)

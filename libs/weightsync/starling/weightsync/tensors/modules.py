@@ -7,22 +7,23 @@ all ranks.
 from __future__ import annotations
 
 import socket
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import Shard as TorchShard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.checkpoint import Folder
 from starling.weightsync.layouts.parameters import Parameter, Table, shards_of, whole
 from starling.weightsync.layouts.placements import REPLICATE, Held, Placement, Sharded, held_boxes, local_shape
 from starling.weightsync.plan.layout import ITEM_BYTES, Layout, Place, RankLayout, Shard, TensorSpec, check_layout
+
+if TYPE_CHECKING:  # their import takes half a second, see `is_distributed`
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 Memory: TypeAlias = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -76,7 +77,7 @@ def layout_of(
             tie = "" if owner == name else owner
             specs[name] = TensorSpec(name=name, shape=parameter.shape, dtype=parameter.dtype, same_as=tie)
         if owner == name:
-            held = _held(tensor, key, replica) if isinstance(tensor, DTensor) else None
+            held = _held(tensor, key, replica) if is_distributed(tensor) else None
             shards.extend(shards_of(parameter, index, storage=key, strides=memory[3], held=held))
     ranks = (RankLayout(place=place or detect_place(tensors.values()), shards=tuple(shards)),)
     layout = Layout(replica=replica, tensors=tuple(specs.values()), ranks=ranks, base=base)
@@ -92,8 +93,14 @@ def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of `tensor`, detached."""
     # `to_local` would return a view of a view; a layout describes the memory itself.
-    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor
     return local.detach()
+
+
+def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether `tensor` is a `DTensor`; imports nothing, since a program that has one has imported its module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def placements_of(tensor: DTensor, name: str) -> tuple[Placement, ...]:
@@ -112,6 +119,9 @@ def placements_of(tensor: DTensor, name: str) -> tuple[Placement, ...]:
 
 
 def _placement(placement: TorchPlacement, name: str) -> Placement:
+    from torch.distributed.tensor.placement_types import Shard as TorchShard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if placement.is_replicate():
         return REPLICATE
     if isinstance(placement, _StridedShard):

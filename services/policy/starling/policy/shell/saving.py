@@ -6,6 +6,7 @@ command. One thing is written at a time: see `starling.policy.train.checkpoint.w
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 import structlog
 
@@ -29,6 +31,9 @@ from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutco
 from starling.policy.train.learner import Learner
 
 log = structlog.get_logger(__name__)
+
+STATE_FORMAT: Final = "starling.policy.train.checkpoint.dcp"
+"""The module that writes states."""
 
 
 class PolicySaver:
@@ -61,6 +66,7 @@ class PolicySaver:
         self._requested = threading.Event()
         self._saved = -1
         """Newest version with a state, complete or being written."""
+        self._is_prepared = False
 
     def connect(
         self, answer: AnswerLease, broken: Callable[[Future[None]], None], changed: Callable[[], None] = lambda: None
@@ -68,6 +74,15 @@ class PolicySaver:
         """Answer leases with `answer`; see `BackgroundWriter` for the other arguments."""
         self._answer = answer
         self._writer = BackgroundWriter(self._settings.patience_s, broken, changed)
+
+    def prepare(self) -> None:
+        """Import in the background what the first write of a state needs, which takes half a second.
+
+        Called when a version is offered: training then waits for completions, at least the first time.
+        """
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._writer.prepare(STATE_FORMAT)
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Save after the present command when SIGUSR1 arrives; its handler calls `wake` to end the wait for one."""
@@ -158,6 +173,7 @@ class PolicySaver:
         patience_s: float | None = None,
     ) -> None:
         self._writer.wait(patience_s)
+        importlib.import_module(STATE_FORMAT)  # imported already, unless `prepare` has just begun
 
         def copy() -> Callable[[], str]:
             snapshot = self._learner.take_state(version, run=self._run, metrics=metrics)

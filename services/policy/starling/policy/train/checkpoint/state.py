@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint.dcp import SavedTensors, Shape, write_tensors
 from starling.policy.train.checkpoint.header import (
     PREFIX,
     DamagedStateError,
@@ -40,6 +39,9 @@ from starling.policy.train.checkpoint.header import (
     state_versions,
 )
 from starling.policy.train.checkpoint.storage import MANIFEST, Storage
+
+if TYPE_CHECKING:  # its import takes half a second, which only a process that writes or reads a state needs
+    from starling.policy.train.checkpoint.dcp import SavedTensors, Shape
 
 NUM_KEPT: Final = 2
 """Number of states to keep: the newest, and the one before in case that is damaged."""
@@ -130,6 +132,8 @@ class StateStore:
         Raises:
             ConfigError: the storage fails; the states before are kept.
         """
+        from starling.policy.train.checkpoint.dcp import write_tensors
+
         name = f"{PREFIX}{snapshot.state.version}"
         with self.storage.writing(name) as draft:
             with self.storage.explained("written", name):
@@ -179,6 +183,8 @@ class SavedState:
     @classmethod
     def of(cls, verified: VerifiedState) -> SavedState:
         """Open a verified state for reading."""
+        from starling.policy.train.checkpoint.dcp import SavedTensors
+
         storage = verified.storage
         return cls(verified.state, storage, SavedTensors(storage.fs, storage.path(verified.state.parts)))
 

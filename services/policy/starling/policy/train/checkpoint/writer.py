@@ -6,6 +6,7 @@ waits for it; none is skipped, and the order is kept.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +27,7 @@ def _ignore() -> None:
 
 
 class BackgroundWriter:
-    """Writes one state or export at a time. Its methods are called by the training thread only."""
+    """Writes one state or export at a time. Its methods are for the training thread, if they do not say else."""
 
     def __init__(
         self, patience_s: float, broken: Callable[[Future[None]], None], changed: Callable[[], None] = _ignore
@@ -44,6 +45,10 @@ class BackgroundWriter:
         self._what, self._since = "", 0.0
         self._waiting: tuple[float, float] | None = None
         """Begin and deadline of a `wait` in progress."""
+
+    def prepare(self, module: str) -> None:
+        """Import `module`, which a write needs, before the next write; any thread may call this."""
+        self._pool.submit(importlib.import_module, module)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the write in progress.

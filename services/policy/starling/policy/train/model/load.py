@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from starling.algo.architecture import auto_class, context_length, remedy, turn_off_router_logits
+from starling.algo.outline import cheap_outlines
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.weightsync.tensors.adapters import published_tensors
@@ -189,14 +190,15 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: 
     if random:
         model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
-        model, info = kind.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        with cheap_outlines():
+            model, info = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
         absent = {name for name in info["missing_keys"] if not (scores and name.startswith("score."))}
         _check_complete(folder, absent, info["mismatched_keys"])
     return cast(PreTrainedModel, model)

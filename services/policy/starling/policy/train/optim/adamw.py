@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW without torch's compiler, which its methods import, in half a second, to be excluded from it."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make one update from the gradients."""
+        inspect.unwrap(torch.optim.AdamW.step)(self)
+
+
 def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return torch's AdamW with moments of 0, as one fused kernel for all parameters where the device has it.
 
@@ -25,7 +39,7 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.op
         settings: betas and epsilon.
     """
     fused = all(parameter.device.type in _FUSED_DEVICES for group in groups for parameter in group["params"])
-    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
+    optimizer = AdamW(groups, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             device = parameter.device if fused else None

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from starling.algo.architecture import auto_class, turn_off_router_logits
+from starling.algo.outline import cheap_outlines
 from starling.common.settings import LoraSettings
 from starling.rollout.engine.embedded.quantised import quantise_linears
 from starling.rollout.engine.model_config import read_config, unloadable_folder
@@ -49,9 +50,10 @@ def build_model(
     try:
         auto = auto_class(config)
         if weights or lora is not None:
-            model = auto.from_pretrained(
-                folder, config=config, dtype=element, local_files_only=True, trust_remote_code=trust_remote_code
-            )
+            with cheap_outlines():
+                model = auto.from_pretrained(
+                    folder, config=config, dtype=element, local_files_only=True, trust_remote_code=trust_remote_code
+                )
         else:
             with torch.device(device):
                 model = auto.from_config(config, dtype=element, trust_remote_code=trust_remote_code)
