@@ -27,6 +27,7 @@ from starling.common.net.binding import bind
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import receive, send
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, RateLimits, RoleRules, rules_of
+from starling.common.net.publishing import SnapshotPublisher
 from starling.common.net.traffic import SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.wire import codec
 from starling.common.wire.messages import (
@@ -139,6 +140,7 @@ class Hub:
         self._publisher.maxmsgsize = MAX_SUBSCRIPTION_BYTES
         self._publisher.rcvhwm = 0  # libzmq (4.3) aborts when a connection ends whose subscriptions wait for room
         self._subscribers = TrafficGuard(self._publisher, SUBSCRIBER_BYTES)
+        self._snapshots = SnapshotPublisher(self._publisher)
         try:
             bind(self._socket, address)
             bind(self._publisher, telemetry or address.rpartition(":")[0] + ":0")
@@ -244,17 +246,20 @@ class Hub:
 
     def publish(self, payload: bytes) -> None:
         """Publish telemetry to the subscribers; it may be lost."""
-        self._publisher.send(payload, zmq.NOBLOCK)
+        self._snapshots.publish(payload)
 
     def close(self, linger_s: float = 1.0) -> None:
         """Flush the last messages for at most `linger_s`, then close everything."""
-        for guard in (self._traffic, self._subscribers):
-            guard.close()
+        self._traffic.close()
         self._socket.close(int(linger_s * 1000))
-        self._publisher.close(0)
+        can_close = self._snapshots.end()
+        if can_close:
+            self._subscribers.close()
+            self._publisher.close(0)
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()
+        if can_close:
+            self._context.term()
 
     def _open(self, kind: int) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(kind)

@@ -34,8 +34,9 @@ FIRST_BYTES: Final = 256 * _MIB
 """Undelivered bytes of a connection before its first valid message, a `Hello` with a layout."""
 ALL_FIRST_BYTES: Final = 512 * _MIB
 """Undelivered bytes of all such connections together."""
-SUBSCRIBER_BYTES: Final = _MIB
-"""Bytes that a subscriber of the telemetry may send: its subscription, and answers to pings."""
+SUBSCRIBER_BYTES: Final = 16 << 10
+"""Bytes that a subscriber of the telemetry may send besides pings: its handshake, and one subscription. libzmq uses
+some 50 bytes of memory for each byte of a topic."""
 PING_BYTES_PER_S: Final = 16.0
 """Bytes that a connection may send in no message: pings and their answers."""
 CHECKED_AT_ONCE: Final = 256
