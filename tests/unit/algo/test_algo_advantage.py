@@ -188,3 +188,18 @@ REWARDS = [[1.0, 0.0, 0.25], [2.0, 2.0], [0.5, -1.0]]
 )
 def test_advantages_equal_a_published_implementation(advantages: list[list[float]], expected: list[float]) -> None:
     assert [value for group in advantages for value in group] == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 5e-324], [1e-170, -1e-170, 0.0], [1e15, -1e15], [-0.0, 0.0, 5e-324]])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
+def test_advantages_of_any_finite_rewards_are_finite(rewards: list[float], epsilon: float) -> None:
+    """A reward replica may give any: a step that cannot be computed would end the run."""
+    groups = [rewards, [0.0] * len(rewards)]
+    advantages = [
+        *group_normalised(groups, epsilon=epsilon),
+        *group_normalised(groups, scale="batch", epsilon=epsilon),
+        *batch_normalised(groups, epsilon=epsilon),
+        *batch_normalised(groups, baseline="group", epsilon=epsilon),
+        *leave_one_out(groups),
+    ]
+    assert all(math.isfinite(value) for row in advantages for value in row)

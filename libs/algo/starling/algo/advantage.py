@@ -50,8 +50,8 @@ def group_relative(
     centred = [reward - mean for reward in rewards]
     if scale == "none":
         return centred
-    std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
-    return [value / (std + epsilon) for value in centred]
+    divisor = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1)) + epsilon
+    return _scaled(centred, divisor)
 
 
 def group_normalised(
@@ -75,8 +75,7 @@ def group_normalised(
             flat = [reward for group in groups for reward in group]
             divisor = (statistics.stdev(flat) if len(flat) > 1 else 0.0) + epsilon
             centred = [group_relative(group, scale="none") for group in groups]
-            # Where all rewards are equal, the divisor may be 0.
-            return [[value / divisor if value else 0.0 for value in group] for group in centred]
+            return [_scaled(group, divisor) for group in centred]
         case _:
             raise ValueError(f"scale is {scale!r}: give std, batch or none")
 
@@ -128,6 +127,11 @@ def _leave_one_out(rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)
     total = math.fsum(rewards)
     return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def _scaled(values: Sequence[float], divisor: float) -> list[float]:
+    """Return `values` over `divisor`; 0 if that is 0: all rewards are equal, or the squares of their differences are."""
+    return [value / divisor if divisor else 0.0 for value in values]
 
 
 def _check(groups: Sequence[Sequence[float]], epsilon: float = 0.0) -> None:
