@@ -130,7 +130,7 @@ def _leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def _scaled(values: Sequence[float], divisor: float) -> list[float]:
-    """Return `values` over `divisor`; 0 if that is 0: all rewards are equal, or the squares of their differences are."""
+    """Return `values` over `divisor`; 0 if that is 0: rewards are equal, or the squares of their differences are 0."""
     return [value / divisor if divisor else 0.0 for value in values]
 
 
