@@ -11,8 +11,12 @@ import socket
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from starling.common.net.limits import PeerAllowance, RoleRules
+
+MAX_REPLACED: Final = 100_000
+"""Replaced connections that are remembered: far more than close while a message of theirs waits to be received."""
 
 
 @contextmanager
@@ -79,6 +83,9 @@ class PeerConnections:
     def __init__(self) -> None:
         self.by_name: dict[str, PeerConnection] = {}
         self.by_route: dict[bytes, PeerConnection] = {}
+        self.replaced: dict[bytes, None] = {}
+        """Routing ids of connections in whose place their peers use others, the newest last. What still arrives over
+        one does not make it the peer's connection again."""
 
     def add(self, peer: PeerConnection) -> None:
         """Add a peer, in place of the one that had its name or its connection."""
@@ -87,6 +94,13 @@ class PeerConnections:
                 self.remove(before.name, before.route)
         peer.address = peer_address(peer.descriptor)
         self.by_name[peer.name] = self.by_route[peer.route] = peer
+
+    def replace(self, before: PeerConnection) -> None:
+        """Close the connection that a peer used before."""
+        close_connection(before.descriptor, before.address)
+        self.replaced[before.route] = None
+        while len(self.replaced) > MAX_REPLACED:
+            del self.replaced[next(iter(self.replaced))]
 
     def remove(self, name: str, route: bytes) -> bool:
         """Remove a peer. Returns False if it has reconnected meanwhile."""

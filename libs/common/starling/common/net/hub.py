@@ -6,7 +6,8 @@ the key of the connection. No peer can therefore send, or receive, under the nam
 Peers are bounded (`limits`): the role determines which messages, of which size; an allowance determines the rate.
 Messages beyond them are dropped and counted. A peer that keeps flooding, or that sends too much without completing a
 message (`traffic`), loses its connection. A peer that does not read costs one log line a minute and the memory of
-`SEND_HIGH_WATER` messages. Changes of the allow-list take effect during the run.
+`SEND_HIGH_WATER` messages: it has one connection, and a new one ends the one before. Changes of the allow-list take
+effect during the run.
 """
 
 from __future__ import annotations
@@ -56,10 +57,15 @@ LOOK_EVERY_S = 0.05
 """How long `poll` waits at a time, and how often it checks for closed connections."""
 RELOAD_EVERY_S = 0.25
 """How often the allow-list is checked for changes."""
+SNAPSHOTS: Final = 8
+"""Snapshots that wait for a subscriber of the telemetry that does not read. Each is the whole state, so that a later
+one takes the place of those that it misses."""
 MAX_SUBSCRIPTION_BYTES: Final = 4 << 10
 """Maximum size of what a subscriber of the telemetry sends."""
 SEND_HIGH_WATER: Final = 1000
 """Messages that are queued for a peer that does not read."""
+REFUSE_EVERY_S: Final = 0.1
+"""How often, at most, the holder of a key is sent why it is refused."""
 WARN_EVERY_S: Final = 60.0
 """How often, at most, a peer that does not read is logged."""
 MAX_WARNINGS: Final = 10_000
@@ -138,6 +144,7 @@ class Hub:
         self._traffic = TrafficGuard(self._socket)
         self._publisher = self._open(zmq.PUB)
         self._publisher.maxmsgsize = MAX_SUBSCRIPTION_BYTES
+        self._publisher.sndhwm = SNAPSHOTS
         self._publisher.rcvhwm = 0  # libzmq (4.3) aborts when a connection ends whose subscriptions wait for room
         self._subscribers = TrafficGuard(self._publisher, SUBSCRIBER_BYTES)
         self._snapshots = SnapshotPublisher(self._publisher)
@@ -307,12 +314,13 @@ class Hub:
         except WireError as error:
             self._drop(route, last, error)
             if envelope is not None and error.kind in ("protocol", "run", "key", "role"):
-                self._refuse(route, envelope, str(error))
+                self._refuse(route, envelope, str(error), allowance)
             return None
-        if peer is None or peer.incarnation != envelope.incarnation or peer.name != envelope.sender:
+        is_new = peer is None or peer.incarnation != envelope.incarnation or peer.name != envelope.sender
+        if is_new and route not in self._peers.replaced:
             self._add_peer(route, envelope, last, rules)
-        if isinstance(message, Leave):
-            self._peers.by_name[envelope.sender].has_left = True
+        if isinstance(message, Leave) and (sender := self._peers.by_name.get(envelope.sender)) is not None:
+            sender.has_left = True
         return ReceivedMessage(envelope, message, buffers)
 
     def _check(self, envelope: Envelope, frame: zmq.Frame, peer: PeerConnection | None) -> RoleRules:
@@ -361,10 +369,13 @@ class Hub:
             allowance=PeerAllowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
         )
         before = self._peers.by_name.get(peer.name)
-        if before is not None and before.descriptor != peer.descriptor:
-            self._traffic.replace(before.descriptor)
         self._traffic.identify(peer.descriptor, rules.max_bytes)
         self._peers.add(peer)
+        if before is not None and before.route != route:
+            # What waits in it for a peer that does not read would stay as long as it is open.
+            if before.descriptor != peer.descriptor:
+                self._traffic.replace(before.descriptor)
+            self._peers.replace(before)
 
     def _note_closed(self) -> None:
         """Record the connections that have closed."""
@@ -408,8 +419,15 @@ class Hub:
         peer = self._peers.by_route.get(route)
         return self._owner(frame) or (peer.name if peer is not None else STRANGER)
 
-    def _refuse(self, route: bytes, envelope: Envelope, reason: str) -> None:
-        """Send a peer that can never become a member the reason, in an envelope that it accepts as its own run's."""
+    def _refuse(self, route: bytes, envelope: Envelope, reason: str, allowance: PeerAllowance) -> None:
+        """Send a peer that can never become a member the reason, in an envelope that it accepts as its own run's.
+
+        The holder of a key gets it seldom: it may read nothing, over any number of connections.
+        """
+        now = time.monotonic()
+        if self._keys is not None and now < allowance.refused_at + REFUSE_EVERY_S:
+            return
+        allowance.refused_at = now
         answer = Envelope(
             protocol=PROTOCOL_VERSION, run=envelope.run, sender=curve.CONTROLLER, incarnation=self.incarnation, seq=0
         )

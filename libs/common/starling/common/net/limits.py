@@ -59,7 +59,7 @@ class PeerAllowance:
     Counting a message is then two subtractions. In a time t a peer may send at most `rate * t` plus two bursts.
     """
 
-    __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "over", "since")
+    __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "over", "refused_at", "since")
 
     def __init__(self, limits: RateLimits, now: float) -> None:
         self.limits, self.since = limits, now
@@ -68,6 +68,8 @@ class PeerAllowance:
         """Whether messages were dropped, and the peer has not slowed down since."""
         self.dropped = 0
         """Messages that were dropped since then."""
+        self.refused_at = float("-inf")
+        """When its holder was last told why it is refused."""
 
     def refill(self, now: float) -> bool:
         """Refill the buckets. Returns whether the message that was counted last is within the limits."""
