@@ -97,6 +97,25 @@ async def greedy(task: AgentTask) -> float:
     return 0.0
 
 
+async def crowding(task: AgentTask, *, notes: str) -> float:
+    """Send more requests at a time, larger ones, and more conversations than an episode may have."""
+    async with client_of(task) as client:
+
+        async def ask(text: str, **more: Any) -> str:
+            messages: list[Any] = [{"role": "user", "content": text}]
+            try:
+                await client.chat.completions.create(model="m", messages=messages, max_tokens=3, **more)
+            except openai.APIStatusError as error:
+                return f"{error.status_code} {error.message}"
+            return "200"
+
+        at_once = await asyncio.gather(*(ask(str(number)) for number in range(4)))
+        beyond = [await ask(str(number)) for number in (5, 6, 7)]
+        tools = [{"type": "function", "function": {"name": "add", "description": "x" * (2 << 20)}}]
+        write_notes(notes, task, [*sorted(at_once), "-", *beyond, "-", await ask("8", extra_body={"tools": tools})])
+    return 1.0
+
+
 async def failing(task: AgentTask) -> float:
     async with client_of(task) as client:
         await client.chat.completions.create(model="m", messages=task.messages, max_tokens=3)  # type: ignore[arg-type]

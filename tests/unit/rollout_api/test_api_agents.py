@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,20 @@ def test_failed_program_costs_its_own_trajectory(api_model: Path, name: str, lim
         for trajectory in made.play(PROMPT, 2).trajectories:
             assert trajectory.status is Status.ENV_ERROR
             assert problem in trajectory.problem
+
+
+def test_requests_of_an_episode_are_bounded(api_model: Path, notes: Notes) -> None:
+    limits = ("--rollout.api.max-requests", "3", "--rollout.environment.max-branches", "5")
+    with stage(api_model, *agent("crowding", *limits, *notes.needs, notes=notes.folder)) as made:
+        (trajectory,) = made.play(PROMPT, 1).trajectories
+        assert (trajectory.problem, trajectory.reward) == ("", 1.0)
+    answers = "\n".join(notes[0])
+    assert re.fullmatch(
+        r"(200\n){3}429 .*raise rollout.api.max_requests.*\n-\n"
+        r"(200\n){2}429 .*raise rollout.environment.max_branches.*\n-\n"
+        r"413 .*the body has more than \d+ bytes; send less at a time.*",
+        answers,
+    ), answers
 
 
 def test_episode_key_is_revoked_at_its_end(api_model: Path, notes: Notes) -> None:

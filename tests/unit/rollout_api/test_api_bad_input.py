@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from api_lone import CONTEXT, DEADLINE_S, LoneEngine, lone_engine
 
-from starling.rollout.api.app import MAX_BODY_BYTES
+from starling.rollout.api.episode_limits import MAX_BODY_BYTES
 from starling.rollout.api.errors import ApiError
 from starling.rollout.api.messages import make_call_reader, message_key
 from starling.rollout.api.model import ServedModel

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import AutoTokenizer
 
 from starling.algo.text import decode, encode_prompt, encode_text
 from starling.common.wire.messages import ChatMessage, Prompt, Sampling, Status
+from starling.rollout.api.episode_limits import EpisodeLimits, RequestsInProgress
 from starling.rollout.api.errors import ApiError
 from starling.rollout.api.messages import make_call_reader
 from starling.rollout.api.recording import RecordedTurn, Recording
@@ -22,6 +25,7 @@ from starling.rollout.engine.base import Completion, GroupRequest, GroupResult
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode
 
+LIMITS = EpisodeLimits(max_requests=8, max_branches=8, max_model_len=2000)
 PROMPT = Prompt(id="p", messages=(ChatMessage(role="user", content="1+2?"),))
 USER: Any = {"role": "user", "content": "1+2?"}
 ADD: Any = [{"type": "function", "function": {"name": "add"}}]
@@ -34,13 +38,14 @@ class ScriptedModel:
     def __init__(self, tokenizer: Any, *texts: str | None) -> None:
         self._tokenizer, self._texts = tokenizer, list(texts)
         self.asked: list[GroupRequest] = []
-        self.is_asked = asyncio.Event()
+        self.is_asked, self.is_asked_again = asyncio.Event(), asyncio.Event()
 
     async def ask(self, request: GroupRequest, enough: Callable[[], bool]) -> GroupResult:
         self.asked.append(request)
         self.is_asked.set()
         text = self._texts.pop(0)
         if text is None:
+            self.is_asked_again.set()
             await asyncio.Event().wait()
         ids = np.array([*encode_text(self._tokenizer, text or ""), self._tokenizer.eos_token_id], np.int32)
         zeros = np.zeros(len(ids), np.int32)
@@ -57,7 +62,10 @@ Ask = Callable[..., Awaitable[RecordedTurn]]
 
 
 def recorded(
-    tokenizer: Any, model: ScriptedModel, play: Callable[[Recording, Ask], Awaitable[None]]
+    tokenizer: Any,
+    model: ScriptedModel,
+    play: Callable[[Recording, Ask], Awaitable[None]],
+    limits: EpisodeLimits = LIMITS,
 ) -> tuple[Recording, Any]:
     """Run an episode with a recording; return the recording and the trajectory."""
 
@@ -72,10 +80,11 @@ def recorded(
             max_model_len=2000,
         )
         episode = TokenEpisode(task, 0, tokenizer, model.ask)
-        recording = Recording(episode, lambda ids: decode(tokenizer, ids), make_call_reader("", None))
+        recording = Recording(episode, lambda ids: decode(tokenizer, ids), make_call_reader("", None), limits)
 
         async def ask(*messages: Any, **more: Any) -> RecordedTurn:
-            return await recording.turn(read_chat({"model": "m", "messages": list(messages), **more}))
+            body = {"model": "m", "messages": list(messages), **more}
+            return await recording.turn(read_chat(body), len(json.dumps(body)))
 
         await play(recording, ask)
         await recording.close()
@@ -175,3 +184,64 @@ def test_request_after_episode_end_is_rejected(tokenizer: Any) -> None:
 )
 def test_reply_calls_are_read(parser: Any, template: str | None, text: str, found: Any) -> None:
     assert make_call_reader(parser, template)(text) == found
+
+
+def test_conversations_of_an_episode_are_bounded(tokenizer: Any) -> None:
+    """Those that continue another one take its place: they are no more, however many requests there are."""
+
+    async def play(recording: Recording, ask: Ask) -> None:
+        await ask(USER)
+        await ask(USER, {"role": "assistant", "content": "a"}, USER)
+        beginning = asyncio.create_task(ask({"role": "user", "content": "2+3?"}))
+        await model.is_asked_again.wait()
+        with pytest.raises(ApiError, match="this episode has 2 conversations already; continue one of them, or") as one:
+            await ask({"role": "user", "content": "3+4?"})
+        assert one.value.status == 429
+        beginning.cancel()
+        await asyncio.gather(beginning, return_exceptions=True)
+        await ask({"role": "user", "content": "3+4?"})
+        with pytest.raises(ApiError, match="this episode has 2 conversations already"):
+            await ask(USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "other"})
+        await ask({"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "c"}, USER)
+
+    model = ScriptedModel(tokenizer, "a", "b", None, "c", "d")
+    limits = EpisodeLimits(max_requests=8, max_branches=2, max_model_len=2000)
+    recording, _ = recorded(tokenizer, model, play, limits)
+    assert recording.num_branches == 2
+
+
+def test_bytes_of_the_conversations_of_an_episode_are_bounded(tokenizer: Any) -> None:
+    """Tools and fields of messages that the template does not write are kept without taking a token."""
+    tools = [{"type": "function", "function": {"name": "add", "description": "x" * LIMITS.body_bytes}}]
+
+    async def play(recording: Recording, ask: Ask) -> None:
+        for number in range(15):
+            await ask({"role": "user", "content": f"{number}+1?"}, tools=tools)
+        with pytest.raises(ApiError, match=f"and {LIMITS.total_bytes} are allowed; begin fewer") as error:
+            await ask(USER, tools=tools)
+        assert error.value.status == 413
+        await ask(USER)
+
+    many = EpisodeLimits(max_requests=8, max_branches=1000, max_model_len=2000)
+    recorded(tokenizer, ScriptedModel(tokenizer, *["a"] * 17), play, many)
+
+
+def test_requests_in_progress_of_an_episode_are_bounded() -> None:
+    requests = RequestsInProgress(EpisodeLimits(max_requests=20, max_branches=1, max_model_len=0))
+    with ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(requests.request()).add(1 << 20)
+        with requests.request() as one, pytest.raises(ApiError, match=r"the requests in progress .* wait") as error:
+            one.add(1)
+        assert error.value.status == 429
+        for _ in range(4):
+            stack.enter_context(requests.request())
+        with (
+            pytest.raises(ApiError, match="20 requests of this episode are in progress already") as error,
+            requests.request(),
+        ):
+            pass
+        assert error.value.status == 429
+    with requests.request() as one, pytest.raises(ApiError, match="more than 1048576 bytes") as error:
+        one.add((1 << 20) + 1)
+    assert error.value.status == 413

@@ -50,6 +50,9 @@ class EnvironmentSettings(SettingsSection):
     """Limit on the model's replies in one trajectory."""
     turn_max_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
     """Limit on the tokens of one reply; 0 for what `sampling.max_tokens`, the limit for the trajectory, leaves."""
+    max_branches: int = Field(default=256, ge=1, le=MAX_COUNT)
+    """Limit on the conversations of one trajectory of `agent` or `verifiers` that are not part of another one: further
+    ones are rejected with 429."""
     timeout_s: Seconds = 600.0
     """Time limit of one trajectory, in seconds; beyond it the status is `env_error`. Time does not count while the
     engine cannot generate: asleep, restarting, or without weights."""
@@ -74,7 +77,8 @@ class ApiSettings(SettingsSection):
     key: str = ""
     """The API key of clients; empty to generate one, which is written to the same file as the port."""
     max_requests: int = Field(default=256, ge=1, le=MAX_COUNT)
-    """Limit on concurrent requests; further ones are rejected with 429. Requests of episodes do not count."""
+    """Limit on concurrent requests; further ones are rejected with 429. Requests of episodes do not count: each episode
+    has this limit for its own."""
     tool_parser: Literal["", "hermes", "llama"] = ""
     """Form of the model's tool calls, for requests with tools; empty to detect it from the chat template."""
     timeout_s: Seconds = 600.0

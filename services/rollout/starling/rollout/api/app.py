@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from starling.common.errors import StarlingError
+from starling.rollout.api.episode_limits import RequestBody
 from starling.rollout.api.errors import ApiError, Code, api_error_of
 from starling.rollout.api.generation import Generation, without_tokens
 from starling.rollout.api.requests import RequestOptions, read_body, read_chat, read_text, too_deep
@@ -42,11 +43,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MAX_BODY_BYTES: Final = 32 << 20
-EPISODE_BODY_BYTES: Final = 1 << 20
-EPISODE_TOKEN_BYTES: Final = 256
-"""Limit on the body of an episode's request, which is one conversation: so much, and so much for each token of the
-model's context."""
 MAX_LOGGED: Final = 1000
 """Characters of an unexpected error that are logged: it may contain what a client sent."""
 
@@ -104,27 +100,32 @@ class Endpoint:
 
     async def _chat(self, request: Request) -> Response:
         recording = self._check_key(request)
-        chat = read_chat(read_body(await self._read(request, self._max_bytes(recording))))
-        self._served.check_conversation(chat.messages, chat.tools)
         if recording is not None:
-            # No slot and no time limit of its own: the turn ends with its episode, which has both.
-            turn = await cancel_on_disconnect(request, recording.turn(chat))
-            builder = self._builder("chat", chat.options, calls=bool(chat.tools), buffered=True)
-            if chat.options.stream:
-                events = whole_choice_events(builder, chat.options, turn.choice, turn.prompt_ids)
-                return EventStream(events, contextlib.ExitStack())
-            return _json(builder.response([turn.choice], [turn.prompt_ids], {"overruled": list(turn.overruled)}))
+            return await self._turn(request, recording)
+        chat = read_chat(read_body(await self._read(request, RequestBody())))
+        self._served.check_conversation(chat.messages, chat.tools)
         self._check_model(chat.options.model)
         prompt_ids = self._served.chat_ids(chat.messages, chat.tools)
         self._served.check(chat.options, prompt_ids, "messages")
         builder = self._builder("chat", chat.options, calls=bool(chat.tools))
         return await self._respond(request, chat.options, [prompt_ids], builder)
 
+    async def _turn(self, request: Request, recording: Recording) -> Response:
+        """Answer with a turn of an episode. It has no time limit of its own: it ends with its episode."""
+        with recording.requests.request() as body:
+            chat = read_chat(read_body(await self._read(request, body)))
+            self._served.check_conversation(chat.messages, chat.tools)
+            turn = await cancel_on_disconnect(request, recording.turn(chat, body.size_bytes))
+            builder = self._builder("chat", chat.options, calls=bool(chat.tools), buffered=True)
+            if chat.options.stream:
+                events = whole_choice_events(builder, chat.options, turn.choice, turn.prompt_ids)
+                return EventStream(events, contextlib.ExitStack())
+            return _json(builder.response([turn.choice], [turn.prompt_ids], {"overruled": list(turn.overruled)}))
+
     async def _completions(self, request: Request) -> Response:
-        recording = self._check_key(request)
-        text = read_text(read_body(await self._read(request, self._max_bytes(recording))))
-        if recording is not None:
+        if self._check_key(request) is not None:
             raise ApiError("an episode is a conversation; use /v1/chat/completions", "not_found")
+        text = read_text(read_body(await self._read(request, RequestBody())))
         self._check_model(text.options.model)
         prompts = [self._served.text_ids(prompt) for prompt in text.prompts]
         for prompt_ids in prompts:
@@ -166,24 +167,14 @@ class Endpoint:
             events = stream_events(builder, options, generation, first, deltas, prompts)
             return EventStream(events, stack.pop_all())
 
-    def _max_bytes(self, recording: Recording | None) -> int:
-        """Return the limit on the body of a request with the server's key, or with that of an episode."""
-        if recording is None:
-            return MAX_BODY_BYTES
-        return min(MAX_BODY_BYTES, EPISODE_BODY_BYTES + EPISODE_TOKEN_BYTES * self._served.max_model_len)
-
-    async def _read(self, request: Request, max_bytes: int) -> bytes:
+    async def _read(self, request: Request, body: RequestBody) -> bytes:
         """Return the body. Raises ApiError, without reading on, when it is too large or takes too long."""
-        parts, size, limit_s = [], 0, self._settings.read_timeout_s
+        parts, limit_s = [], self._settings.read_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 async for part in request.stream():
+                    body.add(len(part))
                     parts.append(part)
-                    size += len(part)
-                    if size > max_bytes:
-                        raise ApiError(
-                            f"the body has more than {max_bytes} bytes; send less at a time", "request_too_large"
-                        )
         except TimeoutError:
             raise ApiError(
                 f"the body was not complete after {limit_s:g} s; send it at once, or raise rollout.api.read_timeout_s",

@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError
+from starling.rollout.api.episode_limits import EpisodeLimits, RequestsInProgress
 from starling.rollout.api.errors import ApiError
 from starling.rollout.api.generation import Choice, choice_of
 from starling.rollout.api.messages import MessageKey, ReadCalls, message_key, reply_message
@@ -51,6 +53,8 @@ class _Conversation:
 
     branch: Branch
     tools: str
+    size_bytes: int
+    """Of the request that it is from."""
     keys: list[MessageKey] = field(default_factory=list)
     replies: list[int] = field(default_factory=list)
     """Number of messages up to and including each reply."""
@@ -65,14 +69,24 @@ class Recording:
         episode: the episode; its event loop is the running one.
         decode: decodes token ids, without special tokens.
         read_calls: parser of tool calls in a reply, as for the client.
+        limits: on its requests.
     """
 
-    def __init__(self, episode: TokenEpisode, decode: Callable[[Sequence[int]], str], read_calls: ReadCalls) -> None:
-        self._episode, self._decode, self._read_calls = episode, decode, read_calls
+    def __init__(
+        self,
+        episode: TokenEpisode,
+        decode: Callable[[Sequence[int]], str],
+        read_calls: ReadCalls,
+        limits: EpisodeLimits,
+    ) -> None:
+        self._episode, self._decode, self._read_calls, self._limits = episode, decode, read_calls, limits
+        self.requests = RequestsInProgress(limits)
+        """Requests that are not answered yet; for the server's event loop."""
         self._loop = asyncio.get_running_loop()
         self._conversations: list[_Conversation] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._num_begun = 0
+        self._num_begun = self._num_beginning = 0
+        """Branches that have begun, and of these those without their first reply."""
         self._closed = False
         self.problem: StarlingError | None = None
         """Why the last request failed, if it did: the cause of what its client raises."""
@@ -82,8 +96,8 @@ class Recording:
         """Number of conversations with a reply that are not part of another one."""
         return len(self._conversations)
 
-    async def turn(self, chat: ChatCompletionRequest) -> RecordedTurn:
-        """Sample a reply to a request; called in the server's event loop.
+    async def turn(self, chat: ChatCompletionRequest, size_bytes: int) -> RecordedTurn:
+        """Sample a reply to a request of `size_bytes`; called in the server's event loop.
 
         Raises:
             ApiError: the episode is over, or does not support the request.
@@ -99,7 +113,7 @@ class Recording:
             raise ApiError(
                 "stop_token_ids is not supported in an episode; give texts as stop", "unsupported_parameter", "stop"
             )
-        submitted = asyncio.run_coroutine_threadsafe(self._turn(chat), self._loop)
+        submitted = asyncio.run_coroutine_threadsafe(self._turn(chat, size_bytes), self._loop)
         try:
             return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
@@ -117,14 +131,14 @@ class Recording:
         if self._conversations:
             self._episode.replace_by(self._conversations[-1].branch)
 
-    async def _turn(self, chat: ChatCompletionRequest) -> RecordedTurn:
+    async def _turn(self, chat: ChatCompletionRequest, size_bytes: int) -> RecordedTurn:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         if self._closed:
             raise _ended()
         self._tasks.add(task)
         try:
-            turn = await self._reply(chat)
+            turn = await self._reply(chat, size_bytes)
             self.problem = None
         except EpisodeOver as error:
             self.problem = error
@@ -141,26 +155,46 @@ class Recording:
             self._tasks.discard(task)
         return turn
 
-    async def _reply(self, chat: ChatCompletionRequest) -> RecordedTurn:
+    async def _reply(self, chat: ChatCompletionRequest, size_bytes: int) -> RecordedTurn:
         keys = [message_key(message) for message in chat.messages]
         known, num_turns = self._find(keys, chat)
+        continues = known is not None and num_turns == len(known.replies) and not known.num_continuations
+        self._check_kept(size_bytes, known if continues else None)
         if known is None:
             branch, num_known = Branch(self._episode, chat.messages, chat.tools, self._number()), len(keys)
         else:
-            continues = num_turns == len(known.replies) and not known.num_continuations
             branch = known.branch.fork(num_turns, known.branch.number if continues else self._number())
             num_known = known.replies[num_turns - 1]
             known.num_continuations += num_turns == len(known.replies)
+        self._num_beginning += not continues
         try:
             branch.say(*chat.messages[num_known:])
             await branch.reply(max_tokens=chat.options.max_tokens, stop=chat.options.stop)
         finally:
+            self._num_beginning -= not continues
             if known is not None:
                 known.num_continuations -= num_turns == len(known.replies)
         choice = choice_of(branch.turns[-1], self._decode, chat.options.stop)
-        self._add(chat, keys, branch, choice, known, num_turns)
+        self._add(chat, keys, branch, choice, known, num_turns, size_bytes)
         num_sampled = len(branch.turns[-1].token_ids)
         return RecordedTurn(choice, tuple(branch.token_ids[:-num_sampled]), _overruled(chat.options, self._episode))
+
+    def _check_kept(self, size_bytes: int, continued: _Conversation | None) -> None:
+        """Raise ApiError if there is no room for a conversation: a new one, or one that takes the place of another."""
+        kept, limits = [one for one in self._conversations if one is not continued], self._limits
+        if continued is None and len(kept) + self._num_beginning >= limits.max_branches:
+            raise ApiError(
+                f"this episode has {counted(len(kept) + self._num_beginning, 'conversation')} already; continue one of "
+                "them, or raise rollout.environment.max_branches",
+                "too_many_requests",
+            )
+        total = size_bytes + sum(one.size_bytes for one in kept)
+        if total > limits.total_bytes:
+            raise ApiError(
+                f"the conversations of this episode have {total} bytes with this one, and {limits.total_bytes} are "
+                "allowed; begin fewer, with fewer bytes of messages and tools",
+                "request_too_large",
+            )
 
     def _find(self, keys: Sequence[MessageKey], chat: ChatCompletionRequest) -> tuple[_Conversation | None, int]:
         """Return the newest conversation with the longest known prefix, and the number of its replies in that prefix.
@@ -185,15 +219,15 @@ class Recording:
         choice: Choice,
         known: _Conversation | None,
         num_turns: int,
+        size_bytes: int,
     ) -> None:
         """Store a conversation with a new reply, as the newest one."""
         reply = reply_message(choice.text, self._read_calls if chat.tools else None)
         before = known.replies[:num_turns] if known is not None else []
         if known in self._conversations and num_turns == len(known.replies):
             self._conversations.remove(known)  # the new one continues it
-        self._conversations.append(
-            _Conversation(branch, _canonical(chat), [*keys, message_key(reply)], [*before, len(keys) + 1])
-        )
+        new = _Conversation(branch, _canonical(chat), size_bytes, [*keys, message_key(reply)], [*before, len(keys) + 1])
+        self._conversations.append(new)
 
     def _number(self) -> int:
         """Return a number that no branch has yet."""

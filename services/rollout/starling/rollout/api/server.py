@@ -19,6 +19,7 @@ from starling.common.errors import ConfigError
 from starling.common.files import write_whole
 from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
+from starling.rollout.api.episode_limits import EpisodeLimits
 from starling.rollout.api.keys import ApiKeys
 from starling.rollout.api.protocol import protocol_with_header_limits
 from starling.rollout.api.recording import Recording
@@ -107,7 +108,7 @@ class ApiServer:
         self.keys: ApiKeys[Recording] = ApiKeys(key)
         """The valid API keys."""
         self.model = served.name
-        self._served = served
+        self._served, self._max_requests = served, settings.max_requests
         self._endpoint = Endpoint(engine_queue, served, settings, self.keys)
         config = uvicorn.Config(
             self._endpoint.application(),
@@ -130,7 +131,8 @@ class ApiServer:
     def recording(self, episode: TokenEpisode) -> Recording:
         """Return a new recording of `episode`; called in its event loop."""
         # With the episode's own tokenizer, as it decodes in the episode's event loop: tokenizers are not thread-safe.
-        return Recording(episode, partial(decode, episode.tokenizer), self._served.read_calls)
+        limits = EpisodeLimits(self._max_requests, episode.max_branches, self._served.max_model_len)
+        return Recording(episode, partial(decode, episode.tokenizer), self._served.read_calls, limits)
 
     def listen_also(self, listener: socket.socket) -> None:
         """Accept connections at another listening socket too: that of a sandbox with a network of its own.

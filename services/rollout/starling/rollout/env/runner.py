@@ -103,6 +103,7 @@ class EpisodeRunner:
             max_turns=settings.max_turns,
             turn_max_tokens=settings.turn_max_tokens,
             max_model_len=self._max_model_len,
+            max_branches=settings.max_branches,
             tools=self._environment.tools,
             tensors=prepared.tensors,
         )

@@ -49,6 +49,8 @@ class EpisodeTask:
     turn_max_tokens: int
     """Limit on the tokens of one reply; 0 for none."""
     max_model_len: int
+    max_branches: int = 1
+    """Limit on the conversations of a program that keeps them itself."""
     tools: tuple[Mapping[str, Any], ...] = ()
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
@@ -96,6 +98,11 @@ class TokenEpisode:
     def index(self) -> int:
         """Index of this trajectory in its group, from 0."""
         return self._index
+
+    @property
+    def max_branches(self) -> int:
+        """Limit on the conversations of a program that keeps them itself."""
+        return self._task.max_branches
 
     @property
     def tokenizer(self) -> Any:
