@@ -237,6 +237,31 @@ def test_models_that_cannot_attend_by_segments_train_one_sequence_per_row(kind: 
         assert error <= 1e-3 * torch.linalg.vector_norm(gradient) + 1e-8, (name, float(error))
 
 
+def test_a_leak_between_tokens_is_observed() -> None:
+    """A layer that mixes neighbours of a row, which no configuration names."""
+    model = make("llama")
+    model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: output + torch.roll(output, 1, dims=1))
+    with capture_logs() as logs:
+        assert layout_of(model) == "rows"
+    assert [line["reason"] for line in logs] == ["a forest of segments and its sequences alone differ"]
+
+
+def test_a_window_that_the_attention_function_does_not_get_is_observed() -> None:
+    model = make("qwen3 with windows")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    with capture_logs() as logs:
+        assert layout_of(model) == "rows"
+    assert "windows" in logs[0]["reason"]
+
+
+def test_observing_a_model_leaves_no_gradient_and_draws_no_random_number() -> None:
+    model, before = make("qwen3_moe"), torch.random.get_rng_state()
+    assert layout_of(model) == "forest"
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_recomputed_blocks_have_the_structure(checkpointing: str) -> None:
     from starling.policy.train.memory.setup import apply_memory_settings

@@ -88,8 +88,11 @@ def divide(trees: Sequence[Node], budget: int) -> list[list[int]]:
     tokens above them; what exceeds the budget is cut, and what is above a cut is computed on both sides. A sequence
     longer than the budget is beside none but its own beginnings.
     """
+    nodes = _preorder(trees)
+    if sum(node.end - node.start for node in nodes) <= budget:
+        return [sorted(member for node in nodes for member in node.members)]
     bins: dict[int, list[tuple[int, list[int]]]] = {}
-    for node in reversed(_preorder(trees)):  # children first
+    for node in reversed(nodes):  # children first
         own, room = node.end - node.start, budget - node.end
         items = [(0, [member]) for member in node.members]
         items += [item for child in node.children for item in bins.pop(id(child))]

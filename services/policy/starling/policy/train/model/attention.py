@@ -5,13 +5,14 @@ transformers hands through to the attention function of each layer. A recomputed
 pass without a structure, and the layers of a vision tower, compute as before, by scaled dot-product attention.
 
 Not every model does this: some have layers that carry a state along the row, or attention of their own. Whether the
-model at hand does is not looked up in a list but observed, on seven tokens.
+model at hand does is not looked up in a list but observed, on seven tokens, forward and backward.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -38,7 +39,7 @@ _OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias", "head_mask", "in
 _PROBE: Final = Forest((3, 1, 1, 2), (-1, 0, 1, 0))
 """Two sequences of five tokens, which have three in common."""
 _TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-"""Of the probe's hidden states, relative to the largest: above rounding, far below a token that is seen by mistake."""
+"""Of the probe's results, relative to the largest: above rounding, far below a token that is seen by mistake."""
 _PROBES: Final = 3
 """Draws of the probe's tokens: rounding may send a token of one to another expert, but not of all."""
 
@@ -164,7 +165,6 @@ def _named_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
-@torch.no_grad()
 def _observed_reason(model: PreTrainedModel) -> str | None:
     """Compare a forest with its sequences alone; return what is wrong, None for nothing."""
     before = model.config._attn_implementation
@@ -181,17 +181,17 @@ def _observed_reason(model: PreTrainedModel) -> str | None:
 
 def _differences(model: PreTrainedModel) -> str | None:
     _use_packed(model)
-    windows: list[int | None] = []
     paths = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]], device=model.device)
     positions = torch.from_numpy(_PROBE.positions)[None].to(model.device)
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     for _ in range(_PROBES):
         tokens = torch.randint(vocabulary, (1, _PROBE.num_tokens), generator=generator).to(model.device)
-        windows.clear()
-        alone = _hidden(model, input_ids=tokens[0][paths])
-        packed = _hidden(
+        windows: list[int | None] = []
+        alone, by_row = _hidden(model, lambda found: found, input_ids=tokens[0][paths])
+        packed, by_token = _hidden(
             model,
+            lambda found: found[0][paths],
             input_ids=tokens,
             position_ids=positions,
             observed_windows=windows,
@@ -199,10 +199,16 @@ def _differences(model: PreTrainedModel) -> str | None:
         )
         if Counter(windows) != _windows_of(model):
             return "its layers do not hand their windows to the attention function of transformers"
-        error, largest = (packed[0][paths] - alone).abs().max(), alone.abs().max()
-        if bool(error <= _TOLERANCE.get(model.dtype, 0.05) * largest):
+        # What a token of the forest receives is what it receives in each of its sequences.
+        summed = torch.zeros_like(by_token[0]).index_add(0, paths.flatten(), by_row.flatten(0, 1))
+        if _is_close(packed, alone) and _is_close(by_token[0], summed):
             return None
     return "a forest of segments and its sequences alone differ"
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(found.dtype, 0.05)
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def _windows_of(model: PreTrainedModel) -> Counter[int | None]:
@@ -213,7 +219,23 @@ def _windows_of(model: PreTrainedModel) -> Counter[int | None]:
     return Counter(window if kind == _WINDOWED else None for kind in kinds)
 
 
-def _hidden(model: PreTrainedModel, **arguments: Any) -> Tensor:
-    """Return the last hidden states of the model's body, [R, L, hidden]."""
-    found: Tensor = model.base_model(use_cache=False, **arguments)[0]
-    return found
+def _hidden(model: PreTrainedModel, by_sequence: Callable[[Tensor], Tensor], **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the last hidden states of the model's body by sequence, and a gradient with respect to the embeddings.
+
+    Parameters receive none.
+    """
+    embedded: list[Tensor] = []
+
+    def observe(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    handle = model.get_input_embeddings().register_forward_hook(observe)
+    try:
+        with torch.enable_grad():
+            hidden = by_sequence(model.base_model(use_cache=False, **arguments)[0])
+            weights = torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device).view_as(hidden)
+            (gradient,) = torch.autograd.grad(hidden, embedded, weights.to(hidden.dtype))
+    finally:
+        handle.remove()
+    return hidden.detach(), gradient
