@@ -30,6 +30,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,7 @@ from statistics import median
 
 from check_checkouts import Side, base_commit, changed_files, check_out, git, is_measured
 from check_intervals import MIN_ROUNDS, Ratio, is_regression, paired_ratio
-from check_samples import GOALS
+from check_samples import GOALS, end
 from figure import progress, rounded
 
 ROUNDS = {"start": 8, "core": 8, "wire": 8, "loop": 6}
@@ -108,15 +109,17 @@ def run_sample(scripts: Path, side: Side, bench: str) -> dict[str, tuple[float, 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     # Nothing is compiled meanwhile, and dictionaries and sets have the same order in every process.
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
-    try:
-        done = subprocess.run(
-            command, cwd=side.folder, env=environment, capture_output=True, text=True, timeout=SAMPLE_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise NotMeasured(side, bench, f"it did not end within {SAMPLE_TIMEOUT_S} s") from None
-    if done.returncode:
-        raise NotMeasured(side, bench, done.stderr)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=side.folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            printed, errors = process.communicate(timeout=SAMPLE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise NotMeasured(side, bench, f"it did not end within {SAMPLE_TIMEOUT_S} s") from None
+        finally:
+            process.terminate()  # not killed: it ends the run that it has started; of no effect on one that has ended
+    if process.returncode:
+        raise NotMeasured(side, bench, errors)
+    lines = [json.loads(line) for line in printed.splitlines()]
     return {line["figure"]: (line["value"], line["unit"]) for line in lines}
 
 
@@ -232,6 +235,7 @@ def main() -> int:
     if not options.all and not any(map(is_measured, changed_files(base))):
         print(f"bench-check: no file that the quick benches run differs from {base[:12]}; nothing is checked")
         return 0
+    signal.signal(signal.SIGTERM, end)
     rounds = {bench: options.rounds or ROUNDS[bench] for bench in ROUNDS}
     started = time.monotonic()
     ends, subject = started + 60 * options.minutes, git("log", "-1", "--format=%h %s", base)

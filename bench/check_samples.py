@@ -22,6 +22,7 @@ import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -262,8 +263,14 @@ SAMPLES: dict[str, Callable[[], list[Cost]]] = {
 }
 
 
+def end(number: int, frame: object) -> None:
+    """Leave by an exception, so that what was started is ended and what was written is removed."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Sample and print."""
+    signal.signal(signal.SIGTERM, end)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bench", choices=tuple(SAMPLES))
     parser.add_argument("--rounds", type=int, default=1, help="samples; their median is printed")

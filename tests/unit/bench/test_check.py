@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -109,6 +110,40 @@ def test_verdict_is_unclear_where_the_interval_includes_the_growth_to_be_found(
     ratios: list[float], verdict: str
 ) -> None:
     assert Compared("loop", "step_s", "s", [1.0] * 6, ratios).verdict == verdict
+
+
+def test_terminated_check_ends_its_sample_which_ends_what_it_has_started(tmp_path: Path) -> None:
+    fifo, ended = tmp_path / "fifo", tmp_path / "ended"
+    os.mkfifo(fifo)
+    sample = f"""
+import signal, sys
+sys.path.insert(0, {str(BENCH)!r})
+from check_samples import end
+signal.signal(signal.SIGTERM, end)
+try:
+    open({str(fifo)!r}, "w").close()
+    signal.pause()
+finally:
+    open({str(ended)!r}, "w").close()
+"""
+    driver = f"""
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(BENCH)!r})
+from check import Side, end, run_sample
+signal.signal(signal.SIGTERM, end)
+folder = Path({str(tmp_path)!r})
+run_sample(folder, Side("after", folder), "loop")
+"""
+    (tmp_path / "check_samples.py").write_text(sample)
+    interpreter = tmp_path / ".venv" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.symlink_to(sys.executable)
+    with subprocess.Popen([sys.executable, "-c", driver]) as process:
+        fifo.read_text()  # the sample runs
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert ended.exists()
 
 
 # --- what is compared ------------------------------------------------------------------------------------------------
