@@ -156,15 +156,15 @@ def run_starling(recipe: dict[str, Any], folder: Path) -> float:
     return run_logged([str(Path(sys.executable).with_name("starling")), "run", str(file)], folder)
 
 
-def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale) -> RunTimes:
-    """Train once with Starling."""
-    recipe = {
+def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int) -> dict[str, Any]:
+    """Return the recipe of Starling's runs."""
+    return {
         "run": {"name": "loop", "kind": "rl", "seed": seed},
         "launch": {"num_rollouts": 2, "screen": "plain"},
         "model": {"path": str(checkpoint), "device": "cpu"},
         "data": data_section(data),
         "rl": {
-            "num_steps": scale.num_steps,
+            "num_steps": num_steps,
             "prompts_per_step": PROMPTS_PER_STEP,
             "group_size": GROUP_SIZE,
             "max_staleness": 1,
@@ -176,6 +176,11 @@ def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale) -> RunT
         },
         "reward": {"scorers": [{"name": f"{HERE / 'loop_reward.py'}:score"}]},
     }
+
+
+def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale) -> RunTimes:
+    """Train once with Starling."""
+    recipe = loop_recipe(data, checkpoint, seed, scale.num_steps)
     with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
         started = run_starling(recipe, Path(temporary))
         metrics = Path(temporary) / "loop" / "attempt-1" / "metrics.jsonl"
