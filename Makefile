@@ -32,7 +32,7 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all lint types imports unit processes explore sim system vllm bench bench-record bench-check figures docs install lock release clean
+.PHONY: demo smoke test test-all lint types imports unit processes test-gpu explore sim system vllm bench bench-record bench-check figures docs install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -61,6 +61,10 @@ imports: $(DEV)
 # One shard alone, without its campaign: `make unit`; `.venv/bin/python tests/shards.py list` shows them all.
 unit processes sim system vllm: $(DEV)
 	$(BIN)/python tests/shards.py run $@
+
+# What needs a GPU; skipped where there is none.
+test-gpu: $(DEV)
+	$(BIN)/pytest -m gpu -rs tests/unit
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.
 explore: export HYPOTHESIS_PROFILE = explore
