@@ -35,6 +35,21 @@ def test_controller_bounds_groups_by_what_rollouts_and_teachers_may_send(tmp_pat
     assert (limits.longest, limits.media_bytes, limits.teacher_top_k) == (48, 1000, 5)
 
 
+@pytest.mark.parametrize("depth", [70, 400])
+def test_recipe_of_any_depth_is_refused_in_a_sentence(depth: int, tmp_path: Path) -> None:
+    deep = tmp_path / "deep.toml"
+    deep.write_text(f"[data]\noptions = {{ a = {'[' * depth}{']' * depth} }}\n")
+    with pytest.raises(ConfigError, match=r"data.options.a has more than 64 tables or lists in each other"):
+        load_recipe([RECIPE, deep], [])
+
+
+def test_recipe_of_any_size_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with (tmp_path / "large.toml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="has more than 16 MiB"):
+        load_recipe([RECIPE, tmp_path / "large.toml"], [])
+
+
 COLOCATED = ("--rollout.engine", "vllm", "--launch.colocate", "true")
 
 

@@ -225,7 +225,8 @@ def test_recording_rejects_another_kind_of_file(tmp_path: Path, content: bytes, 
 def test_recordings_of_the_last_incarnations_are_kept(tmp_path: Path) -> None:
     for number in range(1, 13):
         recording_path(tmp_path, number).touch()
-    (tmp_path / "events-x.rec").touch()
+    for name in ("events-x.rec", "events-².rec"):
+        (tmp_path / name).touch()
     remove_old_recordings(tmp_path, 13)
-    kept = {"events-x.rec", *(f"events-{number}.rec" for number in range(6, 13))}
+    kept = {"events-x.rec", "events-².rec", *(f"events-{number}.rec" for number in range(6, 13))}
     assert {path.name for path in tmp_path.iterdir()} == kept, "with the new one there are eight"

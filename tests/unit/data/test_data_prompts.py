@@ -30,6 +30,23 @@ def stream(num_rows: int, *, shuffle: bool = True, seed: int = 0) -> PromptSourc
     return PromptSource(train, {}, shuffle=shuffle, seed=seed)
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (r'{"question": "\ud800"}', "half of a surrogate pair .*, which is no text"),
+        (r'{"question": "Why?", "m": {"\udfff": 1}}', "half of a surrogate pair"),
+        (f'{{"question": "Why?", "m": {"9" * 40}}}', "a number beyond 64 bits"),
+        (f'{{"question": "Why?", "m": {"[" * 70}{"]" * 70}}}', "more than 64 lists or tables in each other"),
+        (f'{{"question": "Why?", "m": {"[" * 900}{"]" * 900}}}', "more than 64 lists|no message can carry"),
+    ],
+)
+def test_row_that_no_message_can_carry_is_refused(text: str, complaint: str) -> None:
+    """The controller would end with it at its start, or when it sends it."""
+    columns = json.loads(text)
+    with pytest.raises(ConfigError, match=f"row 4 of 'rows.jsonl' has .*{complaint}"):
+        make(columns, reference_column="", metadata_columns=("m",) if "m" in columns else ())
+
+
 # --- a row becomes a prompt ----------------------------------------------------------------------------------------
 
 

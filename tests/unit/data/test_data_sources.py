@@ -59,6 +59,7 @@ def test_jsonl_skips_blank_lines_and_stops_at_the_limit(tmp_path: Path) -> None:
         ("rows.jsonl", b'{"a": 1}\n{"a": \n', "line 2 of .* is not JSON"),
         ("rows.jsonl", b'\n\n["a"]\n', r'line 3 of .* holds \["a"\]: write a JSON object'),
         ("rows.jsonl", b'{"a": "\xff"}\n', "line 1 of .* is not JSON"),
+        ("rows.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1 of .* is not JSON"),
         ("rows.jsonl", b"\n", "is empty: give one with at least one row"),
         ("rows.parquet", b"PAR2", "cannot be read as Parquet"),
         ("rows.csv", b"a,b\n", "ends in '.csv': give a file that ends in .jsonl"),
@@ -68,6 +69,26 @@ def test_load_rows_rejects_a_file(tmp_path: Path, name: str, content: bytes, com
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=complaint):
         load_columns(tmp_path / name)
+
+
+@pytest.mark.parametrize("what", [b"question", b"a long text"])
+def test_parquet_with_texts_that_are_no_utf8_is_refused(what: bytes, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a long text"]}), path, use_dictionary=False)
+    path.write_bytes(path.read_bytes().replace(what, b"\xff" + what[1:]))
+    with pytest.raises(ConfigError, match="cannot be read as Parquet"):
+        load_columns(path)
+
+
+def test_line_without_end_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("starling.controller.data.sources.LINE_BYTES", 1000)
+    with (tmp_path / "rows.jsonl").open("wb") as file:
+        file.write(b'{"a": 1}\n')
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"line 2 of .* is longer than 1000 bytes"):
+        load_columns(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize(

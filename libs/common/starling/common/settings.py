@@ -40,6 +40,9 @@ from starling.common.ranges import (
 
 ENV_PREFIX = "STARLING_"
 MAX_SHOWN = 200
+MAX_FILE_BYTES = 16 << 20
+MAX_DEPTH = 64
+"""Most tables and lists in each other."""
 """Characters of a wrong value that an error shows."""
 _FIRST_LINE = "# This file is complete if its last line is: # end\n"
 _LAST_LINE = "# end\n"
@@ -308,6 +311,8 @@ def _own(schema: type[BaseModel], tree: Tree, foreign: set[str], origin: str) ->
 
 def unusable_text(value: Any, path: tuple[str, ...] = ()) -> str | None:
     """Return what is wrong with the first string that neither a recipe nor a path can contain."""
+    if len(path) > MAX_DEPTH:
+        return f"{'.'.join(path[:3])} has more than {MAX_DEPTH} tables or lists in each other; write it flatter"
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         found = (unusable_text(item, (*path, str(key))) for key, item in items)
@@ -517,6 +522,8 @@ def read_toml(file: Path) -> Tree:
     try:
         if file.exists() and not file.is_file():
             raise ConfigError(f"the configuration file {file} is not a regular file; give the path of a TOML file")
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"the configuration file {file} has more than {MAX_FILE_BYTES >> 20} MiB; shorten it")
         text = file.read_text()
         is_begun = text.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(text)
         if is_begun and not text.endswith(f"\n{_LAST_LINE}"):

@@ -23,6 +23,8 @@ from starling.controller.data.media import text_of_parts, with_media
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import DataRow, load_rows, nearest
 
+MAX_DEPTH: Final = 64
+_encode: Final = msgspec.msgpack.Encoder().encode
 _HELD_OUT_SEED: Final = "starling/held-out"
 
 Needs = Literal["prompt", "response", "pair"]
@@ -118,7 +120,31 @@ def make_prompt(row: DataRow | Prompt, number: int, settings: DataSettings, need
         raise ConfigError(f"{where} has no response to learn: {_remedy('reference', settings.reference_column)}")
     if needs == "pair" and not prompt.rejected:
         raise ConfigError(f"{where} has no rejected response: {_remedy('rejected', settings.rejected_column)}")
+    _check_encodable(prompt, where)
     return prompt
+
+
+def _check_encodable(prompt: Prompt, where: str) -> None:
+    """Raise ConfigError for a prompt that no message can carry: by half a character, a large number or depth."""
+    try:
+        _encode(prompt)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where} has half of a surrogate pair ({error.object[error.start : error.end]!r}), which is no text: "
+            "correct the row"
+        ) from None
+    except OverflowError:
+        raise ConfigError(f"{where} has a number beyond 64 bits: make it a text, or a smaller number") from None
+    except (RecursionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{where} has a value that no message can carry ({error}): correct the row") from None
+    if _is_deeper(prompt.metadata, MAX_DEPTH):  # its receivers have less of a stack left
+        raise ConfigError(f"{where} has more than {MAX_DEPTH} lists or tables in each other: write it flatter")
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Return whether a value has more than `limit` lists or tables in each other."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return limit < 0 or any(_is_deeper(item, limit - 1) for item in items)
 
 
 def _remedy(field: str, column: str) -> str:
@@ -161,7 +187,7 @@ def _fill_format(row: DataRow, where: str, format_: str) -> str:
     try:
         values = {name: Formatter().get_field(name, (), row.columns)[0] for name in names}
         text = format_.format_map(row.columns)
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, MemoryError) as error:
         raise ConfigError(
             f"{where} does not fit format = {format_!r} ({type(error).__name__}: {error}): correct the format"
         ) from None
@@ -242,7 +268,7 @@ def _chosen_metadata(row: DataRow, where: str, names: Iterable[str]) -> dict[str
     chosen = {name: _column(row, name, where, "metadata_columns") for name in names}
     try:
         json.dumps(chosen)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the metadata_columns of {where} are not JSON values ({error}): choose other columns"
         ) from None

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object
@@ -23,6 +24,8 @@ from starling.common.wire.messages import Prompt
 from starling.controller.data.settings import DataSettings
 
 SOURCES = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
+LINE_BYTES: Final = 900_000_000
+"""Longest line of a .jsonl: the journal stores no larger row, and a file without line ends is not read as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,16 @@ def _raise_missing(path: Path) -> NoReturn:
 def _read_jsonl(path: Path, limit: int | None) -> list[DataRow]:
     rows: list[DataRow] = []
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), start=1):
             if len(rows) == limit:
                 break
+            if len(line) > LINE_BYTES:
+                raise ConfigError(f"line {number} of {path} is longer than {LINE_BYTES} bytes: write shorter rows")
             if not line.strip():
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"line {number} of {path} is not JSON ({error}): write one JSON object per line"
                 ) from None
@@ -132,10 +137,9 @@ def _read_parquet(path: Path, limit: int | None) -> list[DataRow]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            table = file.read()
-    except (pyarrow.ArrowException, OSError) as error:
+            return [DataRow(row) for row in file.read().slice(0, limit).to_pylist()]
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # the last for texts that are no UTF-8
         raise ConfigError(f"{path} cannot be read as Parquet ({error}): give another file") from None
-    return [DataRow(row) for row in table.slice(0, limit).to_pylist()]
 
 
 # --- Hugging Face --------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def remove_old_recordings(folder: Path, incarnation: int) -> None:
     """Remove all recordings but those of the last incarnations before `incarnation`, whose own is about to begin."""
     for path in folder.glob("events-*.rec"):
         number = path.stem.removeprefix("events-")
-        if number.isdigit() and int(number) <= incarnation - NUM_KEPT:
+        if number.isascii() and number.isdigit() and int(number) <= incarnation - NUM_KEPT:
             try:
                 path.unlink()
             except OSError as error:
