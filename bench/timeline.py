@@ -15,9 +15,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from figure import print_figure
 from loop import HERE, loop_recipe, prepare, run_starling
 
 NUM_STEPS = 3
@@ -81,16 +79,16 @@ def draw(started: float, spans: list[Span], events: dict[str, float], names: dic
 
 
 def main() -> None:
-    """Run once, draw, and print the seconds to the events."""
+    """Run once, draw, and print the seconds to the events; they are no figures, since the marks take time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "images" / "start.png")
     out: Path = parser.parse_args().out.absolute()
     with tempfile.TemporaryDirectory(prefix="starling-timeline-") as temporary:
         started, spans, events, names = run_marked(Path(temporary))
     draw(started, spans, events, named(spans, names), out)
-    detail: dict[str, Any] = {name: round(time - started, 2) for name, time in events.items()}
-    first = events["version 0 published"] - started
-    print_figure("timeline", "marked_start_s", first, unit="s", goal=None, better="lower", detail=detail)
+    for name, time in events.items():
+        print(f"{name}: {time - started:.2f} s")
+    print(out)
 
 
 if __name__ == "__main__":
