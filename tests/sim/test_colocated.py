@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from starling.common.membership import MembershipLease
+from starling.common.leases.membership import MembershipLease
 from starling.controller.core.replicas.time_sharing import TimeSharing
 from starling.sim.cluster.cluster import SimulatedCluster
 from starling.sim.errors import Violation
@@ -57,7 +57,7 @@ def test_stop_at_any_time_ends_in_order() -> None:
 def test_sides_alternate_and_return_partial_completions() -> None:
     clusters = [SimulatedCluster(colocated(seed, "calm")).run() for seed in SEEDS]
     for cluster in clusters:
-        changes = [note.fields["role"] for note in cluster.host.notes if note.kind == "turn"]
+        changes = [note.fields["role"] for note in cluster.host.notes if note.kind == "devices_switched"]
         least = 2 * cluster.plan.num_steps if cluster.plan.max_staleness == 0 else 2
         assert len(changes) >= least, "one for the groups of each step, and one for the step"
         assert all(a != b for a, b in pairwise(changes))

@@ -72,7 +72,7 @@ def test_colocated_run_equals_the_walk_bitwise(tmp_path: Path, walked: dict[str,
     attempt = tmp_path / "runs/walk/attempt-1"
     assert walked == weights(attempt / "checkpoints/step-6")
     lines = [msgspec.json.decode(line) for line in (attempt / "metrics.jsonl").read_text().splitlines()]
-    turns = [line["role"] for line in lines if line["kind"] == "turn"]
+    turns = [line["role"] for line in lines if line["kind"] == "devices_switched"]
     assert turns[:4] == ["rollout", "policy", "rollout", "policy"]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from starling.common.ids import LEASE_KINDS, lease_id, lease_incarnation, lease_kind, lease_subject
-from starling.common.leases import LeaseTable
+from starling.common.leases.table import LeaseTable
 from starling.common.wire.messages import HeldLease, LeaseProgress, Leave
 
 ANSWER = Leave(reason="any message will do")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from starling.common.leases import LeaseTable
-from starling.common.membership import MAX_UNANSWERED, MembershipLease
+from starling.common.leases.membership import MAX_UNANSWERED, MembershipLease
+from starling.common.leases.table import LeaseTable
 from starling.common.wire import messages as wire
 
 SHARED = wire.Welcome(heartbeat_s=1.0, lease_s=10.0, shares_devices=True)

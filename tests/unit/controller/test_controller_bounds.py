@@ -18,7 +18,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft
 from starling.controller.core.replicas import membership
 from starling.controller.core.replicas.membership import Member, Membership
-from starling.controller.core.replicas.slots import FreeSlots
+from starling.controller.core.replicas.routing.slots import FreeSlots
 from starling.controller.core.training.dynamic_settings import SettingChanges
 from starling.controller.core.training.metrics import MAX_NAMES
 from starling.controller.core.weights.publications import Publications

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transcript import Script
 
-from starling.controller.core.replicas.estimates import LengthEstimates, RateEstimates, row_of
 from starling.controller.core.replicas.membership import Member
-from starling.controller.core.replicas.routing import Route, Routing
+from starling.controller.core.replicas.routing.earliest_finish import Route, Routing
+from starling.controller.core.replicas.routing.estimates import LengthEstimates, RateEstimates, row_of
 
 NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from starling.common.ids import LEASE_KINDS
 from starling.controller.core.replicas.leases import Leases
 from starling.controller.core.replicas.membership import Member
-from starling.controller.core.replicas.slots import FreeSlots
+from starling.controller.core.replicas.routing.slots import FreeSlots
 
 NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
 

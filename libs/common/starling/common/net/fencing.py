@@ -1,4 +1,4 @@
-"""Lease fencing: keeps a replica that has lost the controller off shared devices; see `starling.common.membership`."""
+"""Lease fencing: keeps a replica that has lost the controller off shared devices; see `common.leases.membership`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 import structlog
 
 from starling.common.ids import Role
-from starling.common.leases import LeaseTable
-from starling.common.membership import DEVICE_GRACE_LEASES, MembershipLease
+from starling.common.leases.membership import DEVICE_GRACE_LEASES, MembershipLease
+from starling.common.leases.table import LeaseTable
 from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.common.wire.messages import Welcome
 

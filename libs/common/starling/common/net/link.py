@@ -31,8 +31,8 @@ import structlog
 import zmq
 
 from starling.common.errors import RefusedError, StarlingError, UnreachableError, WireError
-from starling.common.leases import LeaseTable
-from starling.common.membership import MAX_SEQ
+from starling.common.leases.membership import MAX_SEQ
+from starling.common.leases.table import LeaseTable
 from starling.common.net.dealer import Dealer
 from starling.common.net.fencing import LeaseFence
 from starling.common.net.frames import is_readable, receive

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Final, Protocol
 
 from starling.common.ids import Role, lease_order
-from starling.common.leases import LeaseTable
-from starling.common.membership import MembershipLease
+from starling.common.leases.membership import MembershipLease
+from starling.common.leases.table import LeaseTable
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 from starling.controller.core.plan import RunPlan

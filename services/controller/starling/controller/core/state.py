@@ -17,7 +17,7 @@ from starling.controller.core.lifecycle.stages import Lifecycle
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Record
 from starling.controller.core.replicas.replicas import Replicas
-from starling.controller.core.replicas.slots import SLOT_KINDS
+from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.training.step import Training
 from starling.controller.core.weights.publications import Publications
 

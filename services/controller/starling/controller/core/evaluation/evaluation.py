@@ -15,7 +15,7 @@ from typing import Any
 from starling.common.wire.messages import Prompt, RequestEvaluation
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.records import EvaluationRequested, EvaluationsSummary, EvaluationSummary
-from starling.controller.core.replicas.routing import Routing
+from starling.controller.core.replicas.routing.earliest_finish import Routing
 from starling.controller.core.training.metrics import means_by_name
 
 TASK = "task"

@@ -13,7 +13,7 @@ from starling.controller.core.groups.results import store_zero_rewards
 from starling.controller.core.plan import draw_seed
 from starling.controller.core.replicas.assignments import grant
 from starling.controller.core.replicas.membership import Member
-from starling.controller.core.replicas.slots import SlotIndex
+from starling.controller.core.replicas.routing.slots import SlotIndex
 from starling.controller.core.state import ControllerState
 
 

@@ -31,7 +31,7 @@ from starling.common.wire.messages import Prompt, TensorMeta, TrajectoryMeta
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
 from starling.controller.core.records import GroupSummary
-from starling.controller.core.replicas.estimates import length_class
+from starling.controller.core.replicas.routing.estimates import length_class
 
 
 class GroupState(enum.StrEnum):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
-from starling.controller.core.replicas.slots import SLOT_KINDS
+from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import ControllerState
 
 

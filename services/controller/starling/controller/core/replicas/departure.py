@@ -9,7 +9,7 @@ from starling.controller.core.replicas.assignments import requeue
 from starling.controller.core.replicas.conduct import note_invalid, note_unanswered
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
-from starling.controller.core.replicas.slots import SLOT_KINDS
+from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import MAX_TEXT_CHARACTERS, ControllerState
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import ReplicasSummary
-from starling.controller.core.replicas.estimates import LengthEstimates
 from starling.controller.core.replicas.leases import Leases
 from starling.controller.core.replicas.membership import Member, Membership
-from starling.controller.core.replicas.slots import SlotIndex
+from starling.controller.core.replicas.routing.estimates import LengthEstimates
+from starling.controller.core.replicas.routing.slots import SlotIndex
 from starling.controller.core.replicas.time_sharing import TimeSharing
 
 

@@ -33,7 +33,7 @@ def switch_devices(state: ControllerState) -> None:
     due = side_due(state)
     if due != sharing.active:
         sharing.active = due
-        state.outbox.note("turn", role=due)
+        state.outbox.note("devices_switched", role=due)
         for member in membership.of("rollout"):
             state.replicas.slots.mark(member)
     others = membership.of(sharing.inactive)

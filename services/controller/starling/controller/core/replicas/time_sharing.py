@@ -5,7 +5,7 @@
 
 No replica is woken before every replica of the other side has answered that it sleeps. A replica that was lost without
 a goodbye may still be awake. The waking side waits for it until it returns, or until enough leases have passed that it
-must have fallen asleep without a controller, or be dead (see `starling.common.membership`).
+must have fallen asleep without a controller, or be dead (see `starling.common.leases.membership`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from starling.common.membership import DEVICE_GRACE_LEASES
+from starling.common.leases.membership import DEVICE_GRACE_LEASES
 from starling.controller.core.replicas.membership import Member
 
 DeviceRole = Literal["policy", "rollout"]

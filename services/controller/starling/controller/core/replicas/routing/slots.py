@@ -10,10 +10,10 @@ import heapq
 from typing import Final, Protocol
 
 from starling.common.ids import lease_subject
-from starling.controller.core.replicas.estimates import RateEstimates
 from starling.controller.core.replicas.leases import Leases
 from starling.controller.core.replicas.membership import Member, Membership
-from starling.controller.core.replicas.routing import Routing
+from starling.controller.core.replicas.routing.earliest_finish import Routing
+from starling.controller.core.replicas.routing.estimates import RateEstimates
 from starling.controller.core.replicas.time_sharing import TimeSharing
 
 Entry = tuple[float, str, int, Member]

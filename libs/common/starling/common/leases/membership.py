@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 from starling.common.ids import Role, lease_kind
-from starling.common.leases import LeaseTable
+from starling.common.leases.table import LeaseTable
 from starling.common.wire.messages import Welcome
 
 DEVICE_GRACE_LEASES: Final[dict[Role, int]] = {"rollout": 2, "policy": 30}
