@@ -1,10 +1,12 @@
-"""A run with a vision-language model and images from the dataset's folder, one of which is missing."""
+"""A run with a vision-language model: images in the folder of the dataset, one of them missing, and a lying rollout."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import lying_vision_engine
 import pytest
 from system_runs import Command, attempt, checkpoints, make_workdir, metrics, trained
 from tiny_vision import ask, image, make_encoder, make_model, picture, write_folder, write_video
@@ -24,9 +26,11 @@ def test_run_with_images_trains(tmp_path: Path, family: str) -> None:
         model={},
         data={"format": "", "image_column": "images", "video_column": "video", "held_out": 2, "shuffle": False},
         sft={"num_steps": 0},
+        rollout={"engine": "lying_vision_engine.py:lying_engine"},
         reward={"scorers": [{"name": f"{tmp_path}/scorer.py:score"}]},
         rl={"num_steps": 4, "prompts_per_step": 3, "group_size": 3, "max_staleness": 0},
     )
+    shutil.copy(str(lying_vision_engine.__file__), folder)
     recipe = folder / "tiny.toml"
     recipe.write_text(recipe.read_text().replace("[model]", '[model]\npath = "model"'))
     write_folder(folder / "model", family)
@@ -44,6 +48,8 @@ def test_run_with_images_trains(tmp_path: Path, family: str) -> None:
     steps = metrics(folder, "step")
     assert len(steps) == 4
     assert all(step["mismatch_max"] < 1e-5 for step in steps), "the policy saw other images than the rollout"
+    reasons = [str(line["reason"]) for line in metrics(folder, "invalid")]
+    assert len(reasons) == 3, "each false result was refused, and counted"
     assert "7.png' does not exist on the rollout's host" in (attempt(folder) / "logs/rollout-0.log").read_text()
     assert not any(prompt.endswith("/7") for prompt in trained(folder))
     assert checkpoints(folder) == ["step-4"]
