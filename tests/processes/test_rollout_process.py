@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import torch
 from fake_hub import FakeHub
-from replica_processes import exit_code, replica
+from replica_processes import Replica, exit_code, replica
 from test_policy_process import step_of
 
 from starling.common.wire import messages as wire
@@ -111,34 +112,44 @@ def test_rollout_adopts_from_rollout(hub: FakeHub, model: Path, tmp_path: Path) 
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], value) for key, value in expected.items()), name
 
-        # A group that needs a future version fails; one that needs the present version is generated.
-        failed, _ = hub.ask("rollout-1", generate(hub, 5), wire.LeaseFailed)
-        assert failed.reason == "an order to adopt version 5 or newer did not come within 0.5 s"
-        generated, _ = hub.ask("rollout-1", generate(hub, 0), wire.GroupGenerated)
-        assert len(generated.trajectories) == 2
-
-        # One rollout adopts the next version; the other is terminated during its pull from a suspended policy.
-        step, buffers = step_of(hub.lease("train"), 1)
-        hub.ask("policy-0", step, wire.StepTrained, buffers)
-        offer = publish(hub, "policy-0", 1)
-        plan = encode(make_plan(layouts["policy-0"], layouts["rollout-0"]))
-        adopted, _ = hub.ask("rollout-0", *_flat(order(hub, "policy-0", offer, plan)))
-        again = publish(hub, "rollout-0", 1)
-        assert decode_offer(again).root == adopted.root == decode_offer(offer).root
-        assert decode_offer(again).root != roots["rollout-0"], "the root of another version must differ"
-        policy.send_signal(signal.SIGSTOP)
-        message, buffers = order(hub, "policy-0", offer, plan)
-        hub.send("rollout-1", message, buffers)
-        status = hub.heartbeat("rollout-1", lambda status: bool(status.waits))
-        assert [(wait.what, wait.on) for wait in status.waits] == [("the weights of version 1", "policy-0")]
-        assert 0.0 < status.waits[0].seconds_left <= 60.0
-        assert status.version == 0, "the rollout keeps its version during the pull"
+        check_versions_of_groups(hub)
+        check_pull_from_suspended_policy(hub, policy, layouts, roots["rollout-0"])
         for process in (first, second):
             process.terminate()
         assert [exit_code(process) for process in (first, second)] == [0, 0]
         policy.send_signal(signal.SIGCONT)
         policy.terminate()
         assert exit_code(policy) == 0
+
+
+def check_versions_of_groups(hub: FakeHub) -> None:
+    """A group that needs a future version fails; one that needs the present version is generated."""
+    failed, _ = hub.ask("rollout-1", generate(hub, 5), wire.LeaseFailed)
+    assert failed.reason == "an order to adopt version 5 or newer did not come within 0.5 s"
+    generated, _ = hub.ask("rollout-1", generate(hub, 0), wire.GroupGenerated)
+    assert len(generated.trajectories) == 2
+
+
+def check_pull_from_suspended_policy(hub: FakeHub, policy: Replica, layouts: Mapping[str, Layout], root: str) -> None:
+    """Let one rollout adopt version 1, and the other begin its pull from a suspended policy.
+
+    `root`: of version 0.
+    """
+    step, buffers = step_of(hub.lease("train"), 1)
+    hub.ask("policy-0", step, wire.StepTrained, buffers)
+    offer = publish(hub, "policy-0", 1)
+    plan = encode(make_plan(layouts["policy-0"], layouts["rollout-0"]))
+    adopted, _ = hub.ask("rollout-0", *_flat(order(hub, "policy-0", offer, plan)))
+    again = publish(hub, "rollout-0", 1)
+    assert decode_offer(again).root == adopted.root == decode_offer(offer).root
+    assert decode_offer(again).root != root, "the root of another version must differ"
+    policy.send_signal(signal.SIGSTOP)
+    message, buffers = order(hub, "policy-0", offer, plan)
+    hub.send("rollout-1", message, buffers)
+    status = hub.heartbeat("rollout-1", lambda status: bool(status.waits))
+    assert [(wait.what, wait.on) for wait in status.waits] == [("the weights of version 1", "policy-0")]
+    assert 0.0 < status.waits[0].seconds_left <= 60.0
+    assert status.version == 0, "the rollout keeps its version during the pull"
 
 
 def _flat(
