@@ -230,8 +230,8 @@ def stranger(made: ServedSource, connections: ExitStack) -> socket.socket:
 def test_full_server_takes_a_reader_in_place_of_a_stranger(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = "sockets" if transport == "tcp" else transport
-    monkeypatch.setattr(f"starling.weightsync.transports.{package}.server.MAX_CONNECTIONS", MAX_SHARE + 1)
+    module = "server" if transport == "tcp" else "connections"
+    monkeypatch.setattr(f"starling.weightsync.transports.sockets.{module}.MAX_CONNECTIONS", MAX_SHARE + 1)
     with serving(transport, [PIECE]) as made, ExitStack() as connections:
         for _ in range(MAX_SHARE + 1):
             stranger(made, connections)

@@ -22,7 +22,7 @@ from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Array, Memory, allocate, grouped, is_direct, pack, packing_bytes
 from starling.weightsync.memory.pools import BufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -36,6 +36,7 @@ from starling.weightsync.transports.messages import (
 )
 from starling.weightsync.transports.nixl.agent import NixlAgent
 from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
+from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
@@ -238,7 +239,7 @@ class NixlServer:
         """Address that readers connect to."""
         self._stop = threading.Event()
         self._wakeup = Wakeup()
-        self._connections: list[_Connection] = []
+        self._connections = ReaderConnections(partial(_Connection, self))
         self._packing = BufferPool(0)
         self._packing_region: Any = None
         self._num_packed = 0
@@ -295,38 +296,16 @@ class NixlServer:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                while (connection := self._listener.accept()) is not None:
-                    self._accept(connection)
-                self._advance()
+                self._connections.accept(self._listener)
+                self._connections.advance()
                 self._wait()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             self._listener.close()
-            for each in self._connections:
-                each.close()
-            self._connections = []
+            self._connections.close()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.agent.close()
-
-    def _accept(self, connection: socket.socket) -> None:
-        """Accept a connection; if the server is full, in place of another one or not at all."""
-        if len(self._connections) >= MAX_CONNECTIONS:
-            index = surplus([one.reader for one in self._connections])
-            if index is None:
-                connection.close()
-                return
-            self._connections.pop(index).close()
-        self._connections.append(_Connection(self, connection))
-
-    def _advance(self) -> None:
-        living = []
-        for connection in self._connections:
-            if connection.advance():
-                living.append(connection)
-            else:
-                connection.close()
-        self._connections = living
 
     def _wait(self) -> None:
         """Wait for readers and threads, and drive NIXL: it serves fetches, and notices lost peers."""

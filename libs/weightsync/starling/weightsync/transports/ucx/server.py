@@ -18,7 +18,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.pools import GrowingBufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -29,6 +29,7 @@ from starling.weightsync.transports.messages import (
     encode_message,
     refusal,
 )
+from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
@@ -210,7 +211,7 @@ class UcxServer:
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""
         self._stop = threading.Event()
-        self._connections: list[_Connection] = []
+        self._connections = ReaderConnections(partial(_Connection, self))
         self.buffers = GrowingBufferPool(MAX_PACKING_BYTES)
         try:
             self._listener = Listener(host)
@@ -251,36 +252,14 @@ class UcxServer:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                while (connection := self._listener.accept()) is not None:
-                    self._accept(connection)
-                self._advance()
+                self._connections.accept(self._listener)
+                self._connections.advance()
                 self.worker.progress(LONGEST_WAIT_S)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: publish reports it
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             self.worker.unwatch(self._listener)
             self._listener.close()
-            while self._connections:
-                self._connections.pop().close()
-                self.worker.progress(0)  # lets UCX free the connection
+            self._connections.close(after_each=lambda: self.worker.progress(0))  # lets UCX free the connection
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.worker.close()
-
-    def _accept(self, connection: socket.socket) -> None:
-        """Accept a connection; if the server is full, in place of another one or not at all."""
-        if len(self._connections) >= MAX_CONNECTIONS:
-            index = surplus([one.reader for one in self._connections])
-            if index is None:
-                connection.close()
-                return
-            self._connections.pop(index).close()
-        self._connections.append(_Connection(self, connection))
-
-    def _advance(self) -> None:
-        living = []
-        for connection in self._connections:
-            if connection.advance():
-                living.append(connection)
-            else:
-                connection.close()
-        self._connections = living
