@@ -71,6 +71,10 @@ class Service:
     base_url: str
     api_key: str
     model: str
+    folders: list[Path]
+    """The checkpoints; the first one is version 0."""
+    checkpoint: str
+    """The digest of the checkpoint that the rollout has loaded, as it told the controller."""
     version: int = 0
 
     def client(self, **more: Any) -> openai.OpenAI:
@@ -118,8 +122,18 @@ def service(base: Path, *flags: str) -> Iterator[Service]:
     folders = make_checkpoints(base)
     run = base / "run"
     vllm = ("--rollout.vllm.kv-cache-mb", "32", "--rollout.vllm.enforce-eager", "true")
-    shared = ("--model.path", str(folders[0]), "--model.dtype", "float32", "--rollout.load-weights", "true")
-    own = ("--rollout.engine", "vllm", "--rollout.max-rows", str(ROWS), "--rollout.adoption", "recompute")
+    # A run without a policy: the rollout reads its weights, and tells their digest.
+    shared = ("--run.kind", "generate", "--model.path", str(folders[0]), "--model.dtype", "float32")
+    own = (
+        "--rollout.load-weights",
+        "true",
+        "--rollout.engine",
+        "vllm",
+        "--rollout.max-rows",
+        str(ROWS),
+        "--rollout.adoption",
+        "recompute",
+    )
     api = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
     hub = FakeHub()
     try:
@@ -133,6 +147,8 @@ def service(base: Path, *flags: str) -> Iterator[Service]:
             endpoint = json.loads((run / "api/rollout-0.json").read_text())
             plan = make_plan(publisher.layout, decode_layout(layout))
             models = [read_model(folder) for folder in folders]
-            yield Service(hub, process, publisher, plan, models, **endpoint)
+            yield Service(
+                hub, process, publisher, plan, models, **endpoint, folders=folders, checkpoint=hello.checkpoint
+            )
     finally:
         hub.close()

@@ -17,6 +17,7 @@ from fake_hub import DEADLINE_S
 from replica_processes import exit_code
 from service import CALL, CONTEXT, NAME, ROWS, Service, service
 
+from starling.common.folder_digests import model_digest
 from starling.common.wire import messages as wire
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -50,6 +51,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def client(served: Service) -> openai.OpenAI:
     return served.client()
+
+
+def test_rollout_tells_the_digest_of_the_checkpoint_that_vllm_loaded(served: Service) -> None:
+    digests = [model_digest(folder) for folder in served.folders]
+    assert served.checkpoint == digests[0] != digests[1]
 
 
 def test_chat_returns_tokens_and_logprobs(served: Service, client: openai.OpenAI) -> None:
