@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from property_tests import examples
 
 from starling.common.errors import WeightsError
+from starling.weightsync.plan import layout as layout_module
+from starling.weightsync.plan import planner as planner_module
 from starling.weightsync.plan.boxes import (
     BoxIndex,
+    PairBudget,
     contains,
     cut,
     first_gap,
@@ -24,6 +27,10 @@ from starling.weightsync.plan.boxes import (
 )
 from starling.weightsync.plan.layout import (
     ITEM_BYTES,
+    MAX_LAYOUT_BOXES,
+    MAX_LAYOUT_RANKS,
+    MAX_LAYOUT_TENSORS,
+    MAX_OTHER_BYTES,
     Box,
     Layout,
     Place,
@@ -35,7 +42,7 @@ from starling.weightsync.plan.layout import (
     encode,
     pieces_of,
 )
-from starling.weightsync.plan.planner import Bucket, Plan, Transfer, check_plan, decode_plan, make_plan
+from starling.weightsync.plan.planner import MAX_CLASSES, Bucket, Plan, Transfer, check_plan, decode_plan, make_plan
 from starling.weightsync.plan.validation import check_buckets
 
 HOSTS = (Place(host="a", device="cuda:0"), Place(host="a", device="cuda:1"), Place(host="b"), Place())
@@ -383,7 +390,10 @@ def test_sweep_agrees_with_comparing_all_pairs(boxes: list[Box], box: Box) -> No
     }
     begin, end = corners(boxes)
     pairs = [(i, j) for i, j in itertools.product(range(len(boxes)), repeat=2) if cells(boxes[i]) & cells(boxes[j])]
-    assert list(zip(*(found.tolist() for found in intersecting_pairs(begin, end, begin, end)), strict=True)) == pairs
+    assert (
+        list(zip(*(found.tolist() for found in intersecting_pairs(begin, end, begin, end, PairBudget())), strict=True))
+        == pairs
+    )
     overlap = first_overlap(begin, end)
     assert overlap in pairs if overlap else all(i == j for i, j in pairs)
     apart = np.arange(len(boxes))
@@ -393,3 +403,73 @@ def test_sweep_agrees_with_comparing_all_pairs(boxes: list[Box], box: Box) -> No
 def test_item_sizes_agree_with_torch() -> None:
     torch = pytest.importorskip("torch")
     assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES
+
+
+# --- layouts of peers -------------------------------------------------------------------------------------------------
+
+
+def ranks_of(num: int, num_boxes: int) -> bytes:
+    """Return an encoded layout with `num` ranks that hold the same scalar `num_boxes` times."""
+    scalar = shard(0, Box(offset=(), size=()))
+    held = RankLayout(place=Place(), shards=(scalar,) * num_boxes)
+    tensors = (TensorSpec(name="t", shape=(), dtype="int8"),)
+    return encode(Layout(replica="r", tensors=tensors, ranks=(held,) * num))
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (ranks_of(4, MAX_LAYOUT_BOXES // 4 + 1), f"A layout has {MAX_LAYOUT_BOXES + 4} boxes or more"),
+        (ranks_of(MAX_LAYOUT_RANKS + 1, 0), f"A layout has {MAX_LAYOUT_RANKS + 1} ranks or more"),
+        (
+            msgspec.msgpack.encode({"replica": "r", "tensors": [0] * (MAX_LAYOUT_TENSORS + 1), "ranks": []}),
+            f"A layout has {MAX_LAYOUT_TENSORS + 1} tensors or more",
+        ),
+        (encode(Layout(replica="r" * (MAX_OTHER_BYTES + 1), tensors=(), ranks=())), "bytes besides its tensors and"),
+    ],
+    ids=["boxes", "ranks", "tensors", "other"],
+)
+def test_layout_of_too_many_parts_is_not_decoded(data: bytes, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part would become several objects: 38 MiB of boxes took 18 s."""
+    decoded: list[object] = []
+    monkeypatch.setattr(layout_module, "check_layout", decoded.append)
+    with pytest.raises(WeightsError, match=complaint):
+        decode_layout(data)
+    assert not decoded
+
+
+def test_layout_of_many_parts_is_decoded() -> None:
+    assert len(decode_layout(ranks_of(64, 500)).ranks) == 64
+
+
+def strips(replica: str, num: int, dim: int, num_tensors: int = 1) -> Layout:
+    """Return a layout of one rank with each tensor cut into `num` strips along `dim`; each in a different way."""
+    length = 1 << 12
+    shards = []
+    for tensor in range(num_tensors):
+        cuts = [part * length // num + (tensor if 0 < part < num else 0) for part in range(num + 1)]
+        for begin, end in itertools.pairwise(cuts):
+            offset, size = [0, 0], [length, length]
+            offset[dim], size[dim] = begin, end - begin
+            shards.append(shard(tensor, Box(offset=tuple(offset), size=tuple(size))))
+    specs = tuple(TensorSpec(name=f"t{n}", shape=(length, length), dtype="int8") for n in range(num_tensors))
+    return Layout(replica=replica, tensors=specs, ranks=(RankLayout(place=Place(), shards=tuple(shards)),))
+
+
+def test_layouts_whose_boxes_all_cross_each_other_are_refused() -> None:
+    """A planner that went on would take a minute, and gigabytes."""
+    with pytest.raises(WeightsError, match="boxes of the two layouts cross each other 16781312 times or more"):
+        make_plan(strips("a", 4096, 0), strips("b", 4096, 1))
+    assert make_plan(strips("a", 256, 0), strips("b", 256, 1)).total_bytes == 1 << 24
+
+
+def test_layouts_that_split_each_tensor_in_another_way_are_refused() -> None:
+    source, destination = strips("a", 1, 0, MAX_CLASSES + 1), strips("b", 2, 0, MAX_CLASSES + 1)
+    with pytest.raises(WeightsError, match=f"split tensors in {MAX_CLASSES + 1} different ways, expected at most"):
+        make_plan(source, destination)
+
+
+def test_layout_of_many_ranks_and_splits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "MAX_COUNTS", 2)
+    with pytest.raises(WeightsError, match="b splits its tensors in 3 ways over 1 ranks"):
+        make_plan(strips("a", 1, 0, 3), strips("b", 2, 0, 3))

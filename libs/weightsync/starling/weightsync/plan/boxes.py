@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import Box
 
 Ints = npt.NDArray[np.int64]
@@ -21,6 +22,25 @@ Bools = npt.NDArray[np.bool_]
 
 _CHUNK: Final = 1 << 22
 """Maximum number of pairs of neighbours that are compared at once, which bounds the memory of a sweep."""
+MAX_PAIRS: Final = 1 << 22
+"""Maximum number of pairs of neighbours of one plan, about a second for each million. A trillion parameters in 384
+experts, from 1,024 ranks to 64, have half a million."""
+
+
+class PairBudget:
+    """How many pairs of boxes may still be compared for one plan: a peer may send boxes that all cross each other."""
+
+    def __init__(self) -> None:
+        self.num_left = MAX_PAIRS
+
+    def take(self, num: int) -> None:
+        """Take `num` pairs. Raises WeightsError when there are not so many left."""
+        self.num_left -= num
+        if self.num_left < 0:
+            raise WeightsError(
+                f"The boxes of the two layouts cross each other {MAX_PAIRS - self.num_left} times or more, expected at "
+                f"most {MAX_PAIRS}."
+            )
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -91,17 +111,21 @@ def gap_in(box: Box, begin: Ints, end: Ints) -> Box | None:
     return None
 
 
-def intersecting_pairs(begin: Ints, end: Ints, other_begin: Ints, other_end: Ints) -> tuple[Ints, Ints]:
+def intersecting_pairs(
+    begin: Ints, end: Ints, other_begin: Ints, other_end: Ints, pairs: PairBudget
+) -> tuple[Ints, Ints]:
     """Return the pairs of boxes that share an element, as two index arrays, sorted by the first, then the second.
 
-    Empty boxes intersect nothing. Scalars (no dims) all intersect.
+    Empty boxes intersect nothing. Scalars (no dims) all intersect. Raises WeightsError if more than `pairs` are
+    neighbours.
     """
     if not begin.shape[1]:
+        pairs.take(len(begin) * len(other_begin))
         first, second = np.indices((len(begin), len(other_begin))).reshape(2, -1)
         return first.astype(np.int64), second.astype(np.int64)
     dim = _sweep_dim(other_begin)
     found: list[tuple[Ints, Ints]] = []
-    for i, j in _neighbours(begin[:, dim], end[:, dim], other_begin[:, dim], other_end[:, dim]):
+    for i, j in _neighbours(begin[:, dim], end[:, dim], other_begin[:, dim], other_end[:, dim], pairs):
         shared = (np.maximum(begin[i], other_begin[j]) < np.minimum(end[i], other_end[j])).all(axis=1)
         found.append((i[shared], j[shared]))
     i, j = _concatenated(found)
@@ -109,10 +133,13 @@ def intersecting_pairs(begin: Ints, end: Ints, other_begin: Ints, other_end: Int
     return i[order], j[order]
 
 
-def first_overlap(begin: Ints, end: Ints, group: Ints | None = None) -> tuple[int, int] | None:
+def first_overlap(
+    begin: Ints, end: Ints, group: Ints | None = None, *, pairs: PairBudget | None = None
+) -> tuple[int, int] | None:
     """Return two boxes that share an element, as indices in ascending order, or None if all are disjoint.
 
-    With `group`, only boxes of equal group (numbers from 0) are compared.
+    With `group`, only boxes of equal group (numbers from 0) are compared. Raises WeightsError if more than `pairs` are
+    neighbours.
     """
     num_boxes, num_dims = begin.shape
     if group is None:
@@ -125,7 +152,7 @@ def first_overlap(begin: Ints, end: Ints, group: Ints | None = None) -> tuple[in
     edges, dense = np.unique(np.concatenate([begin[rows, dim], end[rows, dim]]), return_inverse=True)
     low = group * (len(edges) + 1) + dense[:num_boxes]
     high = group * (len(edges) + 1) + dense[num_boxes:]
-    for i, j in _neighbours(low, high, low, high):
+    for i, j in _neighbours(low, high, low, high, pairs):
         later = i < j
         i, j = i[later], j[later]
         shared = (np.maximum(begin[i], begin[j]) < np.minimum(end[i], end[j])).all(axis=1)
@@ -154,7 +181,9 @@ def _sweep_dims(begin: Ints, group: Ints) -> Ints:
     return best
 
 
-def _neighbours(low: Ints, high: Ints, other_low: Ints, other_high: Ints) -> Iterator[tuple[Ints, Ints]]:
+def _neighbours(
+    low: Ints, high: Ints, other_low: Ints, other_high: Ints, pairs: PairBudget | None
+) -> Iterator[tuple[Ints, Ints]]:
     """Yield, in chunks, the pairs of intervals that may intersect; all that do are among them."""
     order = np.argsort(other_low, kind="stable")
     # The furthest end so far: intervals before the first one that passes `low` cannot intersect it.
@@ -162,6 +191,8 @@ def _neighbours(low: Ints, high: Ints, other_low: Ints, other_high: Ints) -> Ite
     first = np.searchsorted(reach, low, side="right")
     count = np.maximum(np.searchsorted(other_low[order], high, side="left") - first, 0)
     total = np.concatenate([[0], np.cumsum(count)])
+    if pairs is not None:
+        pairs.take(int(total[-1]))
     start = 0
     while start < len(low):
         stop = max(start + 1, int(np.searchsorted(total, total[start] + _CHUNK, side="right")) - 1)

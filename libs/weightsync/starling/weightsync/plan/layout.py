@@ -49,6 +49,14 @@ MAX_LAYOUT_BYTES: Final = 1 << 56
 """Maximum size of all shards of a layout. All three are far beyond any model: they are there because a peer may send
 any number, and plans are computed in 64 bits."""
 
+MAX_LAYOUT_RANKS: Final = 4096
+MAX_LAYOUT_TENSORS: Final = 1 << 18
+MAX_LAYOUT_BOXES: Final = 1 << 20
+"""Maximum numbers in a layout from a peer. A model of 140,000 tensors is possible, with each expert and its scales on
+their own, and a replica of 1,024 ranks; a million boxes take 4 s to decode."""
+MAX_OTHER_BYTES: Final = 4 << 20
+"""Maximum bytes of a layout besides its tensors and boxes: names of hosts, devices and rails."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -123,6 +131,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     with the same base; empty without adapters."""
 
 
+class _LayoutParts(msgspec.Struct):
+    """A layout whose parts are counted, and not decoded."""
+
+    tensors: tuple[msgspec.Raw, ...]
+    ranks: tuple[msgspec.Raw, ...]
+
+
+class _RankParts(msgspec.Struct):
+    shards: tuple[msgspec.Raw, ...]
+
+
 class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Content of one shard, wherever it is stored: the unit of snapshots and digests."""
 
@@ -142,8 +161,8 @@ def encode(obj: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(obj)
 
 
-def decode(kind: type[T], data: bytes | bytearray | memoryview) -> T:
-    """Read one `kind` from MessagePack.
+def decode(kind: type[T], data: bytes | bytearray | memoryview, name: str = "") -> T:
+    """Read one `kind` from MessagePack. `name`: of what it should be, if not a `kind`.
 
     Raises:
         WeightsError: `data` is not MessagePack, or not a `kind`.
@@ -151,18 +170,44 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview) -> T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter for a text that is none
-        raise WeightsError(f"These {len(data)} bytes are not a {kind.__name__}: {error}.") from error
+        raise WeightsError(f"These {len(data)} bytes are not a {name or kind.__name__}: {error}.") from error
 
 
 def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
     """Read a layout and check it.
 
     Raises:
-        WeightsError: as `decode` and `check_layout`.
+        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks or boxes.
     """
+    _check_numbers(data)
     layout = decode(Layout, data)
     check_layout(layout)
     return layout
+
+
+def _check_numbers(data: bytes | bytearray | memoryview) -> None:
+    """Check how many tensors, ranks and boxes a layout has, before each of them becomes an object."""
+    parts = decode(_LayoutParts, data, "Layout")
+    num_boxes, counted_bytes = 0, sum(map(len, parts.tensors))
+    for raw in parts.ranks[: MAX_LAYOUT_RANKS + 1]:
+        shards = decode(_RankParts, memoryview(raw), "RankLayout").shards
+        num_boxes += len(shards)
+        counted_bytes += sum(map(len, shards))
+        if num_boxes > MAX_LAYOUT_BOXES:
+            break
+    for num, limit, what in (
+        (len(parts.tensors), MAX_LAYOUT_TENSORS, "tensors"),
+        (len(parts.ranks), MAX_LAYOUT_RANKS, "ranks"),
+        (num_boxes, MAX_LAYOUT_BOXES, "boxes"),
+    ):
+        if num > limit:
+            raise WeightsError(f"A layout has {num} {what} or more, expected at most {limit}.")
+    # A repeated key of a map would be decoded as often as it is there.
+    if len(data) - counted_bytes > MAX_OTHER_BYTES:
+        raise WeightsError(
+            f"A layout has {len(data) - counted_bytes} bytes besides its tensors and boxes, expected at most "
+            f"{MAX_OTHER_BYTES}."
+        )
 
 
 def item_bytes(spec: TensorSpec) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.boxes import Ints, first_overlap, gap_in, intersecting_pairs
+from starling.weightsync.plan.boxes import Ints, PairBudget, first_overlap, gap_in, intersecting_pairs
 from starling.weightsync.plan.compact import TensorSplit
 from starling.weightsync.plan.layout import Box
 from starling.weightsync.plan.moves import Moves, packed
@@ -66,6 +66,7 @@ def make_moves(
     tensors: tuple[Ints, Ints],
     loads: SourceLoads,
     names: MoveNames,
+    pairs: PairBudget,
 ) -> Moves:
     """Return the moves of a class of tensors.
 
@@ -76,13 +77,14 @@ def make_moves(
         tensors: the members of the class: their indices in the source's layout and in the destination's.
         loads: of the source ranks; the load of these tensors is added.
         names: of the first tensor and the replicas, for messages.
+        pairs: of boxes that may still be compared for this plan.
 
     Raises:
-        WeightsError: a box without a source, or source boxes that overlap.
+        WeightsError: a box without a source, or source boxes that overlap, or too many pairs of boxes.
     """
     held_rows, held = _distinct(source)
     wanted_rows, wanted = _distinct(destination)
-    of_wanted, of_held, parts = _matches(wanted, held, names)
+    of_wanted, of_held, parts = _matches(wanted, held, names, pairs)
 
     holder_order = np.argsort(held_rows, kind="stable")
     holder_order = holder_order[held_rows[holder_order] >= 0]
@@ -206,20 +208,20 @@ def _distinct(split: TensorSplit) -> tuple[Ints, Ints]:
     return numbers, boxes.reshape(len(boxes), 2, num_dims)
 
 
-def _matches(wanted: Ints, held: Ints, names: MoveNames) -> tuple[Ints, Ints, Ints]:
+def _matches(wanted: Ints, held: Ints, names: MoveNames, pairs: PairBudget) -> tuple[Ints, Ints, Ints]:
     """Return the intersecting pairs of wanted and held boxes, and their shared parts, which cover every wanted box.
 
     Raises:
         WeightsError: as `make_moves`.
     """
-    overlap = first_overlap(held[:, 0], held[:, 1])
+    overlap = first_overlap(held[:, 0], held[:, 1], pairs=pairs)
     if overlap is not None:
         shared = _box(*_intersections(held[[overlap[0]]], held[[overlap[1]]])[0])
         raise WeightsError(
             f"Tensor {names.tensor}: box {shared} lies in two different shards of {names.source}; planning needs boxes "
             "of one tensor to be equal or disjoint."
         )
-    of_wanted, of_held = intersecting_pairs(wanted[:, 0], wanted[:, 1], held[:, 0], held[:, 1])
+    of_wanted, of_held = intersecting_pairs(wanted[:, 0], wanted[:, 1], held[:, 0], held[:, 1], pairs)
     parts = _intersections(wanted[of_wanted], held[of_held])
     _check_covered(wanted, of_wanted, held[of_held], parts, names)
     return of_wanted, of_held, parts

@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from starling.common.errors import WeightsError
-from starling.weightsync.plan.boxes import Ints
+from starling.weightsync.plan.boxes import Ints, PairBudget
 from starling.weightsync.plan.buckets import Buckets, aligned_sizes, expand
 from starling.weightsync.plan.compact import CompactLayout, check_compact, to_compact
 from starling.weightsync.plan.layout import (
@@ -60,6 +60,11 @@ MAX_BUCKET_BYTES: Final = 1 << 30
 """Largest bucket that can be requested, and the most that a source sends at once."""
 MAX_IN_FLIGHT: Final = 1024
 """Maximum number of buckets in flight of one destination rank."""
+MAX_CLASSES: Final = 2048
+"""Maximum number of classes of tensors that are split differently, at a millisecond each. A trillion parameters in 384
+experts, from 1,024 ranks to 64, have 143."""
+MAX_COUNTS: Final = 1 << 24
+"""Maximum product of the ranks of a layout and the ways in which it splits tensors."""
 MAX_PLANS: Final = 1024
 """Plans that a `PlanCache` keeps; the least recently used ones are dropped."""
 MAX_DISTANCES: Final = 64
@@ -231,13 +236,25 @@ def make_plan(
             f"{wanted.replica} has its adapters on other weights than {held.replica}, or scales them differently: "
             "give both the same files in model.path, the same model.dtype and the same [model.lora]."
         )
+    for layout in (held, wanted):
+        if len(layout.splits) * len(layout.places) > MAX_COUNTS:
+            raise WeightsError(
+                f"{layout.replica} splits its tensors in {len(layout.splits)} ways over {len(layout.places)} ranks, "
+                f"expected a product of at most {MAX_COUNTS}."
+            )
     loads = SourceLoads(distances(held.places, wanted.places, topology), card_numbers(held.places, topology))
-    classes = []
-    for sources, destinations in _classes(held, wanted):
+    classes, pairs = [], PairBudget()
+    alike = _classes(held, wanted)
+    if len(alike) > MAX_CLASSES:
+        raise WeightsError(
+            f"{wanted.replica} and {held.replica} split tensors in {len(alike)} different ways, expected at most "
+            f"{MAX_CLASSES}."
+        )
+    for sources, destinations in alike:
         first, into = sources[0], destinations[0]
         names = MoveNames(wanted.tensors[into].name, held.replica, wanted.replica)
         splits = held.splits[held.split_of[first]], wanted.splits[wanted.split_of[into]]
-        classes.append(make_moves(*splits, int(wanted.item_bytes[into]), (sources, destinations), loads, names))
+        classes.append(make_moves(*splits, int(wanted.item_bytes[into]), (sources, destinations), loads, names, pairs))
     return Plan(
         source=held.replica,
         destination=wanted.replica,
