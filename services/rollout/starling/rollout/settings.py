@@ -106,8 +106,8 @@ class RolloutSettings(SettingsSection):
     max_rows: int = Field(default=128, ge=1, le=MAX_ROWS)
     """Limit on the sequences that are generated together."""
     max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
-    """Limit on the tokens of a prompt with its completion; without it, the length that the model can be trained on: its
-    context or, where layers attend to a sliding window only, the window."""
+    """Limit on the tokens of a prompt with its completion; without it, the model's context, which it can be trained
+    on."""
     max_media_bytes: int = Field(default=256 << 20, ge=1, le=900_000_000)
     """Limit on the bytes of a prompt's images and videos, both as the model's tensors (about 25 MB per megapixel) and
     as decoded pixels (3 MB per megapixel). They are sent and journaled with the completions; the journal cannot take
