@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,9 @@ def test_unreadable_media_are_rejected(encoder: PromptEncoder, tmp_path: Path) -
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:300])
     whole(b"")
     assert "nowhere.png' does not exist on the rollout's host" in image_at(tmp_path / "nowhere.png")
+    assert "'/dev/null' is not a regular file: name an image" in image_at("/dev/null")
+    os.mkfifo(tmp_path / "pipe.png")
+    assert "pipe.png' is not a regular file: name an image" in image_at(tmp_path / "pipe.png")
     for name in ("text.png", "cut.png", "whole.png"):
         assert f"{name}' does not decode (" in image_at(tmp_path / name)
     assert "does not decode" in image_at(tmp_path)

@@ -35,8 +35,8 @@ class SandboxNeeds(SettingsSection):
     variables: tuple[str, ...] = ()
     """Environment variables to pass on, for example `OPENAI_API_KEY` for a judge; all others are removed."""
     max_tasks: int = Field(default=512, ge=16, le=MAX_TASKS)
-    """Limit on processes and threads, counted over all sessions of a sandbox. Without a user of its own (the levels
-    `landlock` and `process`, unless root starts them) it is not enforced."""
+    """Limit on processes and threads, counted over all sessions of a sandbox. It is not enforced at the levels
+    `landlock` and `process`, nor where root is the code's user (`sandbox_weak` in the log)."""
 
     @field_validator("devices")
     @classmethod

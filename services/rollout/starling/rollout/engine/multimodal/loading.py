@@ -108,6 +108,8 @@ def _frames(media: Media, source: Path | bytes, budget: MediaBudget, most: int |
 
     if isinstance(source, Path) and not source.exists():
         raise RequestError(f"the {media.kind} {_shown(str(source))} does not exist on the rollout's host")
+    if isinstance(source, Path) and not (source.is_file() or source.is_dir()):  # to open a FIFO may take for ever
+        raise RequestError(f"the {media.kind} {_shown(str(source))} is not a regular file: name an image")
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             frames = []
