@@ -53,6 +53,15 @@ def hold(folder: Path, held: Event, done: Event) -> None:
     done.wait(60)
 
 
+def test_acquire_truncates_no_file_that_its_lock_links_to(tmp_path: Path) -> None:
+    (tmp_path / "foreign").write_text("of another user")
+    attempt = Attempt(attempts(tmp_path, "quick", 1) / "attempt-1")
+    attempt._lock.symlink_to(tmp_path / "foreign")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        attempt.acquire()
+    assert (tmp_path / "foreign").read_text() == "of another user"
+
+
 def test_acquire_locks_the_attempt_for_one_process(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
     assert not attempt.is_over(), "no process runs it yet"

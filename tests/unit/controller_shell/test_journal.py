@@ -451,6 +451,14 @@ def test_journal_full_disk_loses_nothing(small_disk: Path) -> None:
 # --- files that are no journals ------------------------------------------------------------------------------------
 
 
+def test_journal_truncates_no_file_that_its_lock_links_to(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign").write_text("of another user")
+    path.with_name(f"{path.name}.lock").symlink_to(tmp_path / "foreign")
+    with pytest.raises(ConfigError, match=r"cannot open .*\.lock"):
+        Journal(path)
+    assert (tmp_path / "foreign").read_text() == "of another user"
+
+
 def test_journal_is_locked_by_its_writer(path: Path) -> None:
     writer, stdout = start_writer(path, "0")
     stdout.readline()

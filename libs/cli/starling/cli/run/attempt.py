@@ -128,7 +128,8 @@ class Attempt:
         Raises ConfigError when another process runs it.
         """
         try:
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # it is truncated
+            descriptor = os.open(self._lock, flags, 0o600)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise ConfigError(f"{self._lock} is not a regular file; remove it, and start again")

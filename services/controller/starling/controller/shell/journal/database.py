@@ -95,7 +95,7 @@ def lock_file(path: Path) -> int:
     """
     lock_path = path.with_name(f"{path.name}.lock")
     try:
-        file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)  # it is truncated
     except OSError as error:
         raise ConfigError(f"cannot open {lock_path}: {error.strerror}; the journal needs a writable folder") from None
     try:
