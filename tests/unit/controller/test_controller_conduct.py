@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transcript import Script
+from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.controller.core.compaction import compact
+from starling.controller.core.explain import explain
+from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
+from starling.controller.core.records import JournalEntry, ReplicaCounted, RunStopped
 from starling.controller.core.replicas.membership import MAX_INVALID
+from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS
 
 LATE_S = 6.0
 """Seconds after which the bad replica gives its groups up: before their deadline."""
@@ -239,3 +244,110 @@ def test_replica_that_alone_leads_to_filtered_groups_is_evicted(culprit: str) ->
     assert not script.state.lifecycle.failure
     assert culprit not in script.state.replicas.membership.members
     assert script.state.replicas.membership.num_invalid == {culprit: 1}
+
+
+# --- restarts of the controller --------------------------------------------------------------------------------------
+
+
+def restarted(script: Script, *, compacted: bool = False, stopped: bool = False) -> None:
+    """Replace the controller by one that has read the journal."""
+    entries = [JournalEntry(write.record, write.payload) for write in script.journal]
+    if compacted:
+        record = compact(script.state)
+        assert record is not None
+        entries = [JournalEntry(record)]
+    if stopped:
+        entries.append(JournalEntry(RunStopped(reason="enough")))
+    script.controller = Controller(script.plan, Stream("train"), Stream("sft"), [], journal=entries, incarnation=2)
+    script.state = script.controller.state
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_replica_that_was_counted_out_is_not_admitted_after_a_restart(compacted: bool) -> None:
+    script = run_of("rollout-0", "rollout-9")
+    for incarnation in range(2, 2 + MAX_INVALID):
+        script.receive(
+            "rollout-9",
+            wire.GroupGenerated(lease=script.held_by("rollout-9", "generate")[0], trajectories=(), tensors=()),
+        )
+        lines = script.joins("rollout-9", slots=8, incarnation=incarnation)
+        if incarnation <= MAX_INVALID:
+            adopts_again(script, "rollout-9")
+    assert COUNTED_OUT in lines[-1]
+    restarted(script, compacted=compacted)
+    script.joins("rollout-0", slots=4)
+    assert COUNTED_OUT in script.joins("rollout-9", slots=8, incarnation=100)[-1]
+    counted = [write.record for write in script.journal if isinstance(write.record, ReplicaCounted)]
+    assert [record.num for record in counted] == list(range(1, MAX_INVALID + 1)), "nothing is written beyond"
+
+
+def test_replica_that_was_counted_out_is_admitted_to_a_run_that_is_resumed() -> None:
+    script = run_of("rollout-0", "rollout-9")
+    script.state.replicas.membership.num_invalid["rollout-9"] = MAX_INVALID - 1
+    script.receive(
+        "rollout-9", wire.GroupGenerated(lease=script.held_by("rollout-9", "generate")[0], trajectories=(), tensors=())
+    )
+    restarted(script, stopped=True)
+    script.joins("rollout-0", slots=4)
+    assert "rollout-9 <- welcome" in script.joins("rollout-9", slots=8, incarnation=100)
+
+
+# --- weights that are not adopted ------------------------------------------------------------------------------------
+
+
+def seconds_until_next_adoption(script: Incarnations, name: str) -> float:
+    """Let time pass until a rollout is told to adopt again; return the seconds."""
+    before = script.now
+    while not script.held_by(name, "adopt"):
+        script.wait(0.5)
+        assert script.now < before + 100.0, f"{name} is not told to adopt again"
+    return script.now - before
+
+
+def fails_to_adopt(script: Incarnations, name: str) -> None:
+    [lease] = script.held_by(name, "adopt")
+    script.fails(name, lease, "the disk is full")
+
+
+def run_with_adoption(*others: str) -> Incarnations:
+    """Return a run in which `rollout-9` has been told to adopt version 0, which all others have."""
+    script = run_of(*others, timeouts=LeaseTimeouts(generate_s=1e6, score_s=1e6, adopt_s=1e6))
+    script.joins("rollout-9")
+    return script
+
+
+def test_failed_adoption_is_tried_again_ever_more_seldom() -> None:
+    script = run_with_adoption()
+    waits = []
+    for _ in range(MAX_FAILED_ADOPTIONS + 2):
+        fails_to_adopt(script, "rollout-9")
+        reason = explain(script.state)
+        waits.append(round(seconds_until_next_adoption(script, "rollout-9")))
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert "rollout-9" in script.state.replicas.membership.members, "no other adopts"
+    assert "rollout-9 to adopt version 0 again in 60 s, after 10 failures in a row: the disk is full" in str(reason)
+    adopts_again(script, "rollout-9")
+    script.heartbeats("rollout-9", version=-1, incarnation=0)
+    fails_to_adopt(script, "rollout-9")
+    assert seconds_until_next_adoption(script, "rollout-9") < 2.0, "the count begins anew"
+
+
+def test_rollout_that_alone_fails_to_adopt_is_evicted_and_counted() -> None:
+    script = run_with_adoption("rollout-0")
+    for _ in range(MAX_FAILED_ADOPTIONS - 1):
+        fails_to_adopt(script, "rollout-9")
+        seconds_until_next_adoption(script, "rollout-9")
+    assert "rollout-9" in script.state.replicas.membership.members
+    fails_to_adopt(script, "rollout-9")
+    assert "rollout-9" not in script.state.replicas.membership.members
+    assert script.state.replicas.membership.num_invalid == {"rollout-9": 1}
+
+
+def test_new_version_is_no_reason_to_try_again_at_once_after_many_failures() -> None:
+    script = run_with_adoption()
+    for _ in range(MAX_FAILED_ADOPTIONS // 2):
+        fails_to_adopt(script, "rollout-9")
+        seconds_until_next_adoption(script, "rollout-9")
+    fails_to_adopt(script, "rollout-9")
+    script.state.weights.add_roots(1, "root", {})
+    assert script.state.weights.retry_in_s("rollout-9", script.now) > 10.0

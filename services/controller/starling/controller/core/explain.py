@@ -92,6 +92,13 @@ def _cause(state: ControllerState) -> Cause:
     if leases.has("adopt") and not leases.has("generate"):
         adopting = [m for m in membership.of("rollout") if leases.num(m.name, "adopt")]
         return Cause(_adoptions(state, adopting), ("adopt",))
+    failing = sorted(weights.outdated.keys() & weights.failures.keys())
+    if failing and not leases.has("generate"):
+        name, (num, reason) = failing[0], weights.failures[failing[0]]
+        return Cause(
+            f"{name} to adopt version {weights.version} again in {weights.retry_in_s(name, state.now):.0f} s, after "
+            f"{counted(num, 'failure')} in a row: {reason}"
+        )
     if weights.outdated and not leases.has("generate"):
         return Cause(f"a replica that offers version {weights.version} to {', '.join(sorted(weights.outdated)[:3])}")
     if plan.kind.serves_requests:

@@ -256,6 +256,14 @@ class StopAsked(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="stop_a
     reason: str
 
 
+class ReplicaCounted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="replica_counted"):
+    """A replica was counted as invalid: a restarted controller admits it no more often than this one."""
+
+    name: str
+    num: int
+    """How often so far."""
+
+
 class RunStopped(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_stopped"):
     """The run has ended early, gracefully or not: from here on it can resume."""
 
@@ -365,6 +373,8 @@ class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     mean_lengths: dict[Purpose, float]
     lengths: dict[str, float]
     """By prompt, in the order in which they were first measured."""
+    num_invalid: dict[str, int] = {}
+    """How often each was counted as invalid."""
 
 
 class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -433,6 +443,7 @@ Record = (
     | DataRead
     | MemberJoined
     | MemberLeft
+    | ReplicaCounted
     | GroupsOpened
     | CompletionsStored
     | PartialCompletionsStored

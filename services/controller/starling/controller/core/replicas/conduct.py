@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from starling.controller.core.records import ReplicaCounted
 from starling.controller.core.replicas.leases import Lease
-from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.membership import MAX_INVALID, Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import ControllerState
 
@@ -49,4 +50,6 @@ def note_invalid(state: ControllerState, name: str, reason: str) -> None:
     """Count what no working replica does: an invalid result or offer, groups that it spoils or does not answer."""
     counts = state.replicas.membership.num_invalid
     counts[name] += 1
+    if counts[name] <= MAX_INVALID:  # more change nothing
+        state.outbox.write(ReplicaCounted(name=name, num=counts[name]))
     state.outbox.note("invalid", replica=name, reason=reason, num=counts[name])

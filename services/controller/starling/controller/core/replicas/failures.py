@@ -13,7 +13,7 @@ from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version
-from starling.controller.core.weights.distribution import note_bad_pull, source_of
+from starling.controller.core.weights.distribution import note_bad_pull, note_failed_adoption, source_of
 from starling.controller.core.weights.versions import check_outdated
 
 MAX_FAILED_TOGETHER: Final = 16
@@ -39,21 +39,26 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
         retry(state, *found, reason, member.name, retryable=not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
         note_bad_pull(state, source_of(lease))
-        _transfer_failed(state, member, subject, reason)
+        _transfer_failed(state, member, lease, subject, reason)
     elif kind in ("sleep", "wake"):
         state.replicas.sharing.note_failure(member, state.now)  # it is sent the command again
     elif member.role == "policy":
         _policy_failed(state, member, kind, int(subject), reason)
 
 
-def _transfer_failed(state: ControllerState, member: Member, version: str, reason: str) -> None:
+def _transfer_failed(state: ControllerState, member: Member, lease: Lease, version: str, reason: str) -> None:
     weights = state.weights
-    weights.back_off(member.name, state.now)
-    since = weights.failing_since.setdefault(member.name, state.now)
-    if member.role == "policy" and state.now - since > MAX_FAILING_LEASES * state.plan.lease_s:
-        evict(state, member, f"{member.name} could not adopt version {version}: {reason}")
-    elif member.role == "rollout":
+    if member.role == "rollout":
         check_outdated(state, member)
+        if lease.kind == "adopt":
+            note_failed_adoption(state, member, lease, reason)
+        else:
+            weights.back_off(member.name, state.now, reason)
+        return
+    weights.back_off(member.name, state.now, reason)
+    since = weights.failing_since.setdefault(member.name, state.now)
+    if state.now - since > MAX_FAILING_LEASES * state.plan.lease_s:
+        evict(state, member, f"{member.name} could not adopt version {version}: {reason}")
 
 
 def _policy_failed(state: ControllerState, member: Member, kind: str, number: int, reason: str) -> None:

@@ -106,9 +106,9 @@ class Membership:
     await_until: float = float("-inf")
     """When the controller stops waiting for them."""
     num_invalid: Counter[str] = field(default_factory=Counter)
-    """By replica, of all its incarnations since the controller started: its invalid results and offers, how often it
-    kept groups until their deadline, or left for as long, without an answer, and how often its answers spoiled the
-    groups of some steps."""
+    """By replica, of all its incarnations since the run began or was last stopped: its invalid results and offers, how
+    often it kept groups until their deadline, or left for as long, without an answer, how often its answers spoiled the
+    groups of some steps, and how often it alone could not adopt weights."""
     conduct: defaultdict[str, Conduct] = field(default_factory=lambda: defaultdict(Conduct))
     """By replica, also after it left."""
     hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
@@ -156,7 +156,7 @@ class Membership:
         if self.num_invalid[name] >= MAX_INVALID and self._by_role[hello.role].keys() - {name}:
             return (
                 f"{name} has sent an invalid result, or none in time, {counted(self.num_invalid[name], 'time')}; start "
-                "a replica of another name in its place, or restart the controller"
+                "a replica of another name in its place, or stop the run and resume it"
             )
         others = [m for m in self._by_role["policy"].values() if m.name != name] if hello.role == "policy" else []
         if others and not (hello.shares_steps and all(m.shares_steps for m in others)):

@@ -52,10 +52,12 @@ class Replicas:
             had_quorum=self.had_quorum or "train" in means,  # only a quorum generates groups to train
             mean_lengths=means,
             lengths=lengths,
+            num_invalid=dict(membership.num_invalid),
         )
 
     def restore(self, summary: ReplicasSummary) -> None:
         """Bring the fresh state of the replicas to that of `summary`."""
         self.membership.restore_all(summary.awaited, summary.incarnations, summary.proven, summary.gone)
+        self.membership.num_invalid.update(summary.num_invalid)
         self.had_quorum = summary.had_quorum
         self.lengths.restore(summary.mean_lengths, summary.lengths)

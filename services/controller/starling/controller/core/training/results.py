@@ -45,7 +45,7 @@ def on_policy_version(state: ControllerState, member: Member, version: int) -> N
             evict(state, member, problem)
             return
     member.version = version
-    state.weights.failing_since.pop(member.name, None)
+    state.weights.note_success(member.name)
     state.dirty |= Dirty.ADOPT | Dirty.CATCH_UP | Dirty.PUBLISH | Dirty.TRAIN | Dirty.END
     if version > state.version:
         active = state.training.step

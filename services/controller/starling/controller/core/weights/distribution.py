@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Final
 
 from starling.common.errors import WeightsError
-from starling.common.ids import lease_subject
+from starling.common.ids import lease_subject, whole_number
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
@@ -22,7 +22,7 @@ from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
-from starling.controller.core.weights.publications import PublishedOffer
+from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS, PublishedOffer
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
 from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.offers.tickets import offer_for
@@ -78,6 +78,7 @@ def on_published(
         if member.role == "rollout":
             _check_transports(state, event.buffers[0])
         root, is_new = state.weights.publish(member, message.version, event.buffers[0], message.layout_roots)
+        state.weights.note_success(member.name)
     except WeightsError as error:
         _offer_failed(state, member, f"the offer of version {message.version} by {member.name} is not usable: {error}")
         return
@@ -282,7 +283,7 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         drain_s=message.drain_s,
     )
     if proven:
-        state.weights.failing_since.pop(member.name, None)
+        state.weights.note_success(member.name)
         del state.weights.num_bad_pulls[source]
     if member.role == "rollout":
         _judge(state, member, source, proven=proven)
@@ -301,8 +302,28 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
     else:
         # It generates with weights that were never published: it gets no work until it has adopted a published version.
         take_back_groups(state, member)
-        state.weights.back_off(member.name, state.now)
         set_held_version(state, member, -1)
+        note_failed_adoption(state, member, lease, "it holds something else than was published")
+
+
+def note_failed_adoption(state: ControllerState, rollout: Member, lease: Lease, reason: str) -> None:
+    """Let a rollout wait before it adopts again. One that fails again and again, where others do not, is useless.
+
+    Where all fail, the policy or the network may be at fault: they wait, and `starling why` gives the reason. A pull
+    from another rollout does not count: that rollout offers no more if others fail too.
+    """
+    if not source_of(lease).startswith("policy-"):
+        state.weights.wait(rollout.name, state.now)
+        return
+    version = whole_number(lease_subject(lease.id))
+    num = state.weights.back_off(rollout.name, state.now, reason)
+    others = (one for one in state.replicas.membership.of("rollout") if one is not rollout)
+    if num >= MAX_FAILED_ADOPTIONS and any(one.version >= version for one in others):
+        distrust(
+            state,
+            rollout,
+            f"{rollout.name} failed to adopt {num} times in a row, and others hold version {version}: {reason}",
+        )
 
 
 def _is_proven(state: ControllerState, member: Member, lease: Lease, message: wire.WeightsAdopted) -> bool:

@@ -22,7 +22,12 @@ from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.planner import PlanCache
 
 RETRY_S = 1.0
-"""Seconds after which a failed adoption, or one without a source, is retried."""
+"""Seconds after which a failed adoption is retried the first time; each further failure in a row doubles them."""
+MAX_RETRY_S = 60.0
+"""Most seconds between two tries."""
+MAX_FAILED_ADOPTIONS = 8
+"""Failed adoptions in a row, over about three minutes, after which a rollout counts as useless if others adopt. After
+half as many a new version is no reason to try again at once."""
 MAX_VERSIONS = 1000
 """Number of publications whose roots are remembered: the adoption of an older version is not accepted."""
 MAX_LAYOUTS = 16
@@ -66,6 +71,8 @@ class Publications:
     """Rollouts by the version that they hold and their host."""
     outdated: dict[str, None] = field(default_factory=dict)
     """Rollouts that need another version and do not pull it yet."""
+    failures: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By replica: its failures in a row to adopt or to offer weights, and why the last one was."""
     failing_since: dict[str, float] = field(default_factory=dict)
     """Since when a replica has failed repeatedly to adopt or to offer weights."""
     num_bad_pulls: Counter[str] = field(default_factory=Counter)
@@ -124,7 +131,9 @@ class Publications:
             while (oldest := next(iter(self.roots))) <= version - MAX_VERSIONS:
                 del self.roots[oldest]
                 self.layout_roots.pop(oldest, None)
-            self._retry_at.clear()
+            for name in list(self._retry_at):
+                if self.failures.get(name, (0, ""))[0] < MAX_FAILED_ADOPTIONS // 2:
+                    del self._retry_at[name]
 
     def is_root(self, version: int, root: str) -> bool:
         """Say whether a policy offered `version` under `root`: a replica that pulled it from a policy holds it."""
@@ -241,9 +250,25 @@ class Publications:
             if not held:
                 del self.holders[member.version, member.host]
 
-    def back_off(self, peer: str, now: float) -> None:
-        """Let `peer` wait for a while before it tries again, after a failure."""
+    def wait(self, peer: str, now: float) -> None:
+        """Let `peer` wait for a moment before it tries again, after a failure that may be that of another replica."""
         self._retry_at[peer] = now + RETRY_S
+
+    def back_off(self, peer: str, now: float, reason: str) -> int:
+        """Let `peer` wait ever longer before it tries again, after a failure. Returns its failures in a row."""
+        num = self.failures.get(peer, (0, ""))[0] + 1
+        self.failures[peer] = num, reason
+        self._retry_at[peer] = now + min(RETRY_S * 2.0 ** min(num - 1, 16), MAX_RETRY_S)
+        return num
+
+    def note_success(self, peer: str) -> None:
+        """Note that `peer` has adopted a version, or offers one."""
+        for known in (self.failures, self.failing_since, self._retry_at):
+            known.pop(peer, None)
+
+    def retry_in_s(self, peer: str, now: float) -> float:
+        """Return how long `peer` still waits before it tries again."""
+        return max(0.0, self._retry_at.get(peer, 0.0) - now)
 
     def may_try(self, peer: str, now: float) -> bool:
         """Say whether `peer` has not failed just now."""
@@ -252,11 +277,10 @@ class Publications:
     def forget(self, name: str, layout: Layout | None) -> None:
         """Remove a replica that left: its offer, and the plans from and to its layout."""
         self.outdated.pop(name, None)
-        self.failing_since.pop(name, None)
+        self.note_success(name)
         self.suspects.pop(name, None)
         del self.num_bad_pulls[name]
         offered = self._withdraw(name)
-        self._retry_at.pop(name, None)
         self._encoded.pop(id(layout), None)
         if offered is not None:
             for plans in self._encoded.values():
