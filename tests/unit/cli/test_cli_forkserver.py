@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,33 @@ def test_process_computes_with_the_threads_of_its_environment(tmp_path: Path) ->
     command = [sys.executable, "-c", THREADS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True)
     assert done.stdout == "1 1\n3 3\n", done.stderr
+
+
+TITLE = """
+import sys
+import starling.cli.run.forkserver
+
+sys.path.insert(0, sys.argv[1])
+forks = starling.cli.run.forkserver.Forks({"PYTHONPATH": sys.argv[1]})
+child = forks.start("titled", [], {"OMP_NUM_THREADS": "2"})
+print(child.stdout.read(), end="")
+assert child.wait(60.0) == 0
+"""
+TITLED = """
+from pathlib import Path
+from setproctitle import setproctitle
+
+setproctitle("starling: policy-0")
+print(Path("/proc/self/cmdline").read_text().rstrip(chr(0)))
+"""
+
+
+def test_process_has_a_title_when_the_first_variable_of_its_environment_changes(tmp_path: Path) -> None:
+    (tmp_path / "titled.py").write_text(TITLED)
+    others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", TITLE, str(tmp_path)]
+    environment = {"OMP_NUM_THREADS": "1", **others}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, start_new_session=True
+    )
+    assert done.stdout == "starling: policy-0\n", done.stderr

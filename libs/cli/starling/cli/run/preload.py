@@ -12,6 +12,8 @@ import importlib
 import os
 import signal
 
+import setproctitle
+
 from starling.cli.run.lean_imports import lean_transformers
 from starling.common.importing import without_modules
 from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
@@ -45,6 +47,9 @@ _MODULES = (
 _UNUSED = ("sklearn", "scipy", "torchao", "accelerate")
 """transformers imports them where they are installed: for assisted generation, detection losses, its quantisers, and
 models on several devices."""
+
+# It looks for the place of the title beside the environment, and finds it only while the first variable is unchanged.
+setproctitle.getproctitle()
 
 # Ctrl-C reaches every process of the terminal, and SIGTERM of systemd or Slurm every process of the run: the supervisor
 # stops the run, for which the server has to live. It starts with these signals blocked; those that wait are discarded
