@@ -19,8 +19,10 @@ from starling.controller.core.records import JournalEntry, MemberJoined, MemberL
 from starling.controller.core.replicas import membership
 from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
+from starling.controller.core.state import Outbox
 from starling.controller.core.training.dynamic_settings import SettingChanges
 from starling.controller.core.training.metrics import MAX_NAMES
+from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer
@@ -94,11 +96,11 @@ def test_plans_to_a_departed_replica_are_dropped() -> None:
         script.disconnect("rollout-0")
         script.joins("rollout-0", incarnation=incarnation)
         assert script.state.replicas.leases.num("rollout-0", "adopt") == 1
-    assert size_of(script.state.weights._encoded) < 20
+    assert size_of(script.state.weights._pairs) < 20
 
 
 def test_plans_from_a_departed_replica_are_dropped() -> None:
-    publications = Publications()
+    weights = Publications()
     here = decode_layout(encoded_layout("rollout-0"))
     for number in range(50):
         name = f"policy-{number}"
@@ -106,10 +108,18 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
         member = Member(
             name=name, role="policy", incarnation=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
         )
-        publications.publish(member, number, encoded_offer(number), {})
-        publications.plan(source, here)
-        publications.forget(name, source)
-    assert size_of(publications._encoded) < 20
+        weights.publish(member, number, encoded_offer(number), {})
+        weights.plan(source, here)
+        weights.forget(name, source)
+    assert size_of(weights._pairs) < 20
+
+
+def test_layout_keys_of_policies_that_never_offered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publications, "MAX_SOURCES", 10)
+    weights, here = Publications(), decode_layout(encoded_layout("rollout-0"))
+    sources = [decode_layout(encoded_layout(f"policy-{number}")) for number in range(100)]
+    assert len({weights.layout_key(source, here) for source in sources}) == 1, "their boxes are the same"
+    assert size_of(weights._pairs) <= 11
 
 
 def test_former_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,3 +324,11 @@ def test_made_up_names_of_metrics_are_not_stored() -> None:
     stored = [name for group in groups for trajectory in group.trajectories for name in trajectory.metrics]
     assert len(set(stored)) == MAX_NAMES
     assert stored.count("won") == 2
+
+
+@pytest.mark.parametrize("path", ["/data", "/\udcff"])
+def test_long_texts_of_a_note_are_cut(path: str) -> None:
+    outbox = Outbox()
+    outbox.note("failed", replica="rollout-0", reason="x" * 20_000, parts={"n": ["y" * 9_000, 3], "p": (path,)}, num=1)
+    fields = {"replica": "rollout-0", "reason": "x" * 8192, "parts": {"n": ["y" * 8192, 3], "p": (path,)}, "num": 1}
+    assert outbox.commands() == [Note("failed", fields)]

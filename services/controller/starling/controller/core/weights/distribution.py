@@ -125,16 +125,17 @@ def adopt(state: ControllerState) -> None:
         if member is None:
             continue  # it was evicted as the source of another
         version = target_version(state, member)
-        wanted = version, _of_policies_only(state, member, version)
+        policies_only = _of_policies_only(state, member, version)
+        wanted = version, policies_only
         if wanted in unavailable or not state.weights.may_try(name, state.now):
             continue
+        offer = state.weights.source(member, version, of_policies_only=policies_only)
         if not state.replicas.sharing.has_devices(member):  # it pulls when it wakes; an offer is arranged now
-            if find_source(state, member, version) is None:
+            if offer is None:
                 _find_holder(state, *wanted)
                 unavailable.add(wanted)
             continue
-        offer = find_source(state, member, version)
-        nearer = _holder_on_host(state, member, version, offer)
+        nearer = _holder_on_host(state, member, version, offer, policies_only=policies_only)
         if nearer is not None:
             if not state.replicas.leases.num(nearer.name, "publish"):
                 _request_offer(state, nearer, version)
@@ -198,7 +199,7 @@ def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with
 
 
 def _holder_on_host(
-    state: ControllerState, member: Member, version: int, offer: PublishedOffer | None
+    state: ControllerState, member: Member, version: int, offer: PublishedOffer | None, *, policies_only: bool
 ) -> Member | None:
     """Return a rollout on the host of `member` that should offer `version` to it, or None when none should.
 
@@ -207,8 +208,9 @@ def _holder_on_host(
     """
     if offer is not None and offer.host == member.host:
         return None
-    holder = _able_to_offer(state, version, state.weights.holders.get((version, member.host), {}))
-    if holder is None or not _of_policies_only(state, member, version):
+    names = state.weights.holders.get((version, member.host))
+    holder = _able_to_offer(state, version, names) if names else None
+    if holder is None or not policies_only:
         return holder
     if member.name not in state.replicas.membership.accusers:
         _request_layout_roots(state, member, version)  # for the next one: this one does not wait

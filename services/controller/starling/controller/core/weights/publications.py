@@ -34,6 +34,9 @@ MAX_LAYOUTS = 16
 """Number of distinct layouts of rollouts whose roots a policy computes: those of most rollouts. Each may take a pass
 over the weights; rollouts of further layouts pull from policies only."""
 
+MAX_SOURCES = 1024
+"""Sources of which the plans to one destination are kept: each policy that was started again is another one."""
+
 
 @dataclass(frozen=True)
 class PublishedOffer:
@@ -46,6 +49,18 @@ class PublishedOffer:
     root: str
     offer: Offer
     """With the secrets of its snapshots: a reader gets tickets instead."""
+
+
+@dataclass(slots=True)
+class LayoutPair:
+    """The layouts of the source and of the destination of a pull, and what follows from both."""
+
+    source: Layout
+    destination: Layout
+    key: str
+    """Equal for pairs whose plans move the same boxes; the layout root is known under it."""
+    plan: bytes = b""
+    """The encoded plan; empty until it is needed."""
 
 
 @dataclass
@@ -86,8 +101,8 @@ class Publications:
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
     _of_policies: dict[str, PublishedOffer] = field(default_factory=dict)
     _plans: PlanCache = field(default_factory=PlanCache)
-    _encoded: dict[int, dict[int, tuple[Layout, Layout, bytes]]] = field(default_factory=dict)
-    """Plans by the identities of the destination's layout and of the source's, which the entry keeps alive."""
+    _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
+    """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
     # --- offers -----------------------------------------------------------------------------------------------------
 
@@ -141,7 +156,16 @@ class Publications:
 
     def layout_key(self, source: Layout | None, destination: Layout | None) -> str:
         """Return the key of two layouts, under which their layout root is known; empty without either."""
-        return self._plans.key(source, destination) if source is not None and destination is not None else ""
+        return self._pair(source, destination).key if source is not None and destination is not None else ""
+
+    def _pair(self, source: Layout, destination: Layout) -> LayoutPair:
+        pairs = self._pairs.setdefault(id(destination), {})
+        found = pairs.get(id(source))
+        if found is None or found.source is not source or found.destination is not destination:
+            if len(pairs) >= MAX_SOURCES:
+                pairs.clear()
+            found = pairs[id(source)] = LayoutPair(source, destination, self._plans.key(source, destination))
+        return found
 
     def known_layout_roots(self, version: int, key: str) -> tuple[str, ...]:
         """Return the layout roots that policies computed for this version and key.
@@ -149,8 +173,9 @@ class Publications:
         None if one of them did not: where arithmetic is not deterministic, a policy that made the version again holds
         other bits than the rollouts that adopted it before.
         """
-        roots = self.layout_roots.get(version, {}).get(key, ())
-        return tuple(sorted(roots)) if len(roots) >= len(self.roots.get(version, ())) else ()
+        by_key = self.layout_roots.get(version)
+        roots = by_key.get(key) if by_key is not None else None
+        return tuple(sorted(roots)) if roots and len(roots) >= len(self.roots.get(version, ())) else ()
 
     def request_layout_root(self, version: int, key: str) -> bool:
         """Note that a policy is asked for the layout root of this key. Returns False if one was asked before."""
@@ -212,11 +237,9 @@ class Publications:
         Raises:
             WeightsError: as `make_plan`.
         """
-        plans = self._encoded.setdefault(id(destination), {})
-        found = plans.get(id(source))
-        if found is None or found[0] is not source or found[1] is not destination:
-            found = plans[id(source)] = (source, destination, encode(self._plans.plan(source, destination)))
-        return found[2]
+        pair = self._pair(source, destination)
+        pair.plan = pair.plan or encode(self._plans.plan(source, destination))
+        return pair.plan
 
     def root_plans(self, source: Layout, destinations: Iterable[Layout]) -> dict[str, bytes]:
         """Return the encoded plans from `source` to the most frequent layouts of `destinations`, by key.
@@ -275,16 +298,16 @@ class Publications:
         return now >= self._retry_at.get(peer, 0.0)
 
     def forget(self, name: str, layout: Layout | None) -> None:
-        """Remove a replica that left: its offer, and the plans from and to its layout."""
+        """Remove a replica that left: its offer, and what is known of pulls from and to its layout."""
         self.outdated.pop(name, None)
         self.note_success(name)
         self.suspects.pop(name, None)
         del self.num_bad_pulls[name]
         offered = self._withdraw(name)
-        self._encoded.pop(id(layout), None)
+        self._pairs.pop(id(layout), None)
         if offered is not None:
-            for plans in self._encoded.values():
-                plans.pop(id(layout), None)
+            for pairs in self._pairs.values():
+                pairs.pop(id(layout), None)
 
     def _withdraw(self, name: str) -> PublishedOffer | None:
         offered = self.offers.pop(name, None)
@@ -302,4 +325,6 @@ class Publications:
 def _preferred(offers: Iterable[PublishedOffer], destination: Member, of_policies_only: bool) -> PublishedOffer | None:
     """Return the offer that `destination` should pull from: of a policy if there is one; names break ties."""
     fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not of_policies_only)]
-    return min(fit, key=lambda offer: (not offer.is_policy, offer.holder)) if fit else None
+    if len(fit) < 2:
+        return fit[0] if fit else None
+    return min(fit, key=lambda offer: (not offer.is_policy, offer.holder))
