@@ -88,14 +88,14 @@ class Leases:
         found = self._leases.get(lease)
         if found is None or found.peer != peer:
             return False
-        self._remove(found)
+        self.end(found)
         return True
 
     def drop(self, peer: str, *kinds: str) -> list[str]:
         """End the leases of these kinds that `peer` has, or all its leases. Returns their ids."""
         dropped = sorted(self.of(peer, *kinds) if kinds else self._of(peer).leases)
         for lease in dropped:
-            self._remove(self._leases[lease])
+            self.end(self._leases[lease])
             self._dropped[lease] = peer
         while len(self._dropped) > MAX_DROPPED:
             del self._dropped[next(iter(self._dropped))]
@@ -147,7 +147,7 @@ class Leases:
                 entry.sent_at = now
                 resend.append(entry.send)
         for lease in lost:
-            self._remove(self._leases[lease])
+            self.end(self._leases[lease])
         return sorted(theirs - ours.keys()), resend, lost
 
     def expired(self, now: float) -> list[Lease]:
@@ -162,7 +162,8 @@ class Leases:
     def _of(self, peer: str) -> PeerLeases:
         return self._by_peer.get(peer, NO_LEASES)
 
-    def _remove(self, lease: Lease) -> None:
+    def end(self, lease: Lease) -> None:
+        """End a lease that is in force."""
         del self._leases[lease.id]
         held = self._by_peer[lease.peer]
         del held.leases[lease.id]
