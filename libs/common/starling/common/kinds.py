@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
@@ -124,7 +125,7 @@ class RunKind:
 
     # --- what results are for ---------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there is a policy. Without one, rollouts generate with the weights that they load: version 0."""
         return self.results is Results.TRAINED
@@ -136,7 +137,7 @@ class RunKind:
             return None
         return self.objective if self.learns_from_examples_only else "rl"
 
-    @property
+    @cached_property
     def keeps_tokens(self) -> bool:
         """Whether the tokens of completions are kept, and not only their texts."""
         return self.results in (Results.TRAINED, Results.WRITTEN_WITH_TOKENS)

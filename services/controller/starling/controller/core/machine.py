@@ -80,6 +80,10 @@ AWAITED_HEARTBEATS: Final = 3
 """Heartbeats for which a restarted controller waits for replicas that may hold work."""
 OPERATOR_COMMANDS: Final = (wire.QueryRun, wire.ChangeSetting, wire.RequestEvaluation, wire.RequestStop)
 """`wire.OperatorMessage` as a tuple: `isinstance` takes ten times as long with a union."""
+RUNNING: Final = RunStage.RUNNING
+OVER: Final = RunStage.OVER
+ACTIVE: Final = (RunStage.RUNNING, RunStage.CHECKPOINTING)
+"""Stages of the run by names of their own: each look at a member of an enumeration takes as long as a call."""
 FROM_NO_MEMBER: Final = frozenset({*OPERATOR_COMMANDS, wire.Hello})
 """Messages whose sender need not be a member."""
 Result = (
@@ -133,7 +137,7 @@ class Controller:
         state = self.state
         state.outbox.clear(event.now)
         state.now = event.now
-        if state.lifecycle.stage is RunStage.OVER:
+        if state.lifecycle.stage is OVER:
             return []  # messages that arrive before the process ends are ignored
         if state.replicas.membership.await_until == -math.inf:
             _begin(state)
@@ -191,7 +195,7 @@ def _tick(state: ControllerState) -> None:
         member = replicas.membership.members.get(lease.peer)
         if member is not None:
             evict_hanging(state, member, lease)
-    if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
+    if state.lifecycle.stage in ACTIVE:
         evict_culprit(state)
         evict_useless(state)
         problem = overdue(state)
@@ -282,11 +286,11 @@ def _result(state: ControllerState, member: Member, lease: Lease, message: Resul
 
 def advance(state: ControllerState) -> None:
     """Run all derivations that are due, until none is."""
-    if state.lifecycle.stage is RunStage.RUNNING and state.replicas.membership.is_awaiting(state.now):
+    if state.lifecycle.stage is RUNNING and state.replicas.membership.is_awaiting(state.now):
         return  # work that no replica has reported yet may still be in progress
     while state.dirty:
         due, state.dirty = state.dirty, Dirty.NONE
-        if state.lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING):
+        if state.lifecycle.stage in ACTIVE:
             _walk(state, due)
         if due & Dirty.END:
             end(state)
@@ -304,7 +308,7 @@ def _walk(state: ControllerState, due: int) -> None:
         publish(state)
     if due & Dirty.CATCH_UP:
         catch_up(state)
-    if state.lifecycle.stage is not RunStage.RUNNING:
+    if state.lifecycle.stage is not RUNNING:
         return
     if due & Dirty.ADOPT:
         adopt(state)

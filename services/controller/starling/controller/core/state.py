@@ -152,5 +152,5 @@ class ControllerState:
 
     def group_of_lease(self, lease: str) -> tuple[Groups, Group] | None:
         """Return the live group of a lease to generate or score it, and the groups that it belongs to."""
-        kind, _, rest = lease.partition(":")
-        return self.find_group(rest.partition(":")[0]) if kind in SLOT_KINDS else None
+        kind, *subject = lease.split(":", 2)
+        return self.find_group(subject[0]) if subject and kind in SLOT_KINDS else None

@@ -46,6 +46,9 @@ class GroupState(enum.StrEnum):
     DISCARDED = "discarded"
 
 
+WAITING: Final = GroupState.WAITING
+GENERATED: Final = GroupState.GENERATED
+"""States by names of their own: each look at a member of an enumeration takes as long as a call."""
 GONE: Final = frozenset({GroupState.TRAINED, GroupState.DISCARDED})
 
 TRANSITIONS: Final[dict[tuple[GroupState, GroupState], str]] = {
@@ -119,16 +122,16 @@ class Group(msgspec.Struct, gc=False):
     """Tokens so far of its completions, from a rollout that could not finish them."""
     expected_tokens: int = 1
     """Expected tokens of all its completions, estimated at its admission."""
+    key: str = ""
+    """Its name in lease ids and in the journal: the initial of its purpose, and its ordinal."""
+
+    def __post_init__(self) -> None:
+        self.key = f"{self.purpose[0]}{self.ordinal}"
 
     @property
     def num_tokens(self) -> int:
         """Tokens of its completions, once it is generated."""
         return sum([trajectory.num_tokens for trajectory in self.trajectories])
-
-    @property
-    def key(self) -> str:
-        """Its name in lease ids and in the journal."""
-        return f"{self.purpose[0]}{self.ordinal}"
 
 
 class Groups:
@@ -228,12 +231,12 @@ class Groups:
     def move(self, group: Group, state: GroupState) -> None:
         """Put `group` into `state`, which must be a legal transition."""
         assert (group.state, state) in TRANSITIONS, f"{group.key} may not go from {group.state} to {state}"
-        if group.state is GroupState.WAITING:
+        if group.state is WAITING:
             self.waiting_tokens -= group.expected_tokens
         self._counts[group.state] -= 1
         self._counts[state] += 1
         group.state = state
-        if state is GroupState.WAITING:
+        if state is WAITING:
             self._push(group)
         elif state in GONE:
             del self._live[group.ordinal]
@@ -401,14 +404,14 @@ def _summary(group: Group) -> GroupSummary:
 
 
 def _is_waiting(group: Group) -> bool:
-    return group.state is GroupState.WAITING
+    return group.state is WAITING
 
 
 def is_unscored(group: Group) -> bool:
     """Say whether a group has completions without rewards, and no reward replica scores them."""
-    return group.state is GroupState.GENERATED and not group.score_lease and not group.rewards
+    return group.state is GENERATED and not group.score_lease and not group.rewards
 
 
 def lacks_teacher(group: Group) -> bool:
     """Say whether a group has completions whose tokens no teacher has scored or scores."""
-    return group.state is GroupState.GENERATED and not group.teacher_lease and not group.has_teacher_logprobs
+    return group.state is GENERATED and not group.teacher_lease and not group.has_teacher_logprobs

@@ -83,7 +83,7 @@ def on_generated(
     # closes, and space in the journal.
     keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
     tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
-    trajectories = tuple([_with_known_names(state, member, one) for one in message.trajectories])
+    trajectories = _with_known_names(state, member, message.trajectories)
     groups.store_completions(group, trajectories, tensors, buffers, message.lease)
     group.generator = member.name
     _update_estimates(state, member, lease, group)
@@ -99,12 +99,16 @@ def on_generated(
         store_zero_rewards(state, groups, group)
 
 
-def _with_known_names(state: ControllerState, member: Member, one: wire.TrajectoryMeta) -> wire.TrajectoryMeta:
-    """Return a trajectory without metrics beyond the names that a run may have."""
-    if not one.metrics:
-        return one
-    metrics = _known_names(state, member, one.metrics)
-    return one if metrics is one.metrics else msgspec.structs.replace(one, metrics=metrics)
+def _with_known_names(
+    state: ControllerState, member: Member, trajectories: tuple[wire.TrajectoryMeta, ...]
+) -> tuple[wire.TrajectoryMeta, ...]:
+    """Return trajectories without metrics beyond the names that a run may have."""
+    if not [one for one in trajectories if one.metrics]:
+        return trajectories
+    known = [_known_names(state, member, one.metrics) for one in trajectories]
+    return tuple(
+        [msgspec.structs.replace(one, metrics=metrics) for one, metrics in zip(trajectories, known, strict=True)]
+    )
 
 
 def _known_names(state: ControllerState, member: Member, values: dict[str, T]) -> dict[str, T]:
@@ -127,18 +131,18 @@ def _problem(
     Raises:
         InvalidResultError: they are not those that were asked for.
     """
-    versions = [t.oldest_version for t in message.trajectories]
     wanted = num_completions(state, group.purpose)
     if len(message.trajectories) != wanted:
         raise InvalidResultError(f"{len(message.trajectories)} completions came instead of {wanted}")
     if len(message.tensors) < len(GROUP_TENSORS):
         raise InvalidResultError(f"{len(message.tensors)} tensors came instead of {len(GROUP_TENSORS)} or more")
-    if min(versions) < group.min_version:
-        return f"a token is of version {min(versions)}, older than {group.min_version}", True, None
+    oldest = min([one.oldest_version for one in message.trajectories])
+    if oldest < group.min_version:
+        return f"a token is of version {oldest}, older than {group.min_version}", True, None
     if group.purpose == "evaluate" and any(t.newest_version != group.min_version for t in message.trajectories):
         return f"a token is of another version than {group.min_version}", True, None
-    if failed := [(i, t) for i, t in enumerate(message.trajectories) if t.status not in wire.TRAINABLE_STATUSES]:
-        index, first = failed[0]
+    if failed := [one for one in message.trajectories if one.status not in wire.TRAINABLE_STATUSES]:
+        first, index = failed[0], message.trajectories.index(failed[0])
         reason = f"{len(failed)} of its completions failed, completion {index} by {first.status}: {first.problem}"
         return reason, True, first.status
     check_num_media(group.prompt, message.tensors, state.training.limits)
@@ -158,7 +162,10 @@ def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbe
     """
     if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
         request = lease.send.message
-        check_num_sampled(numbers, max([request.sampling.max_tokens, *(one.num_tokens for one in request.partial)]))
+        limit = request.sampling.max_tokens
+        if request.partial:
+            limit = max(limit, *[one.num_tokens for one in request.partial])
+        check_num_sampled(numbers, limit)
         return
     changed = [int(value) for key, value, _ in state.training.changes.in_order() if key == "sampling.max_tokens"]
     partial = [one.num_tokens for one in group.partial.completions] if group.partial is not None else []
@@ -279,7 +286,7 @@ def store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> 
 
 def on_scored(state: ControllerState, member: Member, lease: Lease, message: wire.GroupScored) -> None:
     """Store the rewards of a group, unless some scorer failed."""
-    state.dirty |= Dirty.SCORE | Dirty.TRAIN | Dirty.EVALUATE
+    state.dirty |= Dirty.SCORE
     note_answered(state, member, lease)
     found = state.group_of_lease(message.lease)
     if found is None:
@@ -304,6 +311,10 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     components = _known_names(state, member, message.components)
     groups.store_rewards(group, message.rewards, components)
     state.outbox.write(RewardsStored(key=group.key, rewards=message.rewards, components=components))
+    if group.purpose == "evaluate":
+        state.dirty |= Dirty.EVALUATE
+    elif state.buffer.is_full():  # most groups are not the last of their step
+        state.dirty |= Dirty.TRAIN
 
 
 def on_tokens_scored(
@@ -331,7 +342,7 @@ def _filter(state: ControllerState, group: Group, reward: float) -> None:
     """Discard a group whose rewards are all equal: its slot is free for the next prompt, and its prompt is used."""
     _revoke_scoring(state, group)
     state.buffer.filter(group, reward)
-    state.dirty |= Dirty.ADMIT
+    state.dirty |= Dirty.ADMIT | Dirty.TRAIN
     reason = f"all its rewards are {reward:g}"
     record = GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason, filtered=True, reward=reward)
     state.outbox.write(record)

@@ -9,6 +9,7 @@ on the model, as its vocabulary, is checked once a policy has reported its limit
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -59,6 +60,8 @@ MAX_TRUNCATION_NATS: Final = 1e3
 """Larger than minus the logarithm of any positive float32."""
 INT32: Final = np.dtype(np.int32)
 UINT32: Final = np.dtype(np.uint32)
+NEGATIVE: Final = 1 << 31
+"""The lowest of the negative numbers of 32 bits, read as unsigned ones."""
 FLOAT32: Final = np.dtype(np.float32)
 GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities", "versions")
 OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(1, len(GROUP_TENSORS)))
@@ -127,6 +130,8 @@ def check_num_sampled(numbers: Sequence[int], limit: int) -> None:
     Raises:
         InvalidResultError: naming the first that is over the limit.
     """
+    if max(numbers, default=0) <= limit:
+        return
     for index, number in enumerate(numbers):
         if number > limit:
             raise InvalidResultError(f"completion {index} has {number} sampled tokens, and {limit} were allowed")
@@ -184,10 +189,10 @@ def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[
                 f"its completions have {total} tokens, and {meta.shape[0]} {GROUP_NAMES[index]} came"
             )
     _check_form(GROUP_NAMES[0], GROUP_TENSORS[0], tensors[0], buffers[0])
-    _check_sizes(buffers)
     if not buffers[0]:
         raise InvalidResultError("its prompt has no tokens")
-    if num > len(GROUP_TENSORS):
+    if num > len(GROUP_TENSORS) or size_bytes + len(buffers[0]) > MAX_TENSOR_BYTES:
+        _check_sizes(buffers)
         _named(tensors[len(GROUP_TENSORS) :], buffers[len(GROUP_TENSORS) :])
 
 
@@ -202,35 +207,35 @@ def check_group_contents(
     Raises:
         InvalidResultError: naming the first that is wrong.
     """
-    prompt, tokens = np.frombuffer(buffers[0], INT32), np.frombuffer(buffers[1], INT32)
     num = len(GROUP_TENSORS)
     named = _named(tensors[num:], buffers[num:]) if len(tensors) > num else {}
     mask = named.get(LOSS_MASK)
+    prompt, tokens = np.frombuffer(buffers[0], UINT32), np.frombuffer(buffers[1], UINT32)
     _check_ids(prompt, None, limits)
     _check_ids(tokens, mask, limits)
     _require_finite("a log-probability", np.frombuffer(buffers[2], FLOAT32))
     _check_mask(trajectories, mask, len(tokens))
     _check_versions(trajectories, buffers[3], mask)
     if named:
-        _check_kept(named, tokens, mask, limits)
+        _check_kept(named, tokens.view(INT32), mask, limits)
     inputs = limits.media if limits is not None else None
     if named or inputs is not None:
-        _check_media(named, prompt, tokens, inputs)
+        _check_media(named, prompt.view(INT32), tokens.view(INT32), inputs)
 
 
 def _check_ids(ids: Array, mask: Array | None, limits: ModelLimits | None) -> None:
     """Check that ids are not negative, and in the vocabulary if it is known. `mask`: which were sampled; None for all.
 
-    As unsigned numbers, negative ids are above all others.
+    `ids`: as unsigned numbers, so that negative ones are above all others.
     """
     if not ids.size:
         return
-    unsigned, end = ids.view(UINT32), (limits is not None and limits.vocabulary_size) or 1 << 31
-    if unsigned.item(unsigned.argmax()) < end:
+    largest, end = ids.item(ids.argmax()), (limits is not None and limits.vocabulary_size) or NEGATIVE
+    if largest < end:
         return
-    if ids.min() < 0:
+    if largest >= NEGATIVE:
         raise InvalidResultError("it has a negative token id")
-    _refuse_ids(unsigned >= end, mask, f"it has token id {ids.max()}, and the model has {end} token ids")
+    _refuse_ids(ids >= end, mask, f"it has token id {largest}, and the model has {end} token ids")
 
 
 def _refuse_ids(wrong: Array, mask: Array | None, problem: str) -> None:
@@ -285,7 +290,7 @@ def _require_finite(what: str, array: Array) -> None:
 
 def _check_mask(trajectories: Sequence[TrajectoryMeta], mask: Array | None, total: int) -> None:
     if mask is None:
-        if any(one.num_masked for one in trajectories):
+        if max([one.num_masked for one in trajectories], default=0):
             raise InvalidResultError("some of its tokens are masked, and no mask came")
         return
     if len(mask) != total or (total and np.maximum.reduce(mask) > 1):
@@ -313,21 +318,21 @@ def _check_kept(named: Mapping[str, Array], tokens: Array, mask: Array | None, l
         )
     if problem := kept_problem(KeptTokens(counts, ids), tokens, None if mask is None else mask == 1):
         raise InvalidResultError(problem)
-    _check_ids(ids, None, limits)
+    _check_ids(ids.view(UINT32), None, limits)
 
 
 def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask: Array | None) -> None:
     """Check that each trajectory names the oldest and the newest version of its sampled tokens."""
     if not encoded:
         return
-    versions = np.frombuffer(encoded, INT32)
-    if encoded[4:] == encoded[:-4]:  # all are equal, as nearly always
-        lowest = versions.item(0)
-        fits = True
+    first = bytes(encoded[:4])
+    if encoded == first * (len(encoded) // 4):  # all are equal, as nearly always
+        lowest, fits = int.from_bytes(first, sys.byteorder, signed=True), True
         for one in trajectories:
             if one.oldest_version != lowest or one.newest_version != lowest:
                 fits &= one.num_tokens == one.num_masked
     else:
+        versions = np.frombuffer(encoded, INT32)
         lowest, highest = int(versions.min()), int(versions.max())
         fits, begin = True, 0
         for one in trajectories:
@@ -369,7 +374,7 @@ def check_partial_tensors(
     tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors[own], buffers[own])
     if not len(tokens) == len(logprobs) == len(versions) == total:
         raise InvalidResultError(f"{[len(tokens), len(logprobs), len(versions)]} entries came with {total} tokens")
-    _check_ids(tokens, None, limits)
+    _check_ids(tokens.view(UINT32), None, limits)
     if limits is not None and placeholders_in(tokens, limits.media).any():
         raise InvalidResultError("a completion has a placeholder token of images or videos")
     _require_finite("a log-probability", logprobs)
