@@ -74,7 +74,7 @@ def _update_version(state: ControllerState, member: Member, version: int) -> Non
 def _reconcile_leases(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
     """Release unknown leases, or reclaim them, send lost commands again, and requeue lost work."""
     grace_s = 2 * state.plan.heartbeat_s
-    held = [held.lease for held in message.leases]
+    held = {held.lease for held in message.leases}
     unknown, resend, lost = state.replicas.leases.reconcile(member.name, held, state.now, grace_s)
     if not (unknown or resend or lost):
         return

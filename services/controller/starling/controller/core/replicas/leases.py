@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from starling.common.ids import LeaseKind
+from starling.common.ids import LEASE_KINDS, LeaseKind
 from starling.controller.core.events import Send
 
 MAX_DROPPED = 10_000
@@ -32,11 +32,11 @@ class Lease(msgspec.Struct, gc=False):
 
 
 class PeerLeases(msgspec.Struct, gc=False):
-    """The leases of one replica that has any."""
+    """The leases of one replica that has, or had, any."""
 
     leases: dict[str, Lease] = {}
     """By id, the oldest first."""
-    num: dict[str, int] = {}
+    num: defaultdict[str, int] = msgspec.field(default_factory=lambda: defaultdict(int))
     """By kind."""
     tokens: int = 0
     """Tokens expected of all groups that it generates."""
@@ -53,7 +53,7 @@ class Leases:
     """Leases granted by this incarnation of the controller."""
     _leases: dict[str, Lease] = field(default_factory=dict)
     _by_peer: dict[str, PeerLeases] = field(default_factory=dict)
-    _by_kind: dict[str, int] = field(default_factory=dict)
+    _by_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEASE_KINDS, 0))
     _deadlines: list[tuple[float, str]] = field(default_factory=list)
     _dropped: dict[str, str] = field(default_factory=dict)
     """Peers of the last leases that ended with the membership of their peer, or were taken from it."""
@@ -74,9 +74,9 @@ class Leases:
         if held is None:
             held = self._by_peer[peer] = PeerLeases()
         held.leases[lease] = self._leases[lease] = Lease(lease, kind, peer, send, now, deadline, now, tokens)
-        held.num[kind] = held.num.get(kind, 0) + 1
+        held.num[kind] += 1
         held.tokens += tokens
-        self._by_kind[kind] = self._by_kind.get(kind, 0) + 1
+        self._by_kind[kind] += 1
         heapq.heappush(self._deadlines, (deadline, lease))
 
     def get(self, lease: str) -> Lease | None:
@@ -92,11 +92,13 @@ class Leases:
         return True
 
     def drop(self, peer: str, *kinds: str) -> list[str]:
-        """End the leases of these kinds that `peer` has, or all its leases. Returns their ids."""
-        dropped = sorted(self.of(peer, *kinds) if kinds else self._of(peer).leases)
+        """End the leases of these kinds that `peer` has, or all its leases because it is gone. Returns their ids."""
+        dropped = sorted(self.of(peer, *kinds) if kinds else self.held_by(peer).leases)
         for lease in dropped:
             self.end(self._leases[lease])
             self._dropped[lease] = peer
+        if not kinds:
+            self._by_peer.pop(peer, None)
         while len(self._dropped) > MAX_DROPPED:
             del self._dropped[next(iter(self._dropped))]
         return dropped
@@ -107,36 +109,35 @@ class Leases:
 
     def of(self, peer: str, *kinds: str) -> list[str]:
         """Return the ids of the leases of these kinds that `peer` has."""
-        return [lease.id for lease in self._of(peer).leases.values() if lease.kind in kinds]
+        return [lease.id for lease in self.held_by(peer).leases.values() if lease.kind in kinds]
 
     def all_of(self, peer: str) -> list[Lease]:
         """Return all leases that `peer` has, the oldest first."""
-        return list(self._of(peer).leases.values())
+        return list(self.held_by(peer).leases.values())
+
+    def held_by(self, peer: str) -> PeerLeases:
+        """Return the leases that `peer` has."""
+        return self._by_peer.get(peer, NO_LEASES)
 
     def num(self, peer: str, kind: str) -> int:
         """Return how many leases of this kind `peer` has."""
         held = self._by_peer.get(peer)
         return 0 if held is None else held.num.get(kind, 0)
 
-    def num_tokens(self, peer: str) -> int:
-        """Return the tokens expected of all groups that `peer` generates."""
-        return self._of(peer).tokens
-
-    def has(self, kind: str) -> bool:
+    def has(self, kind: LeaseKind) -> bool:
         """Say whether any replica has a lease of this kind."""
-        return self._by_kind.get(kind, 0) > 0
+        return self._by_kind[kind] > 0
 
     def reconcile(
-        self, peer: str, held: Iterable[str], now: float, grace_s: float
+        self, peer: str, theirs: set[str], now: float, grace_s: float
     ) -> tuple[list[str], list[Send], list[str]]:
-        """Compare with the leases that `peer` reports.
+        """Compare with the leases that `peer` reports, `theirs`.
 
         Returns the leases that it reports and should not have; the commands, sent more than `grace_s` ago, that it
         never received; and the leases of an earlier incarnation of the controller that it has lost, which are ended.
         """
-        ours = self._of(peer).leases
-        theirs = set(held)
-        if len(theirs) == len(ours) and ours.keys() == theirs:
+        ours = self.held_by(peer).leases
+        if ours.keys() == theirs:
             return [], [], []
         resend, lost = [], []
         for lease in sorted(ours.keys() - theirs):
@@ -159,9 +160,6 @@ class Leases:
                 late.append(self._leases[lease])
         return late
 
-    def _of(self, peer: str) -> PeerLeases:
-        return self._by_peer.get(peer, NO_LEASES)
-
     def end(self, lease: Lease) -> None:
         """End a lease that is in force."""
         del self._leases[lease.id]
@@ -169,8 +167,6 @@ class Leases:
         del held.leases[lease.id]
         held.num[lease.kind] -= 1
         held.tokens -= lease.tokens
-        if not held.leases:
-            del self._by_peer[lease.peer]
         self._by_kind[lease.kind] -= 1
         # Entries of `_deadlines` outlive their leases; they are removed once most of them are stale.
         if len(self._deadlines) > 64 + 4 * len(self._leases):

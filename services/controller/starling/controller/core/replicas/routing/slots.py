@@ -127,9 +127,9 @@ class SlotIndex:
             if member.name in self.cooldowns:
                 self.drop(member, evaluation)
                 return
-            busy, queued = self._leases.num(member.name, "generate"), self._leases.num_tokens(member.name)
-            speed = member.num_slots * self.rates.rate(member.name)
-            self.routing.put(member, busy, member.num_slots, queued=queued, speed=speed)
+            held = self._leases.held_by(member.name)
+            busy, speed = held.num.get("generate", 0), member.num_slots * self.rates.rate(member.name)
+            self.routing.put(member, busy, member.num_slots, queued=held.tokens, speed=speed)
             if evaluation is not None and member.name in evaluation.pinned:
                 self._update_pinned(evaluation, member, busy, num_rollouts)
 
@@ -140,7 +140,7 @@ class SlotIndex:
         slots = evaluation_slots(member, num_rollouts)
         held = self._leases.of(member.name, "generate")
         num = sum(lease_subject(lease).startswith("e") for lease in held) if busy < member.num_slots else slots
-        queued, speed = self._leases.num_tokens(member.name), slots * self.rates.rate(member.name)
+        queued, speed = self._leases.held_by(member.name).tokens, slots * self.rates.rate(member.name)
         evaluation.routing.put(member, num, slots, queued=queued, speed=speed)
 
     def cool_down(self, member: Member, until: float) -> None:
