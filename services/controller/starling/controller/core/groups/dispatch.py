@@ -25,7 +25,7 @@ def dispatch(state: ControllerState) -> None:
     """
     evaluation = state.evaluations.current
     while evaluation is not None and (group := evaluation.next_longest()) is not None:
-        refreshed_slots(state)
+        refreshed_slots(state, "rollout")
         route = evaluation.routing.soonest(evaluation.version, group.expected_tokens)
         if route is None:
             break
@@ -39,7 +39,7 @@ def dispatch(state: ControllerState) -> None:
         if longest is not None and longest is not group and required_version(state, longest) == required:
             group = longest
         tokens = group.expected_tokens
-        routing = refreshed_slots(state).routing
+        routing = refreshed_slots(state, "rollout").routing
         route = routing.soonest(required, tokens)
         if route is None or routing.should_wait(route, required, tokens, buffer.waiting_tokens):
             return  # the groups behind it need at least as new a version
@@ -55,7 +55,7 @@ def score(state: ControllerState) -> None:
             if not state.plan.num_rewards:  # the journal lost the record of its rewards
                 store_zero_rewards(state, groups, group)
                 continue
-            member = refreshed_slots(state).rewards.least_busy()
+            member = refreshed_slots(state, "reward").rewards.least_busy()
             if member is None:
                 return
             _score(state, member, group)
@@ -64,15 +64,15 @@ def score(state: ControllerState) -> None:
 def score_with_teachers(state: ControllerState) -> None:
     """Give generated groups to teachers, before or after they have their rewards."""
     while (group := state.buffer.next_to_teacher()) is not None:
-        member = refreshed_slots(state).teachers.least_busy()
+        member = refreshed_slots(state, "teacher").teachers.least_busy()
         if member is None:
             return
         _score_tokens(state, member, group)
 
 
-def refreshed_slots(state: ControllerState) -> SlotIndex:
-    """Return the index of free slots, up to date."""
-    return state.replicas.slots.refreshed(state.evaluations.current)
+def refreshed_slots(state: ControllerState, role: Role) -> SlotIndex:
+    """Return the index of free slots, up to date for the replicas of `role`."""
+    return state.replicas.slots.refreshed(role, state.evaluations.current)
 
 
 def _may_generate(state: ControllerState) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 from typing import Final, Protocol
 
-from starling.common.ids import lease_subject
+from starling.common.ids import Role, lease_subject
 from starling.controller.core.replicas.leases import Leases
-from starling.controller.core.replicas.membership import Member, Membership
+from starling.controller.core.replicas.membership import REPLICA_ROLES, Member, Membership
 from starling.controller.core.replicas.routing.earliest_finish import Routing
 from starling.controller.core.replicas.routing.estimates import RateEstimates
 from starling.controller.core.replicas.time_sharing import TimeSharing
@@ -98,18 +98,19 @@ class SlotIndex:
         self.rates = RateEstimates()
         self.cooldowns: dict[str, float] = {}
         """Rollouts in cooldown, and until when."""
-        self._changed: dict[str, Member] = {}
-        """Members whose leases or version changed since the last refresh."""
+        self._changed: dict[Role, dict[str, Member]] = {role: {} for role in REPLICA_ROLES}
+        """By role: members whose leases or version changed since the last refresh of the role."""
 
     def mark(self, member: Member, kind: str = "") -> None:
         """Note that the free slots of `member` changed: by a lease of `kind`, or by another change."""
         if not kind or kind in SLOT_KINDS:
-            self._changed[member.name] = member
+            self._changed[member.role][member.name] = member
 
-    def refreshed(self, evaluation: PinnedRollouts | None) -> SlotIndex:
-        """Return this index after an update of all marked members."""
-        if self._changed:
-            changed, self._changed = self._changed, {}
+    def refreshed(self, role: Role, evaluation: PinnedRollouts | None) -> SlotIndex:
+        """Return this index after an update of all marked members of `role`."""
+        changed = self._changed[role]
+        if changed:
+            self._changed[role] = {}
             num_rollouts = self._membership.num("rollout")
             for member in changed.values():
                 if self._sharing.shared and not self._sharing.has_devices(member):
@@ -162,7 +163,7 @@ class SlotIndex:
 
     def drop(self, member: Member, evaluation: PinnedRollouts | None) -> None:
         """Offer no slot of `member` until it is marked again."""
-        self._changed.pop(member.name, None)
+        self._changed[member.role].pop(member.name, None)
         for free in (self.routing, self.rewards, self.teachers):
             free.drop(member)
         if evaluation is not None:
