@@ -99,21 +99,27 @@ def step_metrics(buffer: GroupBuffer, step: int) -> dict[str, float]:
         return {}
     rewards = [r for group in groups for r in group.rewards if r is not None]
     trajectories = [t for group in groups for t in group.trajectories]
-    stale = [staleness(step, t.oldest_version) for t in trajectories]
+    versions = [t.oldest_version for t in trajectories]
+    lengths = [t.num_tokens - t.num_masked for t in trajectories]
     metrics = {
         "reward_mean": sum(rewards) / len(rewards),
         "reward_max": max(rewards),
         "reward_min": min(rewards),
-        "completion_tokens_mean": sum(t.num_tokens - t.num_masked for t in trajectories) / len(trajectories),
-        "completion_tokens_max": max(t.num_tokens - t.num_masked for t in trajectories),
-        "truncated_share": sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories),
-        "staleness_mean": sum(stale) / len(stale),
-        "staleness_max": max(stale),
+        "completion_tokens_mean": sum(lengths) / len(lengths),
+        "completion_tokens_max": max(lengths),
+        "truncated_share": _truncated_share(trajectories),
+        "staleness_mean": staleness(step, 0) - sum(versions) / len(versions),
+        "staleness_max": staleness(step, min(versions)),
         "num_discarded": buffer.num_discarded,
         "num_env_errors": buffer.num_env_errors,
-        "turns_mean": sum(t.num_turns for t in trajectories) / len(trajectories),
+        "turns_mean": sum([t.num_turns for t in trajectories]) / len(trajectories),
     }
     return metrics | _truncation(trajectories) | _score_means(groups)
+
+
+def _truncated_share(trajectories: list[TrajectoryMeta]) -> float:
+    truncated = Status.TRUNCATED  # each look at a member of an enumeration takes as long as a call
+    return sum([t.status is truncated for t in trajectories]) / len(trajectories)
 
 
 def file_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
@@ -126,7 +132,7 @@ def file_metrics(groups: list[Group], *, is_scored: bool) -> dict[str, float]:
     }
     if trajectories:
         metrics["completion_tokens_mean"] = metrics["num_tokens"] / len(trajectories)
-        metrics["truncated_share"] = sum(t.status is Status.TRUNCATED for t in trajectories) / len(trajectories)
+        metrics["truncated_share"] = _truncated_share(trajectories)
         metrics |= _truncation(trajectories)
     rewards = [r for group in groups for r in group.rewards if r is not None]
     if is_scored and rewards:
@@ -154,7 +160,7 @@ def _score_means(groups: list[Group]) -> dict[str, float]:
     """Return the means of the scores and of the environments' metrics."""
     scores = ((name, v) for group in groups for name, values in group.components.items() for v in values)
     metrics = {f"score/{name}": mean or 0.0 for name, mean in means_by_name(scores).items()}
-    measured = (item for group in groups for trajectory in group.trajectories for item in trajectory.metrics.items())
+    measured = (item for group in groups for t in group.trajectories if t.metrics for item in t.metrics.items())
     return metrics | {f"env/{name}": mean or 0.0 for name, mean in means_by_name(measured).items()}
 
 
