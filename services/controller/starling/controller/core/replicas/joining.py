@@ -19,6 +19,8 @@ from starling.weightsync.plan.layout import Layout, decode_layout
 
 MAX_LAYOUT_BYTES: Final = 64 << 20
 """A model of 45,000 tensors, each split over 16 ranks, has a layout of about 50 MiB."""
+OF_MORE_REPLICAS: Final = Dirty.EVALUATE | Dirty.PIN | Dirty.DISPATCH | Dirty.SCORE
+"""What can be due once there is one more rollout, reward or teacher: it may be the last that the run waits for."""
 _DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
@@ -60,7 +62,8 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         state.weights.policy_layout, state.training.limits = layout, limits
         version, member.version = member.version, min(member.version, state.version)
         on_policy_version(state, member, version)
-    state.dirty = Dirty.ALL
+        state.dirty = Dirty.ALL
+    state.dirty |= OF_MORE_REPLICAS
 
 
 def welcome(state: ControllerState, member: Member) -> None:
