@@ -68,4 +68,4 @@ def lease_kind(lease: str) -> LeaseKind | None:
 
 def lease_subject(lease: str) -> str:
     """Return the subject of a lease id: ``t17`` for ``generate:t17:2.41``."""
-    return lease.split(":")[1]
+    return lease.split(":", 2)[1]

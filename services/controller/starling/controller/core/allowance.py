@@ -30,7 +30,10 @@ class Allowances:
         What is left may become negative: the last one counts as a whole, however large it is.
         """
         left, before = self._left.get(name, (self.burst, now))
-        left = min(self.burst, left + max(0.0, now - before) * self.per_s)
+        if now > before:
+            left += (now - before) * self.per_s
+            if left > self.burst:
+                left = self.burst
         self._left[name] = (left - amount if left > 0 else left), now
         self._left.move_to_end(name)
         if len(self._left) > MAX_NAMES:

@@ -145,9 +145,8 @@ class ControllerState:
 
     def find_group(self, key: str) -> tuple[Groups, Group] | None:
         """Return the live group of this key, and the groups that it belongs to."""
-        groups: Groups | None = self.buffer if key.startswith("t") else self.evaluations.current
-        ordinal = whole_number(key[1:])
-        group = groups.get(ordinal) if groups is not None and ordinal >= 0 else None
+        groups: Groups | None = self.buffer if key[:1] == "t" else self.evaluations.current
+        group = groups.get(whole_number(key[1:])) if groups is not None else None
         return (groups, group) if groups is not None and group is not None else None
 
     def group_of_lease(self, lease: str) -> tuple[Groups, Group] | None:

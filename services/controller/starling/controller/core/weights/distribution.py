@@ -286,7 +286,7 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
     )
     if proven:
         state.weights.note_success(member.name)
-        del state.weights.num_bad_pulls[source]
+        state.weights.num_bad_pulls.pop(source, None)
     if member.role == "rollout":
         _judge(state, member, source, proven=proven)
     if proven and member.role == "policy":
