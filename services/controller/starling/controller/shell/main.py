@@ -234,6 +234,7 @@ class Shell:
             return
         num_between = self._settings.controller.compact_records
         self._compact_at = num_records + num_between // 4 + 1  # the next attempt, if this one comes to nothing
+        self._commands.flush()
         begun, record = time.monotonic(), compact(controller.state)
         metrics = self._metrics_summary() if record is not None else None
         if record is None or metrics is None:
@@ -253,13 +254,14 @@ class Shell:
             if stop and not is_stopping:
                 is_stopping = True
                 self._handle(controller, StopRequested(time.monotonic(), f"stopped by {stop.name}"), "signal")
-            if ticks.is_due(time.monotonic(), has_more=num >= MAX_BATCH):
+            is_tick = ticks.is_due(time.monotonic(), has_more=num >= MAX_BATCH)
+            if is_tick:
                 self._handle(controller, Ticked(time.monotonic()), "tick")
                 self._show(controller)
                 self._metrics.flush()
                 self._samples.flush()
                 self._loggers.check()
-            self._commit(controller)
+            self._commit(controller, wait=not is_tick)
             self._compact_if_due(controller, has_more=num >= MAX_BATCH)
         self._show(controller)
 
@@ -285,9 +287,13 @@ class Shell:
             timeout_s = 0.0
         return num
 
-    def _commit(self, controller: Controller) -> None:
-        """Commit records, carry out the commands that depend on them, and handle the files that are done."""
-        self._commands.flush()
+    def _commit(self, controller: Controller, *, wait: bool) -> None:
+        """Commit records, carry out the commands that depend on them, and handle the files that are done.
+
+        `wait`: leave records that are not urgent for a later commit, at the next tick at the latest.
+        """
+        if self._commands.is_urgent or not wait:
+            self._commands.flush()
         self._file_events += [Stored(time.monotonic(), step) for step in self._trajectories.written()]
         while self._file_events:
             self._handle(controller, self._file_events.pop(0), "files")

@@ -2,6 +2,9 @@
 
 Commands keep their order. Up to the first record they are carried out at once; from then on they wait for the next
 `flush`, which commits the records of one or many events in one transaction.
+
+Rewards need not be committed at once. Nothing depends on them but the release of their lease, which only ends their
+resending: until then the replica that computed them keeps them. So they may share the transaction of a later event.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import Final
 
 import structlog
 
-from starling.controller.core.events import Command, Prune, Write
+from starling.common.wire.messages import ReleaseLeases
+from starling.controller.core.events import Command, Prune, Send, Write
+from starling.controller.core.records import RewardsStored
 from starling.controller.shell.journal.journal import Journal, JournalFullError
 
 log = structlog.get_logger(__name__)
@@ -43,21 +48,30 @@ class CommitQueue:
         self._journal, self._execute = journal, execute
         self._full_timeout_s, self._on_full = full_timeout_s, on_full
         self._held: deque[tuple[Command, str]] = deque()
+        self._is_urgent = False
 
     @property
     def is_pending(self) -> bool:
         """Return whether anything waits for `flush`."""
         return bool(self._held) or self._journal.num_pending > 0
 
+    @property
+    def is_urgent(self) -> bool:
+        """Return whether anything waits for `flush` but rewards, and the releases that follow them."""
+        return self._is_urgent
+
     def add(self, command: Command, cause: str) -> None:
         """Carry out `command`, or hold it until the records before it are durable."""
         match command:
             case Write(record=record, payload=payload):
                 self._journal.append(record, payload)
+                self._is_urgent = self._is_urgent or not isinstance(record, RewardsStored)
             case Prune(step=step):
                 self._journal.prune(step)
             case _ if self.is_pending:
                 self._held.append((command, cause))
+                is_release = isinstance(command, Send) and isinstance(command.message, ReleaseLeases)
+                self._is_urgent = self._is_urgent or not is_release
             case _:
                 self._execute(command, cause)
 
@@ -69,6 +83,7 @@ class CommitQueue:
             JournalError: the journal cannot be written, and what is durable is unknown.
         """
         self._commit()
+        self._is_urgent = False
         while self._held:
             self._execute(*self._held.popleft())
 
