@@ -45,6 +45,7 @@ def open_file(path: Path) -> sqlite3.Connection:
     """Open or create the journal at `path`. Raises ConfigError for another kind of file or another version."""
     db = sqlite3.connect(path, isolation_level=None)
     try:
+        distrust(db)
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             db.execute("PRAGMA journal_mode = WAL")
@@ -66,6 +67,11 @@ def open_file(path: Path) -> sqlite3.Connection:
     return db
 
 
+def distrust(db: sqlite3.Connection) -> None:
+    """Let no expression of the file's own schema call a function that reaches beyond the file."""
+    db.execute("PRAGMA trusted_schema = OFF")
+
+
 def _upgrade(db: sqlite3.Connection) -> None:
     """Keep the rewards of a group with its contents, so that compaction may delete the record that has them."""
     db.execute("BEGIN IMMEDIATE")
@@ -76,7 +82,11 @@ def _upgrade(db: sqlite3.Connection) -> None:
 
 
 def check_file(path: Path, db: sqlite3.Connection) -> int:
-    """Return the version of a journal. Raises ConfigError for another application or a version that is unknown."""
+    """Return the version of a journal. Raises ConfigError for another application or a version that is unknown.
+
+    The schema is part of the file. SQLite would run a trigger in it at each write and a view at each read: these can
+    delete records, or never end. They, and virtual tables, have no page of their own in the file, and are refused.
+    """
     if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise ConfigError(f"{path} is a database of another application, not a journal; give the run another folder")
     version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -84,6 +94,13 @@ def check_file(path: Path, db: sqlite3.Connection) -> int:
         raise ConfigError(
             f"{path} is a journal of version {version} and this Starling has version {VERSION}; "
             "resume the run with the version that began it, or begin a new run in another folder"
+        )
+    query = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR coalesce(rootpage, 0) = 0"
+    foreign = db.execute(query).fetchone()
+    if foreign is not None:
+        kind = "virtual table" if foreign[0] == "table" else foreign[0]
+        raise ConfigError(
+            f"{path} has the {kind} {foreign[1]!r:.200}, which no journal has; restore the journal, or begin a new run"
         )
     return int(version)
 
@@ -127,7 +144,7 @@ def as_config_error(path: Path) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
             raise ConfigError(f"{path} is not a journal; move the file away, or give the run another folder") from None
         raise ConfigError(f"the journal {path} cannot be read: {error}; restore it, or begin a new run") from None
-    except (msgspec.DecodeError, ValueError, TypeError, KeyError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the journal {path} is damaged: {error}; restore it, or begin a new run") from None

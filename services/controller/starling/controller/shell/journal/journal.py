@@ -56,7 +56,7 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
     VersionAdopted,
 )
-from starling.controller.shell.journal.database import as_config_error, check_file, lock_file, open_file
+from starling.controller.shell.journal.database import as_config_error, check_file, distrust, lock_file, open_file
 from starling.controller.shell.journal.file_system import check_file_system
 
 PRUNED_PER_COMMIT: Final = 64
@@ -65,6 +65,9 @@ RECORDS_PER_READ: Final = 512
 
 _PARTS: Final = 16
 """Bits of `contents.id` for the part; the bits above are the number of the record."""
+
+MAX_RECORDS: Final = 1 << 46
+"""Positions of records are below it, so that each `contents.id` is an integer of SQLite."""
 
 _DIGESTED: Final = b"\xc1"
 """First byte of a record with a digest; no MessagePack begins with it."""
@@ -296,8 +299,7 @@ class Journal:
         return self._token
 
     def _last_seq(self) -> int:
-        found: int = self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0]
-        return found
+        return _number(self._db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()[0])
 
     def _prunable_groups(self) -> list[str]:
         step = _marks(self._db)["pruned"]
@@ -341,7 +343,8 @@ def has_ended(path: Path) -> bool:
     # A journal without a writer is read without the files that its writer would need, also from a read-only disk.
     is_written = path.with_name(f"{path.name}-wal").exists()
     with _reading(path, "" if is_written else "&immutable=1") as db:
-        compacted = _marks(db).get("compacted", 0)
+        with as_config_error(path):
+            compacted = _marks(db).get("compacted", 0)
         return any(isinstance(record, RunEnded) for _, record in _records(path, db, compacted))
 
 
@@ -354,6 +357,7 @@ def _reading(path: Path, options: str = "") -> Iterator[sqlite3.Connection]:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{options}", uri=True, isolation_level=None)
     try:
         with as_config_error(path):
+            distrust(db)
             check_file(path, db)
             db.execute("BEGIN")
         yield db
@@ -441,7 +445,18 @@ def _raise_mark(name: str, step: int) -> Operation:
 
 
 def _marks(db: sqlite3.Connection) -> dict[str, int]:
-    return dict(db.execute("SELECT name, value FROM marks").fetchall())
+    marks = dict(db.execute("SELECT name, value FROM marks").fetchall())
+    for name, value in marks.items():
+        if type(value) is not int:  # SQLite stores any type in a column of integers
+            raise ValueError(f"the mark {name!r:.100} is no number")
+    return marks
+
+
+def _number(seq: object) -> int:
+    """Return the position of a record as it is in the file. Raises ValueError for another type, or out of range."""
+    if type(seq) is not int or not 0 <= seq < MAX_RECORDS:
+        raise ValueError(f"{seq!r:.100} is not the position of a record")
+    return seq
 
 
 def _keys(db: sqlite3.Connection) -> set[str]:
@@ -473,11 +488,11 @@ def _live_contents(db: sqlite3.Connection, committed: int) -> set[int]:
     queries = (
         "SELECT generated FROM groups WHERE step IS NULL",
         "SELECT taught FROM groups WHERE step IS NULL AND taught IS NOT NULL",
-        f"SELECT generated FROM groups WHERE step > {committed}",
-        f"SELECT taught FROM groups WHERE step > {committed} AND taught IS NOT NULL",
+        "SELECT generated FROM groups WHERE step > :committed",
+        "SELECT taught FROM groups WHERE step > :committed AND taught IS NOT NULL",
         "SELECT seq FROM partials",
     )
-    return {seq for query in queries for (seq,) in db.execute(query)}
+    return {_number(seq) for query in queries for (seq,) in db.execute(query, {"committed": committed})}
 
 
 def _records(path: Path, db: sqlite3.Connection, compacted: int) -> Iterator[tuple[int, Record]]:
