@@ -182,3 +182,36 @@ def test_code_is_resolved_outside_of_a_worker() -> None:  # as the dry run does
 )
 def test_last_block_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
+
+
+NOTES = """
+import tempfile
+
+from starling.common.sandbox.execution import run_python
+
+
+def find_notes(completion, reference, prompt_text, metadata):
+    with tempfile.NamedTemporaryFile("w", prefix="expected-") as notes:
+        notes.write("the expected output")
+        notes.flush()
+        for _ in range(2):  # the session of the second one is made while there are notes
+            result = run_python(completion, timeout_s=20.0)
+        assert result.status == 0, result.output
+        return float(result.output)
+"""
+
+
+@pytest.mark.parametrize("level", ["bubblewrap", "namespaces"])
+def test_program_finds_no_temporary_file_of_its_scorer(
+    level: Mechanism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.py").write_text(NOTES)
+    scorer = {"name": "notes.py:find_notes", "timeout_s": 50.0}
+    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
+    with ScoringPool(settings) as pool:
+        program = "import glob\nprint(len(glob.glob('/tmp/expected-*')))"
+        assert Judge(pool).values(program) == [0.0]

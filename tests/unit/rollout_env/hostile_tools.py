@@ -288,6 +288,33 @@ def open_kernel_settings() -> list[str]:
     return found
 
 
+def add_files(folders: list[str]) -> list[str]:
+    """Return the folders in which a file can be made."""
+    found = []
+    for folder in folders:
+        try:
+            with open(os.path.join(folder, "left_behind.py"), "w") as file:
+                file.write("raise SystemExit")
+        except OSError:
+            continue
+        found.append(folder)
+    return found
+
+
+def change_devices() -> list[str]:
+    """Change the permissions of each device to what they are."""
+    found = []
+    for name in ("null", "zero", "full", "random", "urandom"):
+        try:
+            os.chmod(f"/dev/{name}", os.stat(f"/dev/{name}").st_mode & 0o777)
+        except OSError:
+            continue
+        found.append(name)
+    with open("/dev/null", "w") as file:
+        file.write("it can still be written")
+    return found
+
+
 def attack_log(text: str) -> list[str]:
     """Read `text` from what it prints to, truncate that and overwrite it."""
     found = []

@@ -41,7 +41,7 @@ NAMES = [
     "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
     "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
     "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders", "open_kernel_settings",
-    "attack_log", "read_terminal", "print_without_end",
+    "attack_log", "read_terminal", "print_without_end", "add_files", "change_devices",
 ]  # fmt: skip
 TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
@@ -64,6 +64,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It connects to an abstract socket": NO_PROCESS,
     "It connects to a socket in the file system": NAMESPACES,
     "It sees files of another session": NAMESPACES,
+    "It adds files where other code looks for modules and libraries": NO_PROCESS,
     "It finds temporary files of an earlier session": ALL,
     "It reads the memory of another session, or of the process that starts sessions": NO_PROCESS,
     "It finds in its own process what another session was given": ALL,
@@ -133,6 +134,18 @@ def hostile(request: pytest.FixtureRequest) -> Hostile:
     if level not in MADE:
         MADE[level] = Hostile(level)
     return MADE[level]
+
+
+@contextlib.contextmanager
+def without_other_user(level: Mechanism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hostile]:
+    """A sandbox in which the code's user is the service's, also where root starts it."""
+    (tmp_path / "closed").mkdir(mode=0o700)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "closed"))
+    made = Hostile(level)
+    try:
+        yield made
+    finally:
+        made.sandbox.close()
 
 
 @pytest.fixture
@@ -297,6 +310,24 @@ def test_sessions_share_no_files(hostile: Hostile) -> None:
     asyncio.run(run())
 
 
+@held("It adds files where other code looks for modules and libraries")
+def test_files_cannot_be_added_to_the_view(hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folders are its user's, who the code is; only with root outside, it is another one."""
+    folders = ["/", "/etc", "/dev", "/dev/shm/..", os.getcwd(), *map(str, HERE.parents), *map(str, tmp_path.parents)]
+    folders = [folder for folder in folders if folder != "/tmp"]
+    assert hostile.attempt("add_files", folders=folders) == []
+    with without_other_user(hostile.level, tmp_path, monkeypatch) as as_owner:
+        assert as_owner.attempt("add_files", folders=folders) == []
+
+
+@pytest.mark.parametrize("hostile", NAMESPACES, indirect=True)
+def test_permissions_of_devices_cannot_be_changed(
+    hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without_other_user(hostile.level, tmp_path, monkeypatch) as as_owner:
+        assert as_owner.attempt("change_devices") == []
+
+
 @held("It finds temporary files of an earlier session")
 def test_temporary_files_end_with_their_session(hostile: Hostile) -> None:
     own = hostile.attempt("temporary_folder", text="a note")
@@ -364,13 +395,8 @@ def test_settings_of_kernel_cannot_be_written(
 ) -> None:
     """Started by root whose packages no other user can read, the code's user is root, which owns these settings."""
     assert hostile.attempt("open_kernel_settings") == []
-    (tmp_path / "closed").mkdir(mode=0o700)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "closed"))
-    as_root = Hostile(hostile.level)
-    try:
+    with without_other_user(hostile.level, tmp_path, monkeypatch) as as_root:
         assert as_root.attempt("open_kernel_settings") == []
-    finally:
-        as_root.sandbox.close()
 
 
 def test_sandbox_whose_user_is_root_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

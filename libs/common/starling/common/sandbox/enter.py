@@ -150,8 +150,6 @@ def _make_view(order: dict[str, Any]) -> None:
     syscalls.pivot_root(".", ".")
     syscalls.unmount(".")
     os.chdir("/")
-    with contextlib.suppress(OSError):  # a folder without a file system of its own is already part of the root
-        syscalls.make_read_only_alone("/")
 
 
 def _make_entry(kind: str, source: str, target: str, tmp_bytes: int) -> None:

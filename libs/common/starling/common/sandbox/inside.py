@@ -26,6 +26,8 @@ _FILE_BYTES: Final = 1 << 30
 _NUM_FILES: Final = 1024
 _MOST_DESCRIPTORS: Final = 8
 _TMP_OPTIONS: Final = f"mode=1777,size={1 << 30}"
+_of_view: Final = set[str]()
+"""Names below `/tmp` that the view shows, as `settle` finds them before anything of a user runs."""
 
 
 def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files: int = _NUM_FILES) -> None:
@@ -39,9 +41,8 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
     """
     isolated = mechanism in ("bubblewrap", "namespaces")
     syscalls.be_killed_first()
-    if isolated and os.path.exists("/proc/self"):
-        # Root may write the kernel's settings without any capability, and is the user here if no other one is mapped.
-        syscalls.make_read_only_alone("/proc", syscalls.MS_NOEXEC)
+    if isolated:
+        _make_view_read_only()
     if isolated and os.geteuid() == 0:
         with contextlib.suppress(OSError):  # EINVAL: the code is readable for root only, so no other user is mapped
             syscalls.become(INNER_UID, INNER_UID)
@@ -53,6 +54,24 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
     if max_tasks and isolated:
         limits.append((resource.RLIMIT_NPROC, max_tasks))
     syscalls.set_limits(limits)
+
+
+def _make_view_read_only() -> None:
+    """Make what the view consists of itself read-only: its user, who the code is without root outside, owns it.
+
+    The code of one session could otherwise leave modules or `/etc/ld.so.preload` for others, and for the payload.
+    """
+    for place in ("/", "/etc", "/dev"):
+        syscalls.make_read_only_alone(place)
+    with os.scandir("/dev") as found:
+        devices = [entry.path for entry in found if not entry.is_dir() and not entry.is_symlink()]
+    for device in devices:  # one can be written nevertheless; only its permissions cannot be changed
+        with contextlib.suppress(OSError):  # before Linux 5.12
+            syscalls.make_read_only(device)
+    if os.path.exists("/proc/self"):
+        # Root may write the kernel's settings without any capability, and is the user here if no other one is mapped.
+        syscalls.make_read_only_alone("/proc", syscalls.MS_NOEXEC)
+    _of_view.update(os.listdir("/tmp"))
 
 
 def give_up_privileges(mechanism: str, *, network: bool) -> None:
@@ -105,6 +124,7 @@ class Sessions:
         serve: serves a session with its descriptors, in its own process, which ends when this returns.
         leave: closes what a process must not have of the payload's; called in each of them before all else.
         network: keep the sandbox's network.
+        shows_imports: with namespaces, let sessions share what is in `/tmp` now: what imported modules have left there.
     """
 
     def __init__(
@@ -114,12 +134,15 @@ class Sessions:
         *,
         leave: Callable[[], object] = lambda: None,
         network: bool = True,
+        shows_imports: bool = False,
     ) -> None:
         self._mechanism, self._serve, self._leave, self._network = mechanism, serve, leave, network
         self._own_pids = -1
         if mechanism in ("bubblewrap", "namespaces"):
             with contextlib.suppress(OSError):  # without /proc, as in some containers
                 self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        left = os.listdir("/tmp") if shows_imports and self._own_pids >= 0 else ()
+        self._below_tmp = sorted(_of_view.union(left))
         self._folders: dict[int, str] = {}
         """Folder for the temporary files of each session, by the id of its process; empty with namespaces."""
         self._ahead: tuple[int, socket.socket] | None = None
@@ -182,7 +205,7 @@ class Sessions:
 
     def _run_session(self, line: socket.socket, parent: int, *, isolated: bool) -> None:
         try:
-            _enter_session(parent, self._mechanism, isolated=isolated, network=self._network)
+            _enter_session(parent, self._mechanism, self._below_tmp, isolated=isolated, network=self._network)
             if isolated:
                 _leave_to_child()
         except Exception as error:  # noqa: BLE001 - the edge of a process
@@ -226,14 +249,14 @@ class Sessions:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _enter_session(parent: int, mechanism: str, *, isolated: bool, network: bool) -> None:
-    """Isolate this process, which `parent` has just forked."""
+def _enter_session(parent: int, mechanism: str, below_tmp: Sequence[str], *, isolated: bool, network: bool) -> None:
+    """Isolate this process, which `parent` has just forked, with the names `below_tmp` in its `/tmp`."""
     os.setsid()
     if isolated:
         syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | (0 if network else syscalls.CLONE_NEWNET))
         if not network:
             syscalls.bring_loopback_up()
-        _make_private_folders()
+        _make_private_folders(below_tmp)
     else:
         syscalls.adopt_orphans()
     if mechanism == "landlock":
@@ -276,8 +299,11 @@ def _leave_to_child() -> None:
     os._exit(0)
 
 
-def _make_private_folders() -> None:
-    """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees; nothing in `/proc` can be written."""
+def _make_private_folders(below_tmp: Sequence[str]) -> None:
+    """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees; nothing in `/proc` can be written.
+
+    Of the `/tmp` of all sessions, `below_tmp` is seen. Nothing can be added to the folders that the view consists of.
+    """
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     plain = syscalls.MS_NOSUID | syscalls.MS_NODEV
     try:
@@ -285,14 +311,20 @@ def _make_private_folders() -> None:
     except OSError:  # a container that covers parts of its own /proc may have none
         syscalls.mount("tmpfs", "/proc", "tmpfs", plain, "mode=0555,size=4096")
         return
-    shown = [(name, os.open(f"/tmp/{name}", os.O_PATH | os.O_CLOEXEC)) for name in os.listdir("/tmp")]
+    device = os.stat("/tmp").st_dev
+    shown = list[tuple[str, int]]()
+    for name in below_tmp:
+        with contextlib.suppress(OSError):  # removed meanwhile, or a link that leads nowhere
+            shown.append((name, os.open(f"/tmp/{name}", os.O_PATH | os.O_CLOEXEC)))
     syscalls.mount("tmpfs", "/tmp", "tmpfs", plain, _TMP_OPTIONS)
-    for name, descriptor in shown:  # what the view shows below /tmp
-        target = f"/tmp/{name}"
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+    for name, descriptor in shown:
+        source, target = f"/proc/self/fd/{descriptor}", f"/tmp/{name}"
+        if os.path.isdir(source):
             os.mkdir(target)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-        syscalls.mount(f"/proc/self/fd/{descriptor}", target, None, syscalls.MS_BIND | syscalls.MS_REC)
+        syscalls.mount(source, target, None, syscalls.MS_BIND | syscalls.MS_REC)
+        if name in _of_view and os.stat(source).st_dev == device:  # else a mount, and writable if that is declared
+            syscalls.make_read_only_alone(target)
         os.close(descriptor)
     syscalls.mount("tmpfs", "/dev/shm", "tmpfs", plain, _TMP_OPTIONS)

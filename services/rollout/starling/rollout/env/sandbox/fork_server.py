@@ -115,7 +115,7 @@ def run_sessions(control: socket.socket, targets: list[Any], setup: SandboxSetup
     def serve_one(descriptors: list[int]) -> None:
         serve(socket.socket(fileno=descriptors[0]), targets)
 
-    sessions = Sessions(setup.mechanism, serve_one, leave=control.close, network=setup.network)
+    sessions = Sessions(setup.mechanism, serve_one, leave=control.close, network=setup.network, shows_imports=True)
     pids: dict[int, int] = {}
     try:
         while True:
