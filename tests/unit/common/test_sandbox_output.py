@@ -44,3 +44,10 @@ def test_output_beyond_the_limit_is_dropped_and_counted() -> None:
     dropped = [line for line in logged if line["event"] == "sandbox_output_dropped"]
     assert 0 < sum(len(line["text"]) for line in texts) <= BURST_BYTES
     assert sum(line["num_bytes"] for line in dropped) >= 64 * 64 * 999 - BURST_BYTES
+
+
+def test_empty_lines_are_dropped_beyond_the_limit() -> None:
+    """They are not logged, but to read them takes the service's processor."""
+    for line in (b"\n", b" \n"):
+        logged = relayed(*[line * (1 << 14)] * 4)
+        assert [entry["event"] for entry in logged] == ["sandbox_output_dropped"]

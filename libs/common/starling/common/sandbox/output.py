@@ -60,7 +60,8 @@ class _Relay:
                     lines, rest = [*lines, rest], b""
                 for line in lines:
                     self._print(line)
-            self._print(rest)
+            if rest:
+                self._print(rest)
             self._report_dropped()
         finally:
             os.close(descriptor)
@@ -78,15 +79,13 @@ class _Relay:
         return self._allowance
 
     def _print(self, line: bytes) -> None:
-        text = line.strip().decode("utf-8", "backslashreplace")
-        if not text:
-            return
-        cost = min(len(text), LINE_CHARS) + _LINE_BYTES
+        cost = len(line) + _LINE_BYTES  # also of an empty line, and of what is not logged: it took time to read
         if self._dropped_bytes or self._allow() < cost:
-            self._dropped_bytes += len(line)
+            self._dropped_bytes += len(line) + 1
             return
         self._allowance -= cost
-        log.info("sandbox_output", of=self._what, text=text[:LINE_CHARS])
+        if text := line.strip().decode("utf-8", "backslashreplace"):
+            log.info("sandbox_output", of=self._what, text=text[:LINE_CHARS])
 
     def _report_dropped(self) -> None:
         if self._dropped_bytes:
