@@ -21,7 +21,7 @@ from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
 from starling.controller.core.state import Outbox
 from starling.controller.core.training.dynamic_settings import SettingChanges
-from starling.controller.core.training.metrics import MAX_NAMES
+from starling.controller.core.training.metrics import MAX_NAMES, MetricNames
 from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
@@ -301,6 +301,19 @@ def test_made_up_names_of_scores_do_not_grow_the_lines_of_steps() -> None:
     assert step["score/right"] == 0.5
     [left_out] = [note.fields for note in notes if note.kind == "names_left_out"]
     assert left_out == {"replica": "reward-0", "name": "1/99", "limit": MAX_NAMES}
+
+
+def test_made_up_names_of_one_replica_keep_no_names_of_others_out() -> None:
+    names = MetricNames()
+    made_up = {str(index): 1.0 for index in range(MAX_NAMES)}
+    assert names.known("reward-9", made_up) == made_up
+    right = {"right": 1.0, "short": 2.0}
+    assert names.known("reward-0", right) == right
+    assert len(names.known("reward-9", made_up)) == MAX_NAMES - 2, "the newest two made room"
+    assert names.known("reward-9", {"more": 1.0}) == {}
+    for number in range(3):
+        names.known("reward-0", {f"{number}/{index}": 1.0 for index in range(MAX_NAMES)})
+    assert len(names.known("reward-9", made_up)) == MAX_NAMES // 2
 
 
 def test_made_up_names_of_metrics_are_not_stored() -> None:

@@ -115,7 +115,7 @@ def _known_names(state: ControllerState, member: Member, values: dict[str, T]) -
     """Return scores or metrics without those beyond the names that a run may have, noting the first that is not."""
     names = state.training.metric_names
     was_full = names.is_full
-    known = names.known(values)
+    known = names.known(member.name, values)
     if names.is_full and not was_full:
         first = next(name for name in values if name not in known)
         state.outbox.note("names_left_out", replica=member.name, name=first, limit=MAX_NAMES)

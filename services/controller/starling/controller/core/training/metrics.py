@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -23,24 +24,44 @@ class MetricNames:
     """The names of scores and of environments' metrics that this controller has seen, up to a limit.
 
     Scores have the names of the recipe's scorers. A replica that makes up others for each group could otherwise make a
-    line of 100 MB for each step.
+    line of 100 MB for each step, or be the only one whose names are known.
     """
 
-    _known: set[str] = field(default_factory=set)
+    _senders: dict[str, str] = field(default_factory=dict)
+    """By name: the replica that sent it first."""
+    _nums: Counter[str] = field(default_factory=Counter)
+    """By replica: the names of which it was the first."""
     is_full: bool = False
     """A name was left out."""
 
-    def known(self, values: dict[str, T]) -> dict[str, T]:
-        """Return `values` without those whose names came after the first `MAX_NAMES`."""
-        if self._known.issuperset(values):
+    def known(self, replica: str, values: dict[str, T]) -> dict[str, T]:
+        """Return `values` without those whose names are beyond `MAX_NAMES`.
+
+        Where there is no room, the newest name of the replica with the most makes room for one of a replica with fewer.
+        """
+        senders = self._senders
+        if senders.keys() >= values.keys():
             return values
-        room = MAX_NAMES - len(self._known)
-        new = [name for name in values if name not in self._known]
-        self._known.update(new[:room])
-        if len(new) <= room:
-            return values
-        self.is_full = True
-        return {name: value for name, value in values.items() if name in self._known}
+        has_room = True
+        for name in values:
+            if name in senders:
+                continue
+            has_room = has_room and (len(senders) < MAX_NAMES or self._make_room(replica))
+            if has_room:
+                senders[name] = replica
+                self._nums[replica] += 1
+            else:
+                self.is_full = True
+        return {name: value for name, value in values.items() if name in senders}
+
+    def _make_room(self, replica: str) -> bool:
+        most, num = self._nums.most_common(1)[0]
+        if num <= self._nums[replica] + 1:
+            return False
+        newest = next(name for name in reversed(self._senders) if self._senders[name] == most)
+        del self._senders[newest]
+        self._nums[most] -= 1
+        return True
 
 
 @dataclass
