@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from starling.common.wire import messages as wire
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import Send
 from starling.controller.core.machine import Controller
+from starling.controller.core.plan import LeaseTimeouts
 from starling.controller.core.records import JournalEntry, VersionPublished
 from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import RETRY_S, Publications
-from starling.sim.replicas.weights import content_of, encoded_layout, encoded_offer, layout_of, offer_of
+from starling.sim.replicas.weights import adopted, content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
 from starling.weightsync.offers.tickets import ticket
 from starling.weightsync.plan.layout import encode
@@ -289,6 +291,65 @@ def test_rollout_from_which_pulls_keep_failing_offers_no_more() -> None:
     member = script.state.replicas.membership.members["rollout-0"]
     assert not member.can_offer
     assert member.version == 0, "it may not be at fault, and keeps generating"
+
+
+def test_reader_that_a_rollout_keeps_failing_pulls_elsewhere_although_others_succeed() -> None:
+    script = offering()
+    offers(script, 0, encoded_offer(0))
+    script.fails("rollout-1", "adopt:0:1", "the connection broke")
+    for number in (2, 3):  # pulls of others from the same rollout in between
+        enters(script, f"rollout-{number}", "b")
+        assert pulling(script) == "rollout-0"
+        script.adopts(f"rollout-{number}", 0, script.attempt_of(f"rollout-{number}", "adopt:0"))
+        script.advance_time(1.1)
+        script.fails("rollout-1", f"adopt:0:{script.attempt_of('rollout-1', 'adopt:0')}", "the connection broke")
+    assert not script.state.replicas.membership.members["rollout-0"].can_offer
+
+
+def hangs(script: Script, incarnation: int) -> None:
+    """Let `rollout-0` do nothing."""
+
+
+def adopts_as_told(script: Script, incarnation: int) -> None:
+    """Let `rollout-0` adopt what it was just told to."""
+    for send in script.sent:
+        if isinstance(send.message, wire.AdoptWeights) and send.peer == "rollout-0":
+            script.receive("rollout-0", adopted(send.message, send.buffers), incarnation=incarnation)
+
+
+def fails_and_adopts(script: Script, incarnation: int) -> None:
+    """Let `rollout-0` report that it cannot offer, and then that its weights are torn, so that it adopts them again."""
+    for lease in script.state.replicas.leases.of("rollout-0", "publish"):
+        failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="no room")
+        script.receive("rollout-0", failed, incarnation=incarnation)
+    script.heartbeats("rollout-0", version=-1, incarnation=incarnation)
+    script.advance_time(1.1)
+    adopts_as_told(script, incarnation)
+
+
+def restarts(script: Script, incarnation: int) -> None:
+    """Let `rollout-0` be started again, and adopt version 0 from the policy."""
+    enters(script, "rollout-0", "b", incarnation=incarnation + 1)
+    adopts_as_told(script, incarnation + 1)
+
+
+@pytest.mark.parametrize("gives_up", [hangs, fails_and_adopts, restarts])
+def test_rollout_that_never_offers_delays_those_of_its_host_a_few_times(
+    gives_up: Callable[[Script, int], None],
+) -> None:
+    timeouts = LeaseTimeouts(generate_s=1e6, score_s=1e6, adopt_s=1e6, publish_s=100.0)
+    script = offering(lease_s=1e6, timeouts=timeouts)
+    waited_s, members = 0, script.state.replicas.membership.members
+    for number in range(2, 22):
+        for _ in range(20):
+            if script.state.replicas.leases.num("rollout-1", "adopt"):
+                break
+            waited_s += 1
+            script.advance_time(1.0)
+        gives_up(script, members["rollout-0"].incarnation if "rollout-0" in members else number)
+        enters(script, "rollout-1", "b", incarnation=number)
+    assert 20 <= waited_s <= 80
+    assert script.state.replicas.leases.num("rollout-1", "adopt") == 1
 
 
 def test_rollout_with_an_impossible_layout_costs_no_other_its_membership() -> None:

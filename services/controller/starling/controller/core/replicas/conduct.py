@@ -7,12 +7,17 @@ deadline, or send results that only the policy can refuse. What counts is then h
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
+from starling.controller.core.dirty import Dirty
 from starling.controller.core.records import ReplicaCounted
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import MAX_INVALID, Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import ControllerState
+
+SLOW_OFFER_SHARE: Final = 0.25
+"""Share of the deadline of an offer for which the rollouts of a host wait, in all, for that of another one of it."""
 
 
 def note_used(state: ControllerState, *replicas: str) -> None:
@@ -44,6 +49,44 @@ def note_unanswered(state: ControllerState, member: Member, leases: Iterable[Lea
     elif conduct.wasted_s >= limit_s:
         conduct.wasted_s, conduct.is_idle = 0.0, True
         note_invalid(state, member.name, f"{member.name} had groups for {limit_s:g} s in all, and gave no result")
+
+
+def note_offered(state: ControllerState, member: Member, lease: Lease) -> None:
+    """Note that a rollout has offered weights as it was told."""
+    waits = state.replicas.membership.offer_wait_s
+    waits[member.name] = max(0.0, waits[member.name] - (state.now - lease.begun_at))
+
+
+def note_no_offer(state: ControllerState, member: Member, lease: Lease) -> None:
+    """Note that a rollout was told to offer weights, and does not: it failed, or it leaves."""
+    if member.role == "rollout":
+        state.replicas.membership.offer_wait_s[member.name] += state.now - lease.begun_at
+        _check_offer_wait(state, member, 0.0)
+
+
+def check_slow_offer(state: ControllerState, rollout: Member) -> None:
+    """Let a rollout offer no more if it has been told to for long: other rollouts of its host wait for it."""
+    begun = [lease.begun_at for lease in state.replicas.leases.all_of(rollout.name) if lease.kind == "publish"]
+    _check_offer_wait(state, rollout, state.now - min(begun, default=state.now))
+
+
+def _check_offer_wait(state: ControllerState, rollout: Member, waiting_s: float) -> None:
+    waits, limit_s = state.replicas.membership.offer_wait_s, state.plan.timeouts.publish_s * SLOW_OFFER_SHARE
+    if rollout.can_offer and waits[rollout.name] + waiting_s > limit_s:
+        waits[rollout.name] = 0.0
+        stop_offering(state, rollout, f"others waited {limit_s:g} s in all for its weights")
+
+
+def stop_offering(state: ControllerState, rollout: Member, reason: str) -> None:
+    """Use a rollout as a source no more. It stays a member, because its readers may be at fault.
+
+    When it has been started again it may offer again, but not for ever, because a source that lies can do that, too.
+    """
+    rollout.can_offer = False
+    state.replicas.membership.num_bad_offers[rollout.name] += 1
+    state.weights.withdraw(rollout.name)
+    state.dirty |= Dirty.ADOPT
+    state.outbox.note("offers_no_more", replica=rollout.name, reason=reason)
 
 
 def note_invalid(state: ControllerState, name: str, reason: str) -> None:

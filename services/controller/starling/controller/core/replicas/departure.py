@@ -6,7 +6,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.records import MemberLeft
 from starling.controller.core.replicas.assignments import requeue
-from starling.controller.core.replicas.conduct import note_invalid, note_unanswered
+from starling.controller.core.replicas.conduct import note_invalid, note_no_offer, note_unanswered
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
@@ -19,6 +19,9 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
     `ended`: its process has ended for certain.
     """
     replicas = state.replicas
+    for lease in replicas.leases.all_of(name):
+        if lease.kind == "publish" and name in replicas.membership.members:
+            note_no_offer(state, replicas.membership.members[name], lease)
     dropped = replicas.leases.drop(name)
     requeue(state, dropped)
     replicas.membership.awaited.discard(name)

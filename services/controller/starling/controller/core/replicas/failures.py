@@ -8,6 +8,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.repair import reject_groups
 from starling.controller.core.groups.results import MAX_REASON_CHARACTERS, retry
+from starling.controller.core.replicas.conduct import note_no_offer
 from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
@@ -38,7 +39,7 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
     if found is not None:
         retry(state, *found, reason, member.name, retryable=not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
-        note_bad_pull(state, source_of(lease))
+        note_bad_pull(state, source_of(lease), member.name)
         _transfer_failed(state, member, lease, subject, reason)
     elif kind in ("sleep", "wake"):
         state.replicas.sharing.note_failure(member, state.now)  # it is sent the command again
@@ -54,6 +55,7 @@ def _transfer_failed(state: ControllerState, member: Member, lease: Lease, versi
             note_failed_adoption(state, member, lease, reason)
         else:
             weights.back_off(member.name, state.now, reason)
+            note_no_offer(state, member, lease)
         return
     weights.back_off(member.name, state.now, reason)
     since = weights.failing_since.setdefault(member.name, state.now)

@@ -117,6 +117,11 @@ class Membership:
     """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published."""
     accused: dict[str, None] = field(default_factory=dict)
     """Rollouts, also after they left, that were evicted because of that. They offer no more."""
+    num_bad_offers: Counter[str] = field(default_factory=Counter)
+    """By rollout, of all its incarnations: how often it was told to offer no more, because others waited in vain."""
+    offer_wait_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By rollout, of all its incarnations: seconds for which it was to offer weights and did not, less those of its
+    offers, never below 0."""
     missing_since: float | None = None
     """Since when a role that the run needs has had no replica."""
     _incarnations: dict[str, int] = field(default_factory=dict)
@@ -190,7 +195,7 @@ class Membership:
             heard_at=now,
             version=version,
             host=hello.host,
-            can_offer=hello.serves and name not in self.accused,
+            can_offer=hello.serves and name not in self.accused and self.num_bad_offers[name] < MAX_INVALID,
             shares_steps=hello.shares_steps,
             layout=layout,
             has_reported=not known,
@@ -240,7 +245,7 @@ class Membership:
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
             by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct)
-            for known in (*by_name, self.accusers, self.accused):
+            for known in (*by_name, self.accusers, self.accused, self.num_bad_offers, self.offer_wait_s):
                 known.pop(oldest, None)
 
     def known_incarnations(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.files import fetch_step, take_fetched
 from starling.controller.core.records import VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
-from starling.controller.core.replicas.conduct import note_invalid
+from starling.controller.core.replicas.conduct import check_slow_offer, note_invalid, note_offered, stop_offering
 from starling.controller.core.replicas.departure import distrust, evict
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
@@ -73,10 +73,11 @@ def on_published(
     try:
         if lease_subject(lease.id) != str(message.version):
             raise WeightsError(f"Version {message.version} came in answer to {lease.id}.")
-        if member.role == "rollout" and member.version != message.version:
-            return  # it has adopted another version since it was asked
+        if member.role == "rollout" and (member.version != message.version or not member.can_offer):
+            return  # it has adopted another version since it was asked, or is not to offer any more
         if member.role == "rollout":
             _check_transports(state, event.buffers[0])
+        note_offered(state, member, lease)
         root, is_new = state.weights.publish(member, message.version, event.buffers[0], message.layout_roots)
         state.weights.note_success(member.name)
     except WeightsError as error:
@@ -139,6 +140,8 @@ def adopt(state: ControllerState) -> None:
         if nearer is not None:
             if not state.replicas.leases.num(nearer.name, "publish"):
                 _request_offer(state, nearer, version)
+            else:
+                check_slow_offer(state, nearer)
         elif offer is not None:
             _pull(state, member, offer)
         else:
@@ -286,7 +289,8 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
     )
     if proven:
         state.weights.note_success(member.name)
-        state.weights.num_bad_pulls.pop(source, None)
+        for reader in (member.name, ""):
+            state.weights.num_bad_pulls.pop((source, reader), None)
     if member.role == "rollout":
         _judge(state, member, source, proven=proven)
     if proven and member.role == "policy":
@@ -391,20 +395,18 @@ def _command_of(lease: Lease) -> wire.AdoptWeights | None:
     return message if isinstance(message, wire.AdoptWeights) else None
 
 
-def note_bad_pull(state: ControllerState, source: str) -> None:
+def note_bad_pull(state: ControllerState, source: str, reader: str) -> None:
     """Count a pull that failed. A rollout that several such pulls in a row were from offers no more.
 
-    It stays a member, because the destinations may be at fault.
+    Those of one reader count by themselves as well: a source could fail it for ever, and serve others in between.
     """
-    member = state.replicas.membership.members.get(source)
+    member, num = state.replicas.membership.members.get(source), state.weights.num_bad_pulls
     if member is None or member.role != "rollout":
         return
-    state.weights.num_bad_pulls[source] += 1
-    if state.weights.num_bad_pulls[source] >= MAX_BAD_PULLS:
-        member.can_offer = False
-        state.weights.withdraw(source)
-        reason = f"{MAX_BAD_PULLS} pulls in a row from {source} failed"
-        state.outbox.note("offers_no_more", replica=source, reason=reason)
+    for one in (reader, ""):
+        num[source, one] += 1
+    if member.can_offer and max(num[source, reader], num[source, ""]) >= MAX_BAD_PULLS:
+        stop_offering(state, member, f"{MAX_BAD_PULLS} pulls in a row from {source} failed")
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------

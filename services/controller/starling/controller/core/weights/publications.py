@@ -90,8 +90,8 @@ class Publications:
     """By replica: its failures in a row to adopt or to offer weights, and why the last one was."""
     failing_since: dict[str, float] = field(default_factory=dict)
     """Since when a replica has failed repeatedly to adopt or to offer weights."""
-    num_bad_pulls: Counter[str] = field(default_factory=Counter)
-    """By rollout: pulls from it in a row that failed."""
+    num_bad_pulls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By rollout and reader, and by rollout with an empty reader for all of them: pulls in a row that failed."""
     suspects: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By rollout: the rollout, and its incarnation, from which it pulled something else than was published."""
     _requested_roots: tuple[int, set[str]] = field(default_factory=lambda: (-1, set()))
@@ -302,7 +302,8 @@ class Publications:
         self.outdated.pop(name, None)
         self.note_success(name)
         self.suspects.pop(name, None)
-        del self.num_bad_pulls[name]
+        for pair in [pair for pair in self.num_bad_pulls if name in pair]:
+            del self.num_bad_pulls[pair]
         offered = self._withdraw(name)
         self._pairs.pop(id(layout), None)
         if offered is not None:
