@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.files import complete_size, parse_line, write_whole
+from starling.common.files import complete_size, open_regular, parse_line, write_whole
 from starling.common.settings import complete_toml, read_toml
 
 
@@ -28,6 +28,33 @@ def test_write_whole_makes_private_files_private(tmp_path: Path) -> None:
     assert (tmp_path / "key.json").stat().st_mode & 0o777 == 0o600
     write_whole(tmp_path / "plain.json", "x")
     assert (tmp_path / "plain.json").stat().st_mode & 0o400
+
+
+def test_write_whole_does_not_write_through_a_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / ".key.json.partial").symlink_to(other)
+    write_whole(tmp_path / "key.json", "secret", private=True)
+    assert other.read_text() == "kept"
+    assert not (tmp_path / "key.json").is_symlink()
+
+
+def test_write_whole_gives_no_secret_to_a_process_with_the_partial_file_open(tmp_path: Path) -> None:
+    with (tmp_path / ".key.json.partial").open("w+") as held:
+        write_whole(tmp_path / "key.json", "secret", private=True)
+        assert held.read() == ""
+
+
+def test_open_regular_opens_files_and_links_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("file", "link"):
+        with open_regular(tmp_path / name) as file:
+            assert file.read() == b"x"
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is no regular file"):
+            open_regular(path)
 
 
 @pytest.mark.parametrize(

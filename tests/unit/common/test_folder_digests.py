@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.folder_digests import DIGESTS, model_digest, write_digests
+from starling.common.folder_digests import DIGESTS, check_digests, model_digest, write_digests
 
 
 @pytest.fixture
@@ -52,3 +54,27 @@ def test_weights_of_an_older_format_are_read_where_there_are_no_others(folder: P
     digest = model_digest(folder)
     (folder / "pytorch_model.bin").write_text("other")
     assert model_digest(folder) != digest
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other", "a/../../other", "a\0b", "/"])
+def test_names_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_text("x")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / DIGESTS).write_text(json.dumps({name: "0" * 32}))
+    with pytest.raises(ConfigError, match="which is no file of this folder"):
+        check_digests(folder)
+
+
+def test_listed_fifo_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / DIGESTS).write_text(json.dumps({"config.json": "0" * 32}))
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read \(it is no regular file\)"):
+        check_digests(tmp_path)
+
+
+def test_nested_digests_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / DIGESTS).write_text("[" * 200_000)
+    for read in (check_digests, model_digest):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read(tmp_path)

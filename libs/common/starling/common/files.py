@@ -7,10 +7,12 @@ cut may cut off their end, or leave zeros or garbage there, so `complete_size` a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 _BLOCK: Final = 64 << 10
 """Bytes that are read at a time, in search of the last line."""
@@ -23,15 +25,27 @@ def write_whole(path: Path, content: bytes | str, *, private: bool = False) -> N
     """
     partial = path.with_name(f".{path.name}.partial")
     mode = 0o600 if private else 0o666
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    # A new file: one that is there may be a link to another file, or be open in a process of another user.
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
-        if private:
-            os.fchmod(file.fileno(), mode)  # an earlier, partial file may be readable by others
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, also through links.
+
+    Raises OSError for anything else: to open a FIFO may take for ever, and a device may have no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def sync_folder(folder: Path) -> None:

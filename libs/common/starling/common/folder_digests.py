@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import xxhash
 
 from starling.common.errors import ConfigError
-from starling.common.files import write_whole
+from starling.common.files import open_regular, write_whole
 
 DIGESTS: Final = "starling-digests.json"
 """Name of each file in the folder, and its xxh3 digest of 128 bits, as 32 hexadecimal digits."""
@@ -44,24 +44,28 @@ def check_digests(folder: Path, *, leave_out: Sequence[str] = (), source: str = 
         ConfigError: a file differs or is missing; the text names it.
     """
     try:
-        digests = json.loads((folder / DIGESTS).read_bytes())
-        expected = {str(name): str(digest) for name, digest in digests.items()}
+        expected = _listed(folder)
     except FileNotFoundError:
         return
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "it is cut off or damaged"
         raise ConfigError(
             f"{source or folder}/{DIGESTS} cannot be read ({reason}); copy the folder again, or remove this file if "
             "the others are right"
         ) from None
     for name, digest in expected.items():
+        if not _is_within(name):
+            raise ConfigError(
+                f"{source or folder}/{DIGESTS} lists {name!r:.255}, which is no file of this folder; copy the folder "
+                "again from a source that you trust"
+            )
         path = folder / name
         if any(path.match(pattern) for pattern in leave_out) and path.is_file():
             continue
         problem = _problem(path, digest)
         if problem:
             raise ConfigError(
-                f"{source or folder}/{name} {problem}; copy the folder again, or export the model again (after a "
+                f"{source or folder}/{name:.255} {problem}; copy the folder again, or export the model again (after a "
                 f"deliberate change remove {DIGESTS})"
             )
 
@@ -78,15 +82,28 @@ def model_digest(folder: Path) -> str:
         ConfigError: a file cannot be read.
     """
     try:
-        listed = json.loads((folder / DIGESTS).read_bytes()) if (folder / DIGESTS).is_file() else {}
+        listed = _listed(folder) if (folder / DIGESTS).is_file() else {}
         files = {path.name: path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS}
         kind = next((one for one in _WEIGHTS if any(name.endswith(one) for name in files)), "")
         read = sorted(name for name in files if name.endswith((*_OTHERS, kind) if kind else _OTHERS))
         digests = {name: str(listed.get(name) or _digest_of(files[name])) for name in read}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the files of the model folder {folder} cannot be read ({reason}); copy it again") from None
     return xxhash.xxh3_128(json.dumps(digests).encode()).hexdigest()
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """Return the digests that the folder has, by name. Raises OSError, ValueError, AttributeError, RecursionError."""
+    with open_regular(folder / DIGESTS) as file:
+        digests = json.loads(file.read())
+    return {str(name): str(digest) for name, digest in digests.items()}
+
+
+def _is_within(name: str) -> bool:
+    """Return whether `name` can only be that of a file below the folder, its links aside."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _problem(path: Path, digest: str) -> str:
@@ -101,7 +118,7 @@ def _problem(path: Path, digest: str) -> str:
 
 def _digest_of(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

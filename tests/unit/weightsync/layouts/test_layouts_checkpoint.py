@@ -239,7 +239,7 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
         (broken({"a": 3}), "tensor a lacks dtype, shape or offsets"),
         (broken(entry(shape=(-1,))), "tensor a has the shape"),
         (broken(entry(shape=(True,))), "tensor a has the shape"),
-        (broken(entry(dtype="F4"), bytes(4)), "element type F4, expected one of BOOL"),
+        (broken(entry(dtype="F4"), bytes(4)), "element type 'F4', expected one of BOOL"),
         (broken(entry(dtype=["F32"]), bytes(4)), r"element type .*, expected one of"),
         (broken(entry(shape=(2,)), bytes(4)), "does not have 4 bytes"),
         (broken(entry(offsets=(4, 8)), bytes(8)), "begins at byte"),
@@ -305,3 +305,38 @@ def test_headers_agree_with_safetensors(tmp_path: Path) -> None:
     assert {name: t.shape for name, t in load_file(tmp_path / "mine.safetensors").items()} == {
         name: t.shape for name, t in tensors.items()
     }
+
+
+def lying_file(folder: Path, name: str = "a", **lies: Any) -> None:
+    """Write a file whose only tensor is called `name`, with `lies` in its entry."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [4], "data_offsets": [0, 4], **lies}}).encode()
+    (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"shape": [9 * 10**3999] * 3000},
+        {"shape": [4] + [1] * 64},
+        {"shape": [2**62, 2**62, 0], "data_offsets": [0, 0]},
+        {"data_offsets": [2**70, 2**70 + 4]},
+        {"dtype": "x" * 1_000_000},
+        {"name": "a" * 1_000_000},
+        {"name": "a\x1b[2J"},
+        {"name": "\ud800"},
+    ],
+    ids=["product of hours", "dimensions", "extents", "offsets", "type", "long name", "escapes", "surrogate"],
+)
+def test_header_that_lies_is_refused_in_one_short_sentence(tmp_path: Path, lies: dict[str, Any]) -> None:
+    lying_file(tmp_path, **lies)
+    with pytest.raises(WeightsError) as refused:
+        open_folder(tmp_path)
+    assert len(str(refused.value).removeprefix(str(tmp_path))) < 600
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX])
+def test_fifo_as_a_file_of_a_checkpoint_is_not_opened(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(WeightsError, match="it is no regular file"):
+        open_folder(tmp_path)

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.common.errors import WeightsError
+from starling.common.files import open_regular
 from starling.weightsync.layouts.fused import contiguous
 from starling.weightsync.layouts.safetensors import HeaderEntry, make_header, read_header
 from starling.weightsync.plan.layout import (
@@ -150,13 +151,16 @@ def _listed_files(folder: Path) -> tuple[dict[str, list[str] | None], str]:
         )
     index = indices[0]
     try:
-        places = json.loads(index.read_bytes())["weight_map"].items()
+        with open_regular(index) as file:
+            places = json.loads(file.read())["weight_map"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index} is not an index of tensors: {error}.") from error
     wanted: dict[str, list[str] | None] = {}
     for name, file in places:
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
-            raise WeightsError(f"{index} lists tensor {name} in {file!r}, which is not a file of the folder.")
+            raise WeightsError(
+                f"{index} lists tensor {name!r:.100} in {file!r:.255}, which is not a file of the folder."
+            )
         names = wanted.setdefault(file, [])
         if names is not None:
             names.append(name)

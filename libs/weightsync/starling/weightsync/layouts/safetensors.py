@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -15,9 +16,16 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from starling.common.errors import WeightsError
+from starling.common.files import open_regular
 from starling.weightsync.plan.layout import ITEM_BYTES, TensorSpec, item_bytes
 
 MAX_HEADER_BYTES: Final = 100_000_000
+MAX_NAME: Final = 4096
+"""Characters of a tensor's name. The longest ones of models have about a hundred."""
+MAX_DIMENSIONS: Final = 64
+"""Of a tensor; torch has the same limit."""
+MAX_EXTENT: Final = 1 << 48
+"""Extents and offsets are below it: products of a header's numbers of thousands of digits would take hours."""
 
 CODES: Final[dict[str, str]] = {
     "bool": "BOOL",
@@ -65,8 +73,8 @@ def read_header(path: Path) -> Entries:
         WeightsError: a file that is missing, truncated or malformed, naming it.
     """
     try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size_bytes < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
                 raise WeightsError(f"{path} is not a safetensors file: no header fits its {size_bytes} bytes.")
@@ -91,14 +99,20 @@ def read_header(path: Path) -> Entries:
 
 
 def _entry(path: Path, name: str, item: Any, base: int) -> HeaderEntry:
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise WeightsError(f"{path}: {name!r:.100} cannot be the name of a tensor; use another checkpoint.")
     try:
         code, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise WeightsError(f"{path}: the entry of tensor {name} lacks dtype, shape or offsets.") from error
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise WeightsError(f"{path}: tensor {name} has the shape {shape} and the bytes {begin} to {end}.")
+    numbers = (*shape, begin, end)
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < MAX_EXTENT for n in numbers):
+        what = f"the shape {shape} and the bytes {begin} to {end}"
+        raise WeightsError(f"{path}: tensor {name} has {what:.300}, which no tensor has.")
     if not isinstance(code, str) or code not in _TYPES:
-        raise WeightsError(f"{path}: tensor {name} has element type {code}, expected one of {', '.join(_TYPES)}.")
+        raise WeightsError(
+            f"{path}: tensor {name} has element type {code!r:.100}, expected one of {', '.join(_TYPES)}."
+        )
     entry = HeaderEntry(spec=TensorSpec(name=name, shape=shape, dtype=_TYPES[code]), offset_bytes=base + begin)
     if end - begin != entry.size_bytes:
         raise WeightsError(f"{path}: tensor {name} of shape {shape} and type {code} does not have {end - begin} bytes.")
