@@ -112,7 +112,7 @@ DAMAGES: dict[str, tuple[Damage, list[str], tuple[str, ...], int]] = {
     "key that is a folder": (
         folder_at("keys/operator-0.json"),
         ["why", "run", *ASK],
-        ("is not a file; give a key",),
+        ("it is no regular file", "`starling keys`"),
         2,
     ),
     "keys that are a file": (
@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "a folder as a key": (
         ["status", "--controller", "tcp://127.0.0.1:1", "--run", "x", "--key", "/"],
-        ("/ is not a file; give a key file",),
+        ("/ cannot be read (it is no regular file)",),
     ),
 }
 """Command lines that are refused, and parts of the sentence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,6 +236,17 @@ def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> No
         path.chmod(mode)
         with pytest.raises(ConfigError, match=re.escape(f"run `chmod 600 {path}`")):
             load(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_key_file_that_another_user_put_there_is_refused(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ("policy-0",))
+    path = tmp_path / "keys" / "allowed.json"
+    os.chown(path, 65534, -1)
+    with pytest.raises(ConfigError, match=f"belongs to another user .* run `chown 0 {path}`"):
+        curve.load_allowed(path.parent)
+    os.chown(path.parent, 65534, -1)  # whoever owns the folder owns the keys: root reads the run of another user
+    assert list(curve.load_allowed(path.parent).values()) == ["policy-0"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no json", b"{}", b"[]", b'{"name": 1}'])

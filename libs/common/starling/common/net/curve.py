@@ -7,7 +7,7 @@ name than that of its key.
 
 from __future__ import annotations
 
-import stat
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from starling.common.errors import ConfigError
+from starling.common.files import open_regular
 from starling.common.net.limits import may_send
 
 log = structlog.get_logger(__name__)
@@ -149,14 +150,23 @@ def connect_with(socket: zmq.Socket[Any], key: KeyFile) -> None:
 
 
 def read_private(path: Path, kind: Any) -> Any:
-    """Read a JSON file that only its owner may read. Raises ConfigError if others may, or if it is not a `kind`."""
+    """Read a JSON file that only its owner may read. Raises ConfigError if others may, or if it is not a `kind`.
+
+    Its owner is this user, root or the owner of its folder. Any other user who may write to the folder could otherwise
+    put a file of his own in its place.
+    """
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{path} is not a file; give a key file, or make keys with `starling keys`")
-        if mode & 0o077:
-            raise ConfigError(f"{path} can be read by others (mode {mode & 0o777:o}); run `chmod 600 {path}`")
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno())
+            if found.st_mode & 0o077:
+                mode = found.st_mode & 0o777
+                raise ConfigError(f"{path} can be read by others (mode {mode:o}); run `chmod 600 {path}`")
+            if found.st_uid not in (0, os.geteuid(), path.parent.stat().st_uid):
+                raise ConfigError(
+                    f"{path} belongs to another user (uid {found.st_uid}) than its folder; if you trust what it has, "
+                    f"run `chown {os.geteuid()} {path}`"
+                )
+            return msgspec.json.decode(file.read(), type=kind)
     except OSError as error:
         raise ConfigError(
             f"the key file {path} cannot be read ({error.strerror}); make keys with `starling keys`"
