@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -83,6 +83,8 @@ class PeerConnections:
     def __init__(self) -> None:
         self.by_name: dict[str, PeerConnection] = {}
         self.by_route: dict[bytes, PeerConnection] = {}
+        self._by_descriptor: dict[int, PeerConnection] = {}
+        """Peers by connection, until its end is noted."""
         self.replaced: dict[bytes, None] = {}
         """Routing ids of connections in whose place their peers use others, the newest last. What still arrives over
         one does not make it the peer's connection again."""
@@ -93,6 +95,12 @@ class PeerConnections:
             if before is not None:
                 self.remove(before.name, before.route)
         peer.address = peer_address(peer.descriptor)
+        other = self._by_descriptor.get(peer.descriptor)
+        if other is not None and other.route != peer.route:
+            # One of the two has closed, and what it had sent is received only now. It is not known which one: neither
+            # may close the connection of the other.
+            other.address = peer.address = None
+        self._by_descriptor[peer.descriptor] = peer
         self.by_name[peer.name] = self.by_route[peer.route] = peer
 
     def replace(self, before: PeerConnection) -> None:
@@ -109,11 +117,18 @@ class PeerConnections:
             return False
         del self.by_name[name]
         self.by_route.pop(route, None)
+        if self._by_descriptor.get(peer.descriptor) is peer:
+            del self._by_descriptor[peer.descriptor]
         return True
 
     def with_descriptors(self, descriptors: Container[int]) -> list[PeerConnection]:
         """Return the peers whose connection has one of these descriptors."""
         return [peer for peer in self.by_name.values() if peer.descriptor in descriptors]
+
+    def note_closed(self, descriptors: Iterable[int]) -> None:
+        """Note that these connections have closed: their descriptors may be those of others from now on."""
+        for descriptor in descriptors:
+            self._by_descriptor.pop(descriptor, None)
 
     def close(self, name: str, descriptor: int) -> None:
         """Close the connection `descriptor`, unless it belongs to another peer than `name` by now."""

@@ -382,6 +382,7 @@ class Hub:
         descriptors = self._traffic.note_events(time.monotonic())
         if descriptors:
             self._closed += [(peer.name, peer.route) for peer in self._peers.with_descriptors(descriptors)]
+            self._peers.note_closed(descriptors)
 
     def _note_revoked(self) -> None:
         """Disconnect peers whose keys were revoked; messages that they have sent already are dropped."""
