@@ -16,7 +16,15 @@ from starling.common.wire import messages as wire
 from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import CompletionsStored, ControllerStarted, JournalEntry, RewardsStored
-from starling.controller.shell.recording.format import PromptFrame, RecordingEnd, read_recording
+from starling.controller.shell.recording.format import (
+    Frame,
+    JournalFrame,
+    MessageFrame,
+    PromptFrame,
+    RecordingEnd,
+    encode_frame,
+    read_recording,
+)
 from starling.controller.shell.recording.recorder import (
     FLUSH_BYTES,
     Recorder,
@@ -230,3 +238,37 @@ def test_recordings_of_the_last_incarnations_are_kept(tmp_path: Path) -> None:
     remove_old_recordings(tmp_path, 13)
     kept = {"events-x.rec", "events-².rec", *(f"events-{number}.rec" for number in range(6, 13))}
     assert {path.name for path in tmp_path.iterdir()} == kept, "with the new one there are eight"
+
+
+SCORED = wire.GroupScored(lease="x", rewards=(1.0,), statuses=(wire.Status.OK,))
+JOURNALED = RewardsStored(key="t0", rewards=(1.0,))
+
+
+@pytest.mark.parametrize(
+    ("frame", "problem"),
+    [
+        (MessageFrame(1.0, "reward-0", 1, SCORED, sizes=(1 << 62,)), "it has buffers of 4,611,686,018,427,387,904"),
+        (MessageFrame(1.0, "reward-0", 1, SCORED, sizes=(1, -1)), "it has buffers of 1 and -1 bytes"),
+        (JournalFrame(JOURNALED), "it is an entry of the journal"),
+    ],
+    ids=["huge", "negative", "journal entry"],
+)
+def test_recording_of_others_cannot_make_buffers_of_any_size(tmp_path: Path, frame: Frame, problem: str) -> None:
+    path = tmp_path / "events-3.rec"
+    recorder_at(path).close()
+    whole = path.read_bytes()
+    end = len(encode_frame(RecordingEnd("")))
+    path.write_bytes(whole[:-end] + encode_frame(frame) + whole[-end:])
+    _, _, entries = read_recording(path)
+    with pytest.raises(ConfigError, match=f"entry 1 of .* cannot be decoded: {problem}"):
+        list(entries)
+
+
+def test_journal_of_a_recording_cannot_have_buffers_of_any_size(tmp_path: Path) -> None:
+    path = tmp_path / "events-3.rec"
+    recorder_at(path, [JournalEntry(JOURNALED)]).close()
+    honest, lying = encode_frame(JournalFrame(JOURNALED)), encode_frame(JournalFrame(JOURNALED, sizes=(1 << 62,)))
+    assert honest in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(honest, lying))
+    with pytest.raises(ConfigError, match="cannot be decoded: it has buffers of"):
+        read_recording(path)

@@ -198,9 +198,9 @@ def read_recording(source: RecordingPath) -> tuple[RecordingHeader, list[Journal
         RunPlan.from_fields(header.plan)
         frames = _decoded(bodies)
         before = [frame for _, frame in zip(range(header.num_before), frames, strict=False)]
+        past = [entry_from(frame) for frame in before if isinstance(frame, JournalFrame)]
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{source} cannot be decoded: {error}; read it with the version that recorded it") from None
-    past = [entry_from(frame) for frame in before if isinstance(frame, JournalFrame)]
     if len(past) < header.num_before:
         raise ConfigError(
             f"{source} has {len(past)} of the {header.num_before} journal entries at its beginning, and no event"
@@ -212,7 +212,8 @@ def _entries(source: RecordingPath, frames: Iterator[Frame]) -> Iterator[Entry]:
     num = 0
     try:
         for frame in frames:
-            assert not isinstance(frame, JournalFrame)
+            if isinstance(frame, JournalFrame):
+                raise msgspec.ValidationError("it is an entry of the journal, which belongs before the first event")
             entry = _entry_of(frame)
             yield entry
             if isinstance(entry, RecordingEnd):
@@ -275,5 +276,11 @@ def _sizes(buffers: Buffers) -> tuple[int, ...]:
 
 
 def _zeros(sizes: tuple[int, ...]) -> Buffers:
-    """Return buffers of zeros of these sizes. The pages of large ones are never touched, so they take no memory."""
-    return tuple(bytes(size) for size in sizes)
+    """Return buffers of zeros of these sizes. The pages of large ones are never touched, so they take no memory.
+
+    Raises msgspec.ValidationError for sizes that no buffers have: a recording may come from others.
+    """
+    try:
+        return tuple(bytes(size) for size in sizes)
+    except (ValueError, OverflowError, MemoryError):
+        raise msgspec.ValidationError(f"it has buffers of {max(sizes):,} and {min(sizes):,} bytes") from None
