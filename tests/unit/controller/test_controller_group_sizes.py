@@ -33,12 +33,12 @@ def masked(num: int, sampled: int = 0) -> Result:
 
 
 def long_prompt(num: int) -> Result:
-    """Return a group with a prompt of `num` tokens, and without tokens of completions."""
+    """Return a group with a prompt of `num` tokens, and one token of one completion."""
     result = valid()
     for index, dtype in enumerate((np.int32, np.int32, np.float32, np.int32)):
-        result.put(index, np.zeros(0 if index else num, dtype))
+        result.put(index, np.zeros(1 if index else num, dtype))
     for index in range(2):
-        result.change(index, num_tokens=0)
+        result.change(index, num_tokens=1 - index)
     return result
 
 
@@ -66,10 +66,10 @@ def test_group_longer_than_the_run_allows_is_not_stored(
     assert "rollout-0" in script.state.replicas.membership.members, "its own recipe may allow more"
 
 
-@pytest.mark.parametrize("result", [masked(59), masked(50, 2), long_prompt(64)])
+@pytest.mark.parametrize("result", [masked(59), masked(50, 2), long_prompt(63)])
 def test_group_as_long_as_the_run_allows_is_stored(result: Result) -> None:
     script = Script(max_model_len=64)
-    script.start_run(limits=wire.ModelLimits(longest=62 if result.trajectories[0].num_tokens else 64))
+    script.start_run(limits=wire.ModelLimits(longest=62 if result.trajectories[0].num_masked else 64))
     result.send(script)
     assert is_stored(script)
 

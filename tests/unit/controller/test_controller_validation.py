@@ -348,9 +348,9 @@ def test_texts_that_a_scorer_can_be_sent_are_the_limit() -> None:
         script = Script(group_size=64)
         script.start_run()
         result = valid()
-        result.trajectories = [replace(result.trajectories[0], num_tokens=0, text="y" * (num_bytes // 64))] * 64
+        result.trajectories = [replace(result.trajectories[0], num_tokens=1, text="y" * (num_bytes // 64))] * 64
         for index in (1, 2, 3):
-            result.put(index, np.zeros(0, KINDS[index][0]))
+            result.put(index, np.zeros(64, KINDS[index][0]))
         result.send(script)
         scored = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
         assert bool(scored) == (num_bytes < codec.MAX_MESSAGE_BYTES)
@@ -711,3 +711,20 @@ def test_group_that_is_rejected_too_often_is_discarded() -> None:
     lines = reject(script, "train0")
     assert "(discarded train0)" in lines
     assert [group.ordinal for group in script.state.buffer.live()] == [1, 2], "another prompt takes its place"
+
+
+@pytest.mark.parametrize("num_masked", [0, 2])
+def test_group_without_a_sampled_token_is_a_failed_try(num_masked: int) -> None:
+    """A step of such groups could not be trained. An environment can end each of its episodes before a reply."""
+    script = Script()
+    script.start_run()
+    result = valid()
+    for index in range(2):
+        result.change(index, num_tokens=num_masked, num_masked=num_masked)
+    for index, dtype in ((1, np.int32), (2, np.float32), (3, np.int32)):
+        result.put(index, np.zeros(2 * num_masked, dtype))
+    if num_masked:
+        result.put(4, np.zeros(2 * num_masked, np.uint8), "loss_mask")
+    result.send(script)
+    assert "none of its completions has a sampled token" in reason(script)
+    assert "rollout-0" in script.state.replicas.membership.members, "its environment may be to blame"

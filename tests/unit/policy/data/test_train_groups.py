@@ -170,3 +170,14 @@ def test_completion_without_sampled_tokens_may_exceed_the_context() -> None:
     assert len(groups_from_wire([masked], frames, ModelLimits(longest=5))) == 1
     with pytest.raises(RejectedGroupsError, match="a sequence of 5 tokens"):
         groups_from_wire([masked], frames, ModelLimits(longest=4))
+
+
+def test_groups_of_a_step_without_a_sampled_token_are_named_in_the_refusal() -> None:
+    """Such a step cannot be trained, and its groups are none the better in another one."""
+    empty = (ARRAYS[0], *(array[:0] for array in ARRAYS[1:]))
+    none = tuple(ScoredTrajectory(num_tokens=0, oldest_version=0, reward=reward) for reward in (1.0, 0.5))
+    sent = [msgspec.structs.replace(message(empty, name), trajectories=none) for name in ("train/0/1", "train/0/2")]
+    with pytest.raises(RejectedGroupsError, match="the 2 groups of the step have no sampled token") as refusal:
+        groups_from_wire(sent, [*buffers(empty), *buffers(empty)])
+    assert refusal.value.prompts == ("train/0/1", "train/0/2")
+    assert len(groups_from_wire([message(), sent[0]], [*buffers(), *buffers(empty)])) == 2

@@ -71,9 +71,13 @@ def on_generated(
             retry(state, groups, group, reason, member.name, retryable=retryable, status=status)
             return
         check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
-        _check_num_sampled(state, group, lease, [one.num_tokens - one.num_masked for one in message.trajectories])
+        numbers = [one.num_tokens - one.num_masked for one in message.trajectories]
+        _check_num_sampled(state, group, lease, numbers)
         check_contents(event, state.plan.group_limits, state.training.limits)
         _check_temperature(lease, group, message.temperature)
+        if group.purpose == "train" and state.plan.kind.keeps_tokens and not any(numbers):
+            # A step of such groups could not be trained, and would end the run.
+            raise UnusableResultError("none of its completions has a sampled token: there is nothing to train")
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.truncation import KeptTokens, kept_problem
+from starling.common.counts import counted
 from starling.common.errors import ConfigError, WireError
 from starling.common.wire.messages import ModelLimits, Status, TensorMeta, TrainGroup
 from starling.common.wire.tensors import (
@@ -132,7 +133,7 @@ def groups_from_wire(
         limits: of the model; None if they are not known.
 
     Raises:
-        RejectedGroupsError: groups do not match their description, or the model cannot read them.
+        RejectedGroupsError: groups do not match their description, the model cannot read them, or nothing is sampled.
         WireError: frames are missing or left over.
     """
     num_described = sum(len(group.tensors) for group in groups)
@@ -156,6 +157,9 @@ def groups_from_wire(
     if num_described < len(buffers):
         surplus = len(buffers) - num_described
         raise WireError(f"a step of {len(groups)} groups came with {surplus} buffers too many")
+    if read and not any(group.sampled.any() for group in read):
+        what = f"the {counted(len(read), 'group')} of the step have no sampled token: there is nothing to train"
+        raise RejectedGroupsError(what, [group.prompt_id for group in groups])
     return read
 
 
