@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -309,3 +310,25 @@ def test_full_disk_is_reported_and_keeps_previous_state(tmp_path: Path) -> None:
     assert f"{tmp_path / 'version-2'} cannot be written (File too large)" in error
     assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
     assert found_in(tmp_path).state.version == 1
+
+
+@pytest.mark.parametrize("lie", [{"parts": "../parts"}, {"parts": ".."}, {"digests": {"../../other": "0" * 32}}])
+def test_state_that_names_files_elsewhere_is_refused(
+    tiny: Make, make_groups: Make, tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    course = TrainingCourse(tiny, make_groups, 0.0)
+    folder = save(course.learner(), tmp_path, 1)
+    state = msgspec.structs.replace(found_in(folder).state, **lie)
+    (folder / "state.json").write_bytes(encode_header(state))
+    with pytest.raises(ConfigError, match="which is no file of this state"):
+        find_state(str(folder))
+
+
+@pytest.mark.parametrize("name", ["state.json", "parts/.metadata"])
+def test_fifo_in_a_state_is_not_opened(tiny: Make, make_groups: Make, tmp_path: Path, name: str) -> None:
+    course = TrainingCourse(tiny, make_groups, 0.0)
+    folder = save(course.learner(), tmp_path, 1)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        find_state(str(folder))

@@ -96,9 +96,13 @@ def read_header(storage: Storage, *names: str) -> StateHeader:
         sealed = msgspec.json.decode(data, type=_Sealed)
         if digest_of(bytes(sealed.state)) != sealed.digest:
             raise DamagedStateError(f"{MANIFEST} does not match its digest")
-        return msgspec.json.decode(sealed.state, type=StateHeader)
+        state = msgspec.json.decode(sealed.state, type=StateHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DamagedStateError(f"{MANIFEST} cannot be decoded ({error})") from None
+    for name in (state.parts, *state.digests):
+        if "/" in name or "\0" in name or name == "..":
+            raise DamagedStateError(f"{MANIFEST} names {name!r:.255}, which is no file of this state")
+    return state
 
 
 def verify_state(storage: Storage, *names: str) -> StateHeader:

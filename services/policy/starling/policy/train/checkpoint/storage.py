@@ -28,7 +28,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from starling.common.errors import ConfigError, StarlingError
-from starling.common.files import sync_folder, sync_tree
+from starling.common.files import open_regular, sync_folder, sync_tree
 
 MANIFEST: Final = "state.json"
 _CHUNK: Final = 1 << 20
@@ -104,10 +104,16 @@ class Storage:
         """Return the bytes of a small file; None if it does not exist."""
         with self.explained("read", *names):
             try:
-                data: bytes = self.fs.cat_file(self.path(*names))
+                with self._open(*names) as file:
+                    data: bytes = file.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return data
+
+    def _open(self, *names: str) -> Any:
+        """Open a file for reading; on a local disk only a regular one. Raises any exception of the storage."""
+        path = self.path(*names)
+        return open_regular(Path(path)) if self.is_local else self.fs.open(path, "rb")
 
     def digest(self, *names: str) -> str | None:
         """Return the digest of a file as `starling.weightsync.offers.offer.digest_of` has it; None when it is not
@@ -115,7 +121,7 @@ class Storage:
         state = xxhash.xxh3_128()
         with self.explained("read", *names):
             try:
-                with self.fs.open(self.path(*names), "rb") as file:
+                with self._open(*names) as file:
                     while chunk := file.read(_CHUNK):
                         state.update(chunk)
             except FileNotFoundError:
