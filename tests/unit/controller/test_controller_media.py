@@ -187,6 +187,23 @@ def test_rollout_is_kept_when_an_environment_gave_the_token(token: int, sampled:
     assert ("rollout-1" in script.state.replicas.membership.members) is not sampled
 
 
+@pytest.mark.parametrize("at", [0, 2], ids=["in its midst", "as its end"])
+@pytest.mark.parametrize("token", [IMAGE, VIDEO])
+def test_rollout_is_kept_when_an_environment_began_with_the_token(token: int, at: int) -> None:
+    """What an environment says before the first reply is in the prompt, if it says the same to all of a group."""
+    script = Script(num_rollouts=2)
+    script.start_run("rollout-0", "rollout-1", slots=1, limits=LIMITS)
+    result = valid()
+    prompt = np.zeros(3, np.int32)
+    prompt[at] = token
+    result.put(0, prompt)
+    lease = next(lease.id for lease in script.state.replicas.leases.all_of("rollout-1"))
+    result.send(script, script.aliases.short(lease), "rollout-1")
+    assert "the prompt is text and has a placeholder token" in reason(script)
+    assert "rollout-1" in script.state.replicas.membership.members
+    assert not any(isinstance(write.record, CompletionsStored) for write in script.journal)
+
+
 @pytest.mark.parametrize("limits", [None, LIMITS])
 def test_valid_images_are_stored(limits: wire.ModelLimits | None) -> None:
     script = image_run(limits)

@@ -349,6 +349,12 @@ def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask
 def _check_media(named: Mapping[str, Array], prompt: Array, tokens: Array, inputs: MediaInputs | None) -> None:
     """Check that images and videos match the grids that describe them, the prompt, and the model where it is known."""
     tensors = {name: array for name, array in named.items() if name in PROMPT_TENSORS}
+    # Where the completions of a group begin with the same text of an environment, that text is part of the prompt.
+    if not tensors and placeholders_in(prompt, inputs).any():
+        raise UnusableResultError(
+            "the prompt is text and has a placeholder token of images or videos: an environment or the dataset gave "
+            "it; leave these tokens out of texts"
+        )
     if problem := media_problem(tensors, prompt, inputs):
         raise InvalidResultError(problem)
     if problem := pixel_problem(tensors):
