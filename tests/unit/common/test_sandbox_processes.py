@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from starling.common.sandbox import processes
-from starling.common.sandbox.inside import Sessions
+from starling.common.sandbox.inside import Sessions, settle
 from starling.common.sandbox.processes import descendants, kill_all
+from starling.common.sandbox.tasks import SPARE_TASKS, num_tasks_of_user
 
 LONG_S = 60.0
 TREE = """
@@ -148,3 +150,35 @@ def test_process_forked_ahead_ends_with_the_sessions() -> None:
         line.sendall(str(len(psutil.Process().children())).encode())
 
     assert in_new_process(body) == "0"
+
+
+def test_tasks_of_user_include_threads() -> None:
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(40)]
+    for one in threads:
+        one.start()
+    assert num_tasks_of_user(os.getuid()) > 40
+    end.set()
+    for one in threads:
+        one.join()
+
+
+def test_user_of_code_has_a_limit_on_tasks_without_namespaces() -> None:
+    """A far higher one than `max_tasks`: the kernel counts what the user does outside."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        if os.getuid() == 0:
+            os.setresuid(65533, 65533, 65533)
+        settle("process", max_tasks=16)
+        os.write(writing, str(resource.getrlimit(resource.RLIMIT_NPROC)[0]).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as file:
+        found = int(file.read())
+    hard, least = resource.getrlimit(resource.RLIMIT_NPROC)[1], SPARE_TASKS + 16
+    if 0 <= hard < least:
+        assert found == hard
+    else:
+        assert least <= found
+        assert found != hard

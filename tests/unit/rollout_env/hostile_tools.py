@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -114,8 +115,8 @@ def gain_privileges() -> str:
     return fields["CapEff"]
 
 
-def multiply(limit: int) -> int:
-    """Start processes until it fails; return how many there were."""
+def multiply(limit: int, wait_s: float = 0.0) -> int:
+    """Start processes until it fails, and keep them for a while; return how many there were."""
     children = []
     try:
         while len(children) < limit:
@@ -124,12 +125,79 @@ def multiply(limit: int) -> int:
                 time.sleep(600)
                 os._exit(0)
             children.append(pid)
+        time.sleep(wait_s)
     except OSError as error:
         raise OSError(error.errno, f"after {len(children)} processes") from None
     finally:
         for pid in children:
             os.kill(pid, 9)
     return len(children)
+
+
+def scatter(limit: int, wait_s: float) -> int:
+    """Start processes, each in a session of its own and not below this one; return how many there were."""
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # its orphans are no longer its own
+    for _ in range(limit):
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    time.sleep(wait_s)
+    return limit
+
+
+def bomb(kind: str) -> None:
+    """Start processes or threads, each of which does the same, without end."""
+    assert int(Path("/proc/sys/kernel/pid_max").read_text()) <= 4000, "never on a machine itself"
+    threading.stack_size(1 << 16)
+
+    def start_threads() -> None:
+        while True:
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=start_threads).start()
+
+    if kind == "threads":
+        start_threads()
+    while True:
+        with contextlib.suppress(OSError):
+            if os.fork() == 0 and kind == "sessions":
+                os.setsid()
+
+
+def multiply_threads(limit: int, wait_s: float) -> int:
+    """Start threads, and keep them for a while; return how many there were."""
+    threading.stack_size(1 << 16)
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(limit)]
+    try:
+        for one in threads:
+            one.start()
+        time.sleep(wait_s)
+    finally:
+        end.set()
+    return len(threads)
+
+
+def leave_dead(limit: int, wait_s: float) -> int:
+    """Start processes that end at once, and do not reap them; return how many there were."""
+    for _ in range(limit):
+        if os.fork() == 0:
+            os._exit(0)
+    time.sleep(wait_s)
+    return limit
+
+
+def num_dead_beside() -> int:
+    """Return the number of dead processes that the parent of this one has not reaped."""
+    found = 0
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
+            found += fields[:2] == ["Z", str(os.getppid())]
+    return found
 
 
 def fill_disk() -> bool:

@@ -41,7 +41,8 @@ NAMES = [
     "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
     "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
     "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders", "open_kernel_settings",
-    "attack_log", "read_terminal", "print_without_end", "add_files", "change_devices",
+    "attack_log", "read_terminal", "print_without_end", "add_files", "change_devices", "multiply_threads",
+    "leave_dead", "num_dead_beside", "scatter",
 ]  # fmt: skip
 TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
@@ -69,7 +70,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It reads the memory of another session, or of the process that starts sessions": NO_PROCESS,
     "It finds in its own process what another session was given": ALL,
     "It leaves shared memory behind": ALL,
-    "It starts more processes than `max_tasks`": NAMESPACES,
+    "It starts more processes than `max_tasks`": ALL,
     "It makes namespaces of its own": ALL,
     "It changes settings of the kernel": NO_PROCESS,
     "It gains privileges": ALL,
@@ -380,8 +381,99 @@ def test_sessions_find_nothing_of_earlier_ones(hostile: Hostile) -> None:
 
 @held("It starts more processes than `max_tasks`")
 def test_number_of_processes_is_limited(hostile: Hostile) -> None:
-    hostile.fails("multiply", r"after \d\d processes", limit=500)
+    if hostile.level in NAMESPACES:
+        hostile.fails("multiply", r"after \d\d processes", limit=500)
+    else:
+        hostile.fails("multiply", "it ended its process", limit=100, wait_s=LONG_S)
     assert hostile.attempt("limits") == 0, "and it costs no other session"
+
+
+@pytest.mark.parametrize("tool", ["multiply", "multiply_threads", "leave_dead"])
+@pytest.mark.parametrize("level", ["landlock", "process"])
+def test_only_the_session_with_too_many_tasks_is_killed(level: Mechanism, tool: str) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    hostile = Hostile(level)
+
+    async def run() -> None:
+        async with hostile.sandbox.session() as other:
+            keep = NAMES.index("keep")
+            assert await other.call(keep, {"text": "before"}, timeout_s=LONG_S) == 1
+            with pytest.raises(SandboxError, match="it ended its process"):
+                await hostile.call(tool, limit=100, wait_s=LONG_S)
+            assert await other.call(keep, {"text": "after"}, timeout_s=LONG_S) == 2
+
+    try:
+        asyncio.run(run())
+    finally:
+        hostile.sandbox.close()
+
+
+@pytest.mark.parametrize("level", ["landlock", "process"])
+def test_sandbox_is_killed_when_no_session_has_the_tasks(level: Mechanism) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    hostile = Hostile(level)
+    try:
+        hostile.fails("scatter", "it ended its process", limit=100, wait_s=LONG_S)
+        assert hostile.attempt("limits") == 0, "the sandbox starts again"
+    finally:
+        hostile.sandbox.close()
+
+
+IN_NAMESPACES = 'echo 4000 > /proc/sys/kernel/pid_max && exec timeout -s KILL 120 $0 -c "$1" $2 $3 $4'
+BOMB = """
+import asyncio, sys
+from starling.common.sandbox.settings import SandboxNeeds
+from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError
+
+async def call(target, **named):
+    async with sandbox.session() as session:
+        return await session.call(target, named, timeout_s=60.0)
+
+tools, level, kind = sys.argv[1:]
+names = [f"{tools}:bomb", f"{tools}:limits"]
+sandbox = Sandbox(names, what="Tool", level=level, needs=SandboxNeeds(max_tasks=60))
+try:
+    asyncio.run(call(0, kind=kind))
+except SandboxError as error:
+    print("ended:", error, file=sys.stderr)
+print("next:", asyncio.run(call(1)), file=sys.stderr)
+sandbox.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["forks", "sessions", "threads"])
+@pytest.mark.parametrize("level", ["landlock", "process"])
+def test_bomb_is_ended(level: Mechanism, kind: str) -> None:
+    """In a PID namespace of its own, which has 4,000 process ids: before Linux 6.14 that number is the machine's."""
+    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    if os.getuid() != 0 or release < (6, 14):
+        pytest.skip("only root can limit the process ids of a namespace, since Linux 6.14")
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+    if subprocess.run([*apart, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no PID namespace")
+    command = [*apart, "sh", "-c", IN_NAMESPACES, sys.executable, BOMB, str(HERE), level, kind]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    found = [line for line in ran.stderr.splitlines() if line.startswith(("ended:", "next:"))]
+    assert found == ["ended: it ended its process", "next: 0"], ran
+
+
+@pytest.mark.parametrize("level", ["landlock", "process"])
+def test_dead_processes_of_sessions_are_reaped(level: Mechanism) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    hostile = Hostile(level)
+    try:
+        for _ in range(3):
+            assert hostile.attempt("leave_dead", limit=10, wait_s=0) == 10
+        deadline = time.monotonic() + LONG_S
+        while hostile.attempt("num_dead_beside") >= 10:
+            assert time.monotonic() < deadline, "they are left"
+    finally:
+        hostile.sandbox.close()
 
 
 @held("It makes namespaces of its own")

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.processes import descendants, kill_all, num_bytes_in
+from starling.common.sandbox.tasks import LOOK_EVERY_S, TaskWatch
 
 _FLAGS = syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWIPC
 _FLAGS |= syscalls.CLONE_NEWUTS
@@ -89,36 +90,46 @@ def _supervise(order: dict[str, Any]) -> int:
             syscalls.landlock(readable, writable, listable, network=order["network"], ports=order["ports"])
         _execute(order)
     _close(*order["pass_fds"])
-    status = _watch_disk(payload, order["environment"]["TMPDIR"], order["tmp_bytes"])
-    kill_all(lambda: descendants(os.getpid()))
+    tasks = TaskWatch(payload, order["max_tasks"])
+    status = _watch(payload, tasks, order["environment"]["TMPDIR"], order["tmp_bytes"])
+    while not kill_all(lambda: descendants(os.getpid())):  # after its own end they would be the machine's
+        pass
     return status
 
 
-def _watch_disk(payload: int, folder: str, limit: int) -> int:
-    """Reap all children until the payload ends; return its exit status.
+def _watch(payload: int, tasks: TaskWatch, folder: str, limit: int) -> int:
+    """Reap all children until the payload ends, and watch what it takes; return its exit status.
 
     The temporary files are on the machine's disk, and the kernel limits the size of each only, not their number. When
     they take more than `limit` bytes, everything inside is killed.
     """
     children = {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, children)  # it stays pending then
-    wait_s = _LOOK_EVERY_S
+    look_at = time.monotonic() + LOOK_EVERY_S
+    disk_at = time.monotonic() + _LOOK_EVERY_S
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == payload:
             return _status(status)
-        if pid:
+        now = time.monotonic()
+        if now < look_at:  # also while one child after another ends
+            if not pid:
+                signal.sigtimedwait(children, look_at - now)
             continue
-        if signal.sigtimedwait(children, wait_s) is not None:
-            continue
-        begun_at = time.monotonic()
         with contextlib.suppress(OSError):
-            if num_bytes_in(folder, os.getpid(), limit) > limit:
-                print(
-                    f"the sandbox's files take more than {limit >> 20} MiB: it is killed", file=sys.stderr, flush=True
-                )
-                os.kill(payload, signal.SIGKILL)
-        wait_s = max(_LOOK_EVERY_S, 10 * (time.monotonic() - begun_at))
+            tasks.look()
+        now = time.monotonic()
+        if now >= disk_at:
+            with contextlib.suppress(OSError):
+                _check_disk(payload, folder, limit)
+            disk_at = time.monotonic() + max(_LOOK_EVERY_S, 10 * (time.monotonic() - now))
+        look_at = time.monotonic() + LOOK_EVERY_S
+
+
+def _check_disk(payload: int, folder: str, limit: int) -> None:
+    if num_bytes_in(folder, os.getpid(), limit) > limit:
+        print(f"the sandbox's files take more than {limit >> 20} MiB: it is killed", file=sys.stderr, flush=True)
+        os.kill(payload, signal.SIGKILL)
 
 
 def _execute(order: dict[str, Any]) -> NoReturn:

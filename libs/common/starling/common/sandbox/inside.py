@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.processes import descendants, kill_all, remove_tree
+from starling.common.sandbox.tasks import SPARE_TASKS, num_tasks_of_user
 
 INNER_UID: Final = 1000
 """User inside of a sandbox that root starts."""
@@ -36,7 +37,8 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
     Args:
         mechanism: how the sandbox was made.
         memory_mb: limit on the address space of each process, in MiB; 0 for none.
-        max_tasks: limit on processes and threads, where the sandbox has a user of its own.
+        max_tasks: limit on processes and threads; without namespaces, on those that the sandbox's user has on the
+            machine besides the present ones and `SPARE_TASKS` (root has none).
         num_files: limit on open files of each process.
     """
     isolated = mechanism in ("bubblewrap", "namespaces")
@@ -53,6 +55,8 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
         limits.append((resource.RLIMIT_AS, memory_mb << 20))
     if max_tasks and isolated:
         limits.append((resource.RLIMIT_NPROC, max_tasks))
+    elif max_tasks and os.getuid() != 0:
+        limits.append((resource.RLIMIT_NPROC, num_tasks_of_user(os.getuid()) + max_tasks + SPARE_TASKS))
     syscalls.set_limits(limits)
 
 
@@ -247,6 +251,15 @@ class Sessions:
         for pid in killed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+        self._reap_left()
+
+    def _reap_left(self) -> None:
+        """Reap children that had ended before: those of sessions, which did not reap them."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid in self._folders:  # the kernel names it again until it is killed, and then the others
+                    return
+                os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _enter_session(parent: int, mechanism: str, below_tmp: Sequence[str], *, isolated: bool, network: bool) -> None:

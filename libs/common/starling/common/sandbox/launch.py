@@ -331,6 +331,7 @@ class _Order:
             "entries": [tuple(entry) for entry in self.view.entries],
             "folder": self.view.folder,
             "tmp_bytes": TMP_BYTES,
+            "max_tasks": self.needs.max_tasks,
             "readable": [*self.view.readable(), "/proc"],
             "listable": self.view.folders,
             "writable": [*self.view.writable(), self.environment["TMPDIR"]],
