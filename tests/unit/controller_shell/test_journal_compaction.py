@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from test_journal import generated, num_contents, scored, step_frozen, teacher_scored, write
 from transcript import SMALL, Stream
 
+from starling.common.errors import ConfigError
 from starling.common.wire.messages import Prompt
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import Ticked
@@ -362,3 +363,13 @@ def test_compaction_survives_sigkill(path: Path, seed: int) -> None:
         numbers = [record.incarnation for record in rest if isinstance(record, StateCompacted | ControllerStarted)]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert numbers[-1] >= said
+
+
+@pytest.mark.parametrize("order", [(1, 0), (1,), (0, 0)], ids=["exchanged", "lost", "doubled"])
+def test_rows_that_do_not_follow_from_each_other_are_damage(order: tuple[int, ...]) -> None:
+    opened = [JournalEntry(GroupsOpened(first=0, num=2)), JournalEntry(GroupsOpened(first=2, num=2))]
+    restore(fresh(), opened)
+    with pytest.raises(
+        ConfigError, match=r"record . of the journal \(GroupsOpened\) does not follow from those before"
+    ):
+        restore(fresh(), [opened[at] for at in order])

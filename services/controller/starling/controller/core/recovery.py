@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from starling.common.errors import ConfigError, StarlingError
 from starling.common.wire.messages import RequestEvaluation
 from starling.controller.core import records
 from starling.controller.core.compaction import fill, restore_compacted
@@ -35,15 +36,26 @@ MAX_LEASE_NUMBER: Final = 1 << 62
 
 
 def restore(state: ControllerState, journal: Iterable[JournalEntry]) -> None:
-    """Bring a fresh `state` to where the records of the journal end."""
+    """Bring a fresh `state` to where the records of the journal end.
+
+    Raises ConfigError when they do not follow from each other: rows were lost, exchanged, or are those of another run.
+    """
     incarnation = 0
-    for entry in journal:
+    for number, entry in enumerate(journal, start=1):
         if isinstance(entry.record, records.ControllerStarted | records.StateCompacted):
             incarnation = entry.record.incarnation
-        if entry.kept:
-            _fill(state, entry)
-        else:
-            _apply(state, entry, incarnation)
+        try:
+            if entry.kept:
+                _fill(state, entry)
+            else:
+                _apply(state, entry, incarnation)
+        except StarlingError:
+            raise
+        except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"record {number} of the journal ({type(entry.record).__name__}) does not follow from those before it: "
+                f"{type(error).__name__} {error!s:.200}; restore the journal, or begin a new run"
+            ) from error
 
 
 def _fill(state: ControllerState, entry: JournalEntry) -> None:
