@@ -344,4 +344,5 @@ def assert_same_gradients(found: torch.nn.Module, expected: torch.nn.Module, bou
     assert any(gradient.any() for gradient in expected_gradients.values()), "there are no gradients to compare"
     for name, gradient in expected_gradients.items():
         difference = torch.linalg.vector_norm(found_gradients[name].double() - gradient)
-        assert difference <= bound * torch.linalg.vector_norm(gradient), f"{name}: {difference}"
+        norm = torch.linalg.vector_norm(gradient)
+        assert difference <= bound * norm, f"{name}: {difference / norm:.2e} of its norm, above {bound}"

@@ -38,8 +38,9 @@ _OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias", "head_mask", "in
 """Arguments of attention functions that change the attention, and that only other functions of transformers know."""
 _PROBE: Final = Forest((3, 1, 1, 2), (-1, 0, 1, 0))
 """Two sequences of five tokens, which have three in common."""
-_TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-"""Of the probe's results, relative to the largest: above rounding, far below a token that is seen by mistake."""
+_TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+"""Of the probe's results, relative to the largest: above rounding, far below a token that is seen by mistake. Norms,
+routers and rotary embeddings compute in single precision in models of double precision, too."""
 _PROBES: Final = 3
 """Draws of the probe's tokens: rounding may send a token of one to another expert, but not of all."""
 
