@@ -188,6 +188,20 @@ def test_stop_between_two_steps_dispatches_no_step() -> None:
     assert script.generates("rollout-0", "generate:t2:0", 1) == ["rollout-0 <- release generate:t2:0"]
 
 
+def test_stopped_run_waits_for_no_policy_that_leaves_before_its_last_checkpoint() -> None:
+    """As where all processes of a run receive SIGTERM: the policy writes a state, leaves, and does not return."""
+    script = Script()
+    script.start_run()
+    script.generate_and_score(0, 1)
+    script.trains(1)
+    script.publishes(1)
+    script.request_stop()
+    assert script.controller.waiting_for == "checkpointing: policy-0, reward-0, rollout-0"
+    assert script.leaves("policy-0") == ["(left policy-0)", *drain_lines(script, "enough")]
+    assert leave_all(script) == "done: enough"
+    assert "journal <- RunEnded" not in script.log, "it can be resumed"
+
+
 def test_stop_during_an_evaluation_drops_it() -> None:
     script = Script(evaluate_at_start=True)
     script.start_run()

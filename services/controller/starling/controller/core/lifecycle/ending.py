@@ -15,15 +15,16 @@ from starling.controller.core.training.dispatch import grant_save
 def end(state: ControllerState) -> None:
     """Enter the next stage when the present one is complete."""
     lifecycle = state.lifecycle
-    if lifecycle.stage is RunStage.RUNNING:
-        if _is_complete(state):
-            _note_tail(state)
-            if state.version == 0 or not state.plan.kind.trains:
-                lifecycle.drain(state.now)
-            else:
-                lifecycle.enter(RunStage.CHECKPOINTING)
-        elif lifecycle.stopping and not state.replicas.membership.num("policy"):
+    if lifecycle.stage is RunStage.RUNNING and _is_complete(state):
+        _note_tail(state)
+        if state.version == 0 or not state.plan.kind.trains:
             lifecycle.drain(state.now)
+        else:
+            lifecycle.enter(RunStage.CHECKPOINTING)
+    is_active = lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING)
+    if is_active and lifecycle.stopping and not state.replicas.membership.num("policy"):
+        # A policy that was stopped, too, returns only when the run is resumed, which repeats what it has not saved.
+        lifecycle.drain(state.now)
     if lifecycle.stage is RunStage.CHECKPOINTING:
         _checkpoint(state)
     if lifecycle.stage is RunStage.DRAINING:
