@@ -82,11 +82,7 @@ def _upgrade(db: sqlite3.Connection) -> None:
 
 
 def check_file(path: Path, db: sqlite3.Connection) -> int:
-    """Return the version of a journal. Raises ConfigError for another application or a version that is unknown.
-
-    The schema is part of the file. SQLite would run a trigger in it at each write and a view at each read: these can
-    delete records, or never end. They, and virtual tables, have no page of their own in the file, and are refused.
-    """
+    """Return the version of a journal. Raises ConfigError for another application or a version that is unknown."""
     if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise ConfigError(f"{path} is a database of another application, not a journal; give the run another folder")
     version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -95,6 +91,15 @@ def check_file(path: Path, db: sqlite3.Connection) -> int:
             f"{path} is a journal of version {version} and this Starling has version {VERSION}; "
             "resume the run with the version that began it, or begin a new run in another folder"
         )
+    return int(version)
+
+
+def check_schema(path: Path, db: sqlite3.Connection) -> None:
+    """Raise ConfigError for a journal that somebody has given code, where it is only read.
+
+    The schema is part of the file. SQLite would run a trigger in it at each write and a view at each read: these can
+    delete records, or never end. They, and virtual tables, have no page of their own in the file, and are refused.
+    """
     query = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR coalesce(rootpage, 0) = 0"
     foreign = db.execute(query).fetchone()
     if foreign is not None:
@@ -102,7 +107,6 @@ def check_file(path: Path, db: sqlite3.Connection) -> int:
         raise ConfigError(
             f"{path} has the {kind} {foreign[1]!r:.200}, which no journal has; restore the journal, or begin a new run"
         )
-    return int(version)
 
 
 def lock_file(path: Path) -> int:

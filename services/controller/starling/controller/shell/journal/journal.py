@@ -56,7 +56,14 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
     VersionAdopted,
 )
-from starling.controller.shell.journal.database import as_config_error, check_file, distrust, lock_file, open_file
+from starling.controller.shell.journal.database import (
+    as_config_error,
+    check_file,
+    check_schema,
+    distrust,
+    lock_file,
+    open_file,
+)
 from starling.controller.shell.journal.file_system import check_file_system
 
 PRUNED_PER_COMMIT: Final = 64
@@ -359,6 +366,7 @@ def _reading(path: Path, options: str = "") -> Iterator[sqlite3.Connection]:
         with as_config_error(path):
             distrust(db)
             check_file(path, db)
+            check_schema(path, db)
             db.execute("BEGIN")
         yield db
     finally:
