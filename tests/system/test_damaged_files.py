@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,6 +157,16 @@ def test_run_without_its_journal_is_refused(interrupted: Path, tmp_path: Path) -
         assert command.wait() == 1, command.transcript()
     assert "journal.sqlite is empty or missing, but its folder has events-*.rec of a run" in sentence(command)
     assert (attempt(folder) / "events-1.rec").read_bytes() == before
+
+
+def test_run_whose_journal_has_a_trigger_is_not_resumed(interrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "trigger"
+    shutil.copytree(interrupted, folder, symlinks=True)
+    with closing(sqlite3.connect(attempt(folder) / "journal.sqlite")) as db:
+        db.execute("CREATE TRIGGER t AFTER INSERT ON records BEGIN DELETE FROM records; END")
+    with starling_command(folder, "run", "--resume", "runs/tiny", name="refused") as command:
+        assert command.wait() == 2, command.transcript()
+    assert "journal.sqlite has the trigger 't', which no journal has" in sentence(command)
 
 
 def test_run_with_changed_data_is_resumed_only_deliberately(interrupted: Path, tmp_path: Path) -> None:

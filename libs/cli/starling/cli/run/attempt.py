@@ -151,6 +151,13 @@ class Attempt:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         return descriptor
 
+    def check_journal(self) -> None:
+        """Raise ConfigError for a journal with a schema of others; a missing one is the controller's to report."""
+        from starling.controller.shell.journal.journal import check_before_resume
+
+        if self.journal.exists():
+            check_before_resume(self.journal)
+
     def is_complete(self) -> bool:
         """Return whether the run has reached its end; a journal that cannot be read does not say so."""
         from starling.controller.shell.journal.journal import has_ended  # only here: most commands need no journal

@@ -252,6 +252,7 @@ def _resume(folder: Path, arguments: tuple[str, ...], *, accept_changed_data: bo
         raise ConfigError(
             f"{attempt.folder} has no recipe.toml, so `starling run` did not start it; start its services instead"
         )
+    attempt.check_journal()
     if attempt.is_complete():
         print(complete_sentence(attempt))
         return 0

@@ -19,7 +19,7 @@ from starling.common.sandbox.processes import descendants, kill_all
 LOOK_EVERY_S: Final = 0.1
 _COUNT_EVERY_S: Final = 1.0
 SPARE_TASKS: Final = 1 << 14
-"""Tasks that a user may start outside a sandbox, after its start, before the sandbox cannot start any more."""
+"""Tasks that a user may start outside a sandbox after its start before forks in the sandbox fail."""
 
 
 class _Task(NamedTuple):

@@ -74,7 +74,7 @@ def on_published(
         if lease_subject(lease.id) != str(message.version):
             raise WeightsError(f"Version {message.version} came in answer to {lease.id}.")
         if member.role == "rollout" and (member.version != message.version or not member.can_offer):
-            return  # it has adopted another version since it was asked, or is not to offer any more
+            return  # it has adopted another version since it was asked, or may no longer offer
         if member.role == "rollout":
             _check_transports(state, event.buffers[0])
         note_offered(state, member, lease)

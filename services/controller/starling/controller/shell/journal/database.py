@@ -95,7 +95,7 @@ def check_file(path: Path, db: sqlite3.Connection) -> int:
 
 
 def check_schema(path: Path, db: sqlite3.Connection) -> None:
-    """Raise ConfigError for a journal that somebody has given code, where it is only read.
+    """Raise ConfigError for a journal whose schema contains triggers, views or virtual tables.
 
     The schema is part of the file. SQLite would run a trigger in it at each write and a view at each read: these can
     delete records, or never end. They, and virtual tables, have no page of their own in the file, and are refused.

@@ -27,7 +27,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -353,6 +353,19 @@ def has_ended(path: Path) -> bool:
         with as_config_error(path):
             compacted = _marks(db).get("compacted", 0)
         return any(isinstance(record, RunEnded) for _, record in _records(path, db, compacted))
+
+
+def check_before_resume(path: Path) -> None:
+    """Raise ConfigError for a journal whose schema would run when a controller opens it.
+
+    Any other fault of the file is the controller's to report, which has the records beside it.
+    """
+    options = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
+    with suppress(sqlite3.Error):
+        uri = f"{path.absolute().as_uri()}?mode=ro{options}"
+        with closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as db:
+            distrust(db)
+            check_schema(path, db)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class BackgroundWriter:
         log.info("write_begun", what=what)
         try:
             write = copy()
-        except BaseException:
+        except BaseException:  # raised again: the supervisor must not wait for a write that has failed
             log.info("write_ended", what=what, complete=False)
             raise
         self._future = self._pool.submit(_write, what, write, done)
