@@ -172,7 +172,6 @@ class Fuzzer:
         self._journal.commit()
         self._journal.close()
         self.num_restarts += 1
-        self._accused.clear()  # the next one does not know it
         self._open()
 
     def close(self) -> None:

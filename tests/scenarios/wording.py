@@ -43,6 +43,8 @@ def record_text(record: records.Record) -> str:
     match record:
         case records.MemberJoined(name=name) | records.MemberLeft(name=name):
             rest = name
+        case records.SourceEvicted(name=name, reader=reader):
+            rest = f"{name} {reader}"
         case records.ReplicaCounted(name=name, num=num):
             rest = f"{name} {num}"
         case records.GroupsOpened(first=first, num=num):

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transcript import Script, Stream
+from transcript import Script
 
 from starling.common.wire import messages as wire
-from starling.controller.core.compaction import compact
 from starling.controller.core.explain import explain
-from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
-from starling.controller.core.records import JournalEntry, ReplicaCounted, RunStopped
+from starling.controller.core.records import ReplicaCounted
 from starling.controller.core.replicas.membership import MAX_INVALID
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS
 
@@ -249,19 +247,6 @@ def test_replica_that_alone_leads_to_filtered_groups_is_evicted(culprit: str) ->
 # --- restarts of the controller --------------------------------------------------------------------------------------
 
 
-def restarted(script: Script, *, compacted: bool = False, stopped: bool = False) -> None:
-    """Replace the controller by one that has read the journal."""
-    entries = [JournalEntry(write.record, write.payload) for write in script.journal]
-    if compacted:
-        record = compact(script.state)
-        assert record is not None
-        entries = [JournalEntry(record)]
-    if stopped:
-        entries.append(JournalEntry(RunStopped(reason="enough")))
-    script.controller = Controller(script.plan, Stream("train"), Stream("sft"), [], journal=entries, incarnation=2)
-    script.state = script.controller.state
-
-
 @pytest.mark.parametrize("compacted", [False, True])
 def test_replica_that_was_counted_out_is_not_admitted_after_a_restart(compacted: bool) -> None:
     script = run_of("rollout-0", "rollout-9")
@@ -274,7 +259,7 @@ def test_replica_that_was_counted_out_is_not_admitted_after_a_restart(compacted:
         if incarnation <= MAX_INVALID:
             adopts_again(script, "rollout-9")
     assert COUNTED_OUT in lines[-1]
-    restarted(script, compacted=compacted)
+    script.restart(compacted=compacted)
     script.joins("rollout-0", slots=4)
     assert COUNTED_OUT in script.joins("rollout-9", slots=8, incarnation=100)[-1]
     counted = [write.record for write in script.journal if isinstance(write.record, ReplicaCounted)]
@@ -287,7 +272,7 @@ def test_replica_that_was_counted_out_is_admitted_to_a_run_that_is_resumed() -> 
     script.receive(
         "rollout-9", wire.GroupGenerated(lease=script.held_by("rollout-9", "generate")[0], trajectories=(), tensors=())
     )
-    restarted(script, stopped=True)
+    script.restart(stopped=True)
     script.joins("rollout-0", slots=4)
     assert "rollout-9 <- welcome" in script.joins("rollout-9", slots=8, incarnation=100)
 

@@ -168,6 +168,27 @@ def test_rollout_that_sends_other_bits_under_the_root_of_the_policy_is_evicted_a
     assert not script.state.replicas.membership.members["rollout-0"].can_offer
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_rollout_is_evicted_on_the_word_of_others_once_although_the_controller_restarts(compacted: bool) -> None:
+    """Counted once each time, an honest rollout would be refused for ever."""
+    script = accusing()
+    script.adopts("rollout-1", 0, 2)
+    script.restart(compacted=compacted)
+    enters(script, "rollout-0", "b", incarnation=2)
+    members = script.state.replicas.membership
+    assert not members.members["rollout-0"].can_offer
+    assert members.num_invalid["rollout-0"] == 1
+    assert "rollout-1" in members.accusers
+
+
+def test_rollout_that_was_evicted_on_the_word_of_another_may_offer_when_the_run_is_resumed() -> None:
+    script = accusing()
+    script.adopts("rollout-1", 0, 2)
+    script.restart(stopped=True)
+    enters(script, "rollout-0", "b", incarnation=2)
+    assert script.state.replicas.membership.members["rollout-0"].can_offer
+
+
 def test_rollout_that_fails_its_proof_from_a_policy_too_is_at_fault_itself() -> None:
     script = accusing()
     script.adopts("rollout-1", 0, 2, content=LIE)

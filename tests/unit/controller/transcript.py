@@ -12,6 +12,7 @@ import msgspec
 
 from starling.common.wire import messages as wire
 from starling.common.wire.tensors import TEACHER_TENSORS
+from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
     Command,
     Event,
@@ -34,6 +35,7 @@ from starling.controller.core.records import (
     CompletionsStored,
     JournalEntry,
     RewardsStored,
+    RunStopped,
     StepFrozen,
     TeacherLogprobsStored,
 )
@@ -160,6 +162,19 @@ class Script:
     def request_stop(self, reason: str = "enough") -> list[str]:
         """Request a stop, as a signal does."""
         return self._step(StopRequested(self.now, reason))
+
+    def restart(self, *, compacted: bool = False, stopped: bool = False) -> None:
+        """Replace the controller by one that has read the journal, which was compacted, or whose run was stopped."""
+        entries = [JournalEntry(write.record, write.payload) for write in self.journal]
+        if compacted:
+            record = compact(self.state)
+            assert record is not None
+            entries = [JournalEntry(record)]
+        if stopped:
+            entries.append(JournalEntry(RunStopped(reason="enough")))
+        streams = Stream("train"), Stream("sft")
+        self.controller = Controller(self.plan, *streams, self.held_out, journal=entries, incarnation=2)
+        self.state = self.controller.state
 
     def _step(self, event: Event) -> list[str]:
         self.commands = self.controller.step(event)

@@ -7,7 +7,6 @@ checks the state of the controller, and `Guarantees` its journal, its messages a
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -74,7 +73,7 @@ class SimulatedCluster:
         """Names of the replicas that lie."""
         self.forger = ""
         """Name of the rollout that sends other weights than were published."""
-        self.accused_by = Counter[str]()
+        self.accused = set[str]()
         self.num_false_pulls = 0
         """Pulls from a replica that sent other weights than were published."""
         self.host = ControllerHost(

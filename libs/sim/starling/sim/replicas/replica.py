@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Final, Protocol
 
 from starling.common.ids import Role, lease_order
@@ -46,8 +45,8 @@ class Cluster(Protocol):
     """Digest of each state that a policy saved, by version."""
     busy_s: dict[str, float]
     """Seconds of work by role."""
-    accused_by: Counter[str]
-    """By replica that a liar had evicted: the newest incarnation of the controller that believed it."""
+    accused: set[str]
+    """Replicas that a liar had evicted."""
 
     def to_controller(self, name: str, frames: Frames) -> None:
         """Send the message of a replica to the controller."""
@@ -190,15 +189,13 @@ class SimulatedReplica:
     def on_refused(self, reason: str) -> None:
         """The controller refused the membership of this replica. One that lies is started again.
 
-        One that a liar accuses of having sent other weights is, too: once in the life of a controller.
+        One that a liar accuses of having sent other weights is, too: once in a run.
         """
         if "than were published" in reason and self.cluster.faults.lies and not (self.lies or self.forges_weights):
-            by = self._controller_incarnation
             require(
-                self.cluster.accused_by[self.name] < by,
-                f"{self.name} was evicted twice on the word of others: {reason}",
+                self.name not in self.cluster.accused, f"{self.name} was evicted twice on the word of others: {reason}"
             )
-            self.cluster.accused_by[self.name] = by
+            self.cluster.accused.add(self.name)
             self.die()
             self.cluster.restart_later(self)
             return

@@ -264,6 +264,16 @@ class ReplicaCounted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="r
     """How often so far."""
 
 
+class SourceEvicted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="source_evicted"):
+    """A rollout was evicted on the word of a reader, which it had sent other weights than were published.
+
+    A restarted controller lets the rollout offer nothing and the reader accuse no second one, as this one does.
+    """
+
+    name: str
+    reader: str
+
+
 class RunStopped(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_stopped"):
     """The run has ended early, gracefully or not: from here on it can resume."""
 
@@ -375,6 +385,10 @@ class ReplicasSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """By prompt, in the order in which they were first measured."""
     num_invalid: dict[str, int] = {}
     """How often each was counted as invalid."""
+    accused: tuple[str, ...] = ()
+    """Rollouts that were evicted on the word of a reader."""
+    accusers: tuple[str, ...] = ()
+    """The readers."""
 
 
 class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -444,6 +458,7 @@ Record = (
     | MemberJoined
     | MemberLeft
     | ReplicaCounted
+    | SourceEvicted
     | GroupsOpened
     | CompletionsStored
     | PartialCompletionsStored

@@ -106,9 +106,11 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             lifecycle.stopping, lifecycle.stop_is_journaled = reason, True
         case records.ReplicaCounted(name=name, num=num):
             membership.num_invalid[name] = num
+        case records.SourceEvicted(name=name, reader=reader):
+            membership.accused[name] = membership.accusers[reader] = None
         case records.RunStopped():
             lifecycle.stopping, lifecycle.stop_is_journaled = "", False
-            membership.num_invalid.clear()  # what was wrong may have been mended before the run is resumed
+            membership.forgive()  # what was wrong may have been mended before the run is resumed
         case records.RunEnded():
             # Only the goodbyes are left to do. Replicas that have not received the drain get it with a heartbeat.
             lifecycle.enter(RunStage.DRAINING)

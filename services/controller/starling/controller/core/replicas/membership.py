@@ -248,6 +248,11 @@ class Membership:
             for known in (*by_name, self.accusers, self.accused, self.num_bad_offers, self.offer_wait_s):
                 known.pop(oldest, None)
 
+    def forgive(self) -> None:
+        """Forget what replicas have done wrong."""
+        for known in (self.num_invalid, self.accused, self.accusers):
+            known.clear()
+
     def known_incarnations(self) -> dict[str, int]:
         """Return the newest incarnation of each replica, also after it left."""
         return dict(self._incarnations)

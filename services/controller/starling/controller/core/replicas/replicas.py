@@ -53,11 +53,15 @@ class Replicas:
             mean_lengths=means,
             lengths=lengths,
             num_invalid=dict(membership.num_invalid),
+            accused=tuple(membership.accused),
+            accusers=tuple(membership.accusers),
         )
 
     def restore(self, summary: ReplicasSummary) -> None:
         """Bring the fresh state of the replicas to that of `summary`."""
         self.membership.restore_all(summary.awaited, summary.incarnations, summary.proven, summary.gone)
         self.membership.num_invalid.update(summary.num_invalid)
+        self.membership.accused.update(dict.fromkeys(summary.accused))
+        self.membership.accusers.update(dict.fromkeys(summary.accusers))
         self.had_quorum = summary.had_quorum
         self.lengths.restore(summary.mean_lengths, summary.lengths)

@@ -14,7 +14,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.files import fetch_step, take_fetched
-from starling.controller.core.records import VersionAdopted, VersionPublished
+from starling.controller.core.records import SourceEvicted, VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
 from starling.controller.core.replicas.conduct import check_slow_offer, note_invalid, note_offered, stop_offering
 from starling.controller.core.replicas.departure import distrust, evict
@@ -356,7 +356,7 @@ def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool)
     A rollout that it was pulled from offers no more. The reader then pulls from a policy. If that proves the version,
     the rollout is evicted, and never offers again; if not, the reader is at fault, and the rollout may offer again. A
     reader that has accused a rollout pulls from policies from then on. So by false accusations one replica can have
-    no more than one other evicted, and none is evicted twice.
+    no more than one other evicted, and none is evicted twice, whatever restarts the controller.
     """
     weights, membership = state.weights, state.replicas.membership
     rollout = membership.members.get(source)
@@ -378,6 +378,7 @@ def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool)
     if proven:
         reason = f"{reader.name} pulled other weights from {name} than were published, and the right ones from {source}"
         membership.accused[name] = None
+        state.outbox.write(SourceEvicted(name=name, reader=reader.name))
         distrust(state, suspect, reason)
     elif (name, incarnation) not in weights.suspects.values():
         suspect.can_offer = True
