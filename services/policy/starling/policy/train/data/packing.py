@@ -176,14 +176,17 @@ def pack_sequences(
         share: compute common beginnings once; those of prompts with images within a group only.
         together: keep the completions of a prompt in one microbatch, because a loss compares them.
     """
-    sequences, domains = [], []
-    for number, prompt in enumerate(prompts):
-        for start, stop in prompt.spans:
-            path = np.concatenate([prompt.prompt_ids, token_ids[start : stop - 1]])
-            sequences.append(PackedSequence(prompt, (start, stop), path))
-            domains.append((-1 - number if prompt.extra else 0) if share else len(sequences))
+    owners = [(number, prompt, span) for number, prompt in enumerate(prompts) for span in prompt.spans]
+    domains = [
+        ((-1 - number if prompt.extra else 0) if share else index) for index, (number, prompt, _) in enumerate(owners)
+    ]
+    # One array for all of them, of which each is a part.
+    pieces = [part for _, prompt, (start, stop) in owners for part in (prompt.prompt_ids, token_ids[start : stop - 1])]
+    tokens = np.concatenate(pieces) if pieces else token_ids[:0]
+    ends = np.cumsum([len(one) + len(other) for one, other in zip(pieces[::2], pieces[1::2], strict=True)]).tolist()
+    paths = [tokens[start:end] for start, end in zip([0, *ends][:-1], ends, strict=True)]
+    sequences = [PackedSequence(prompt, span, path) for (_, prompt, span), path in zip(owners, paths, strict=True)]
     units = _units(prompts) if together else None
-    paths = [sequence.input_ids for sequence in sequences]
     plan = (
         _pack_rows(paths, tokens_per_microbatch, units)
         if layout == "rows"
@@ -231,7 +234,7 @@ def to_tensors(
 def _units(prompts: Sequence[PromptBlock]) -> list[list[int]]:
     """Return the numbers of each prompt's sequences."""
     ends = np.cumsum([len(prompt.spans) for prompt in prompts]).tolist()
-    return [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [list(range(start, end)) for start, end in zip([0, *ends][:-1], ends, strict=True)]
 
 
 def _pack_forests(

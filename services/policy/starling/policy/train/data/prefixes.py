@@ -7,7 +7,6 @@ one conversation. Sequences of different *domains* share nothing, since equal to
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from starling.algo import packing
-from starling.algo.attention.forest import Forest
+from starling.algo.attention.forest import Forest, Index
 from starling.policy.train.data.groups import IntArray
 
 MIN_SAVED_TOKENS: Final = 16
@@ -56,11 +55,19 @@ def build_trees(paths: Sequence[IntArray], domains: Sequence[int]) -> list[Node]
         paths: tokens of each sequence, at least one.
         domains: of each sequence; negative for one in which every shared token counts, whatever a segment costs.
     """
+    lengths = np.array([len(path) for path in paths], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    tokens = np.concatenate(paths)
     # Big-endian bytes have the order of the token ids, and Python compares them fast.
-    ordered = sorted(range(len(paths)), key=lambda n: (domains[n], paths[n].astype(">i4").tobytes(), n))
+    data = tokens.astype(">i4").tobytes()
+    keys = [data[4 * start : 4 * end] for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+    ordered = sorted(range(len(paths)), key=lambda n: (domains[n], keys[n], n))
+    common_lengths = _common_prefixes(tokens, ends - lengths, lengths, ordered, domains)
+    if not any(common_lengths):
+        return [Node(0, len(path), n, members=[n], num_sequences=1) for n, path in enumerate(paths)]
     roots: list[Node] = []
     stack: list[Node] = []  # the nodes of the sequence before
-    for number, common in zip(ordered, _common_prefixes(paths, ordered, domains), strict=True):
+    for number, common in zip(ordered, common_lengths, strict=True):
         while stack and stack[-1].start >= common:
             stack.pop()
         if stack and stack[-1].end > common:
@@ -102,25 +109,28 @@ def divide(trees: Sequence[Node], budget: int) -> list[list[int]]:
 
 def restrict(trees: Sequence[Node], numbers: Sequence[int]) -> PrefixForest:
     """Return the segments of the sequences `numbers` in preorder."""
-    chosen = set(numbers)
-    members: dict[int, list[int]] = {}
-    children: dict[int, list[Node]] = {}
-    for node in reversed(_preorder(trees)):
-        members[id(node)] = [member for member in node.members if member in chosen]
-        children[id(node)] = [one for one in node.children if members[id(one)] or children[id(one)]]
+    nodes = _preorder(trees)
+    members = {id(node): node.members for node in nodes}
+    children = {id(node): node.children for node in nodes}
+    if len(numbers) < sum(map(len, members.values())):
+        chosen = set(numbers)
+        for node in reversed(nodes):
+            members[id(node)] = [member for member in node.members if member in chosen]
+            children[id(node)] = [one for one in node.children if members[id(one)] or children[id(one)]]
     lengths, parents, sources = list[int](), list[int](), list[tuple[int, int, int]]()
     last_segments: dict[int, int] = {}
     work = [(node, -1) for node in reversed(trees) if members[id(node)] or children[id(node)]]
     while work:
         node, parent = work.pop()
         start = node.start
-        while not members[id(node)] and len(children[id(node)]) == 1:
+        while not (own := members[id(node)]) and len(children[id(node)]) == 1:
             node = children[id(node)][0]
         number = len(lengths)
         lengths.append(node.end - start)
         parents.append(parent)
         sources.append((node.sequence, start, node.end))
-        last_segments.update((member, number) for member in members[id(node)])
+        for member in own:
+            last_segments[member] = number
         work += [(child, number) for child in reversed(children[id(node)])]
     return PrefixForest(Forest(tuple(lengths), tuple(parents)), tuple(sources), last_segments)
 
@@ -138,21 +148,20 @@ def _fit(items: Sequence[tuple[int, list[int]]], room: int) -> list[tuple[int, l
     return found
 
 
-def _common_prefixes(paths: Sequence[IntArray], ordered: Sequence[int], domains: Sequence[int]) -> list[int]:
+def _common_prefixes(
+    tokens: IntArray, starts: Index, lengths: Index, ordered: Sequence[int], domains: Sequence[int]
+) -> list[int]:
     """Return how many tokens each sequence has in common with the one before it; 0 for the first."""
-    pairs = [
-        (paths[a], paths[b]) if domains[a] == domains[b] else (paths[a][:0], paths[b][:0])
-        for a, b in itertools.pairwise(ordered)
-    ]
-    lengths = np.array([min(len(a), len(b)) for a, b in pairs], dtype=np.int64)
+    order, kinds = np.array(ordered, dtype=np.int64), np.array(domains, dtype=np.int64)[ordered]
+    compared = np.minimum(lengths[order[:-1]], lengths[order[1:]]) * (kinds[:-1] == kinds[1:])
     found = np.zeros(len(ordered), dtype=np.int64)
-    some = np.flatnonzero(lengths)
-    if len(some):
-        first, second = (np.concatenate([pairs[i][side][: lengths[i]] for i in some.tolist()]) for side in (0, 1))
-        starts = np.cumsum(lengths[some]) - lengths[some]
-        offsets = np.arange(len(first), dtype=np.int64) - np.repeat(starts, lengths[some])
-        found[some + 1] = np.minimum.reduceat(np.where(first != second, offsets, len(first)), starts)
-        found[some + 1] = np.minimum(found[some + 1], lengths[some])
+    if some := np.flatnonzero(compared).tolist():
+        sizes = compared[some]
+        begins = np.cumsum(sizes) - sizes
+        offsets = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(begins, sizes)
+        first, second = (tokens[offsets + np.repeat(starts[one][some], sizes)] for one in (order[:-1], order[1:]))
+        differs = np.where(first != second, offsets, len(offsets))
+        found[1:][some] = np.minimum(np.minimum.reduceat(differs, begins), sizes)
     return found.tolist()
 
 
