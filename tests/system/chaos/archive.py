@@ -1,8 +1,8 @@
-"""Archive of a run's journal: triggers in its file keep every record and payload that the controller deletes.
+"""Archive of a run's journal: every record and payload that the controller deletes, in a file of its own.
 
-They belong to the file and run within the controller's own transactions, so a compaction and its copy exist together or
-not at all. Connections are open only while the controller runs, and otherwise read-only: the last connection to close
-would complete the write-ahead log, which a restarted controller has to do.
+The controller's processes load `preloaded/sitecustomize.py`, which writes it. Connections to the journal are read-only,
+and open only while the controller runs: the last one to close would complete the write-ahead log, which a restarted
+controller has to do.
 """
 
 from __future__ import annotations
@@ -16,23 +16,7 @@ from pathlib import Path
 from starling.controller.core.records import JournalEntry
 from starling.controller.shell.journal.journal import _PARTS, _decode
 
-SCHEMA = (
-    "CREATE TABLE archived_records (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)",
-    "CREATE TABLE archived_contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
-    "CREATE TRIGGER archive_record BEFORE DELETE ON records BEGIN"
-    " INSERT INTO archived_records VALUES (old.seq, old.body); END",
-    "CREATE TRIGGER archive_contents BEFORE DELETE ON contents BEGIN"
-    " INSERT INTO archived_contents VALUES (old.id, old.body); END",
-    "CREATE TABLE pause (owner INTEGER NOT NULL, rounds INTEGER NOT NULL)",
-    "INSERT INTO pause VALUES (0, 0)",
-    "CREATE VIEW spin AS WITH RECURSIVE round(number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM round"
-    " WHERE number < (SELECT rounds FROM pause)) SELECT count(*) AS num FROM round",
-    "CREATE TRIGGER pause_compaction BEFORE INSERT ON marks WHEN new.name = 'compacted'"
-    " AND (SELECT value FROM marks WHERE name = 'owner') = (SELECT owner FROM pause)"
-    " BEGIN SELECT num FROM spin; END",
-)
-PAUSE_ROUNDS = 10_000_000
-"""Some seconds."""
+PRELOADED = Path(__file__).with_name("preloaded")
 WRITE_LOCK = 120
 """Byte of the index of the write-ahead log that its writer locks (sqlite.org/walformat.html)."""
 
@@ -40,37 +24,33 @@ WRITE_LOCK = 120
 class JournalArchive:
     """The journal of a run with all that it ever held, and its compactions, one of which can be made slow."""
 
-    def __init__(self, path: Path) -> None:
-        """`path`: of the journal, which need not exist yet."""
-        self.path = path
+    def __init__(self, path: Path, archive: Path) -> None:
+        """`path`: of the journal, which need not exist yet; `archive`: of the file for what is deleted from it."""
+        self.path, self.archive = path.absolute(), archive.absolute()
         self._index = path.with_name(f"{path.name}-shm")
+        self._pause = self.archive.with_name(f"{archive.name}.pause")
 
-    def install(self) -> bool:
-        """Add the triggers. Returns False while there is no journal yet."""
-        if not self._index.exists():
-            return False
-        with self._connected("rw") as db:
-            db.execute("BEGIN IMMEDIATE")
-            known = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if "marks" not in known:
-                db.execute("ROLLBACK")
-                return False
-            assert not db.execute("SELECT * FROM marks WHERE name = 'compacted'").fetchall(), "nothing is deleted yet"
-            for statement in SCHEMA:
-                db.execute(statement)
-            db.execute("COMMIT")
-        return True
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the processes of the run."""
+        folders = [str(PRELOADED), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            "PYTHONPATH": os.pathsep.join(folders),
+            "ARCHIVED_JOURNAL": str(self.path),
+            "ARCHIVE_OF_JOURNAL": str(self.archive),
+        }
 
-    def pause_compactions(self) -> None:
-        """Make the compactions of the present incarnation of the controller last for seconds."""
-        with self._connected("rw") as db:
-            db.execute(
-                "UPDATE pause SET rounds = ?, owner = (SELECT value FROM marks WHERE name = 'owner')", (PAUSE_ROUNDS,)
-            )
+    def has_begun(self) -> bool:
+        """Say whether there is a journal, whose controller keeps what it deletes."""
+        return self._index.exists() and self.archive.exists()
+
+    def pause_compactions(self, pid: int) -> None:
+        """Make the compactions of this controller, and of no later one, last for seconds."""
+        self._pause.write_text(str(pid))
 
     def num_records(self) -> int:
         """Return the number of records since the last compaction, or since the beginning."""
-        with self._connected("ro") as db:
+        with _reading(self.path) as db:
             compacted = "SELECT value FROM marks WHERE name = 'compacted'"
             return int(db.execute(f"SELECT max(seq) - coalesce(({compacted}), 0) FROM records").fetchone()[0])
 
@@ -85,18 +65,25 @@ class JournalArchive:
 
     def entries(self) -> Iterator[JournalEntry]:
         """Yield all records that ever were in the journal, in order, with their payloads."""
-        with self._connected("ro") as db:
+        with _reading(self.archive) as archive, _reading(self.path) as db:
             db.execute("BEGIN")
-            records = "SELECT seq, body FROM archived_records UNION ALL SELECT seq, body FROM records ORDER BY seq"
-            for seq, body in db.execute(records).fetchall():
-                where = "WHERE id > ? AND id < ?"  # part 0 is the record again
-                contents = f"SELECT id, body FROM archived_contents {where} UNION SELECT id, body FROM contents {where}"
-                ids = (seq << _PARTS, (seq + 1) << _PARTS)
-                payload = tuple(part for _, part in db.execute(f"{contents} ORDER BY id", (*ids, *ids)))
+            for seq, body in _rows(archive, db, "records", "seq"):
+                where = f"WHERE id > {seq << _PARTS} AND id < {(seq + 1) << _PARTS}"  # part 0 is the record again
+                payload = tuple(part for _, part in _rows(archive, db, "contents", "id", where))
                 yield JournalEntry(_decode(body), payload)
 
-    @contextlib.contextmanager
-    def _connected(self, mode: str) -> Iterator[sqlite3.Connection]:
-        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-        with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=60.0)) as db:
-            yield db
+
+def _rows(
+    archive: sqlite3.Connection, db: sqlite3.Connection, table: str, key: str, where: str = ""
+) -> list[tuple[int, bytes]]:
+    """Return the rows of both files by their keys; the journal's where both have one."""
+    rows = dict(archive.execute(f"SELECT id, body FROM {table} {where}").fetchall())
+    rows |= dict(db.execute(f"SELECT {key}, body FROM {table} {where}").fetchall())
+    return sorted(rows.items())
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    uri = f"{path.as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=60.0)) as db:
+        yield db

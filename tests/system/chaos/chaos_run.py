@@ -47,12 +47,13 @@ def chaos_run(folder: Path) -> Iterator[Target]:
     clock = WallClock(folder)
     with disk(folder / "runs", DISK_MB) as run_disk:
         flags = [part for key, value in FLAGS.items() for part in (f"--{key}", str(value))]
-        with starling_command(folder, "run", str(RECIPE), *flags, name="run", environment=clock.environment) as command:
-            attempt = Attempt((folder / "runs/smoke/attempt-1").absolute())
-            observation, recipe = Observation(attempt), load_recipe([RECIPE], flags)
+        attempt, recipe = Attempt((folder / "runs/smoke/attempt-1").absolute()), load_recipe([RECIPE], flags)
+        observation = Observation(attempt, folder / "archive.sqlite")
+        environment = clock.environment | observation.journal.environment
+        with starling_command(folder, "run", str(RECIPE), *flags, name="run", environment=environment) as command:
             target = Target(command, observation, replicas_of(recipe), 1.5 * LEASE_S, clock, run_disk, COMPACT_RECORDS)
             try:
-                command.wait_until(observation.journal.install, "the journal", RUN_S)
+                command.wait_until(observation.journal.has_begun, "the journal", RUN_S)
                 target.wait_until_complete("the start of the run")
                 yield target
             finally:

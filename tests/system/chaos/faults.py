@@ -150,7 +150,7 @@ class Target:
         if name == "controller":
             self.observation.clear_snapshot()
         if while_compacting:
-            self.observation.journal.pause_compactions()
+            self.observation.journal.pause_compactions(process.pid)
             self._wait_until(lambda: self._is_compacting(process.pid), "a compaction")
         begin = time.monotonic()
         process.send_signal(signal.SIGKILL)

@@ -20,10 +20,10 @@ POLL_S = 0.05
 class Observation:
     """State of a run as last observed; `refresh` updates it."""
 
-    def __init__(self, attempt: Attempt) -> None:
-        """Start to observe; the controller need not run yet."""
+    def __init__(self, attempt: Attempt, archive: Path) -> None:
+        """Start to observe; the controller need not run yet. What its journal loses is kept in the file `archive`."""
         self.attempt = attempt
-        self.journal = JournalArchive(attempt.folder / JOURNAL)
+        self.journal = JournalArchive(attempt.folder / JOURNAL, archive)
         self.snapshot: RunSnapshot | None = None
         """Latest snapshot of the present controller; None before its first."""
         self.joined: Counter[str] = Counter()

@@ -48,11 +48,15 @@ def make_run_folder(folder: Path) -> Path:
 def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
     folder, config = make_run_folder(tmp_path), ["--config", "tiny.toml", "--dir", "run"]
     attempt = Attempt(folder / "run")
+    observation = Observation(attempt, folder / "archive.sqlite")
     with network() as cable, ExitStack() as stack:
         places = {"near": cable.command_prefix(cable.near), "far": cable.command_prefix(cable.far)}
 
         def start(role: str, *more: str, name: str, place: str) -> Command:
-            return stack.enter_context(starling_command(folder, role, *config, *more, name=name, prefix=places[place]))
+            environment = observation.journal.environment if role == "controller" else None
+            return stack.enter_context(
+                starling_command(folder, role, *config, *more, name=name, prefix=places[place], environment=environment)
+            )
 
         controller = start("controller", name="controller", place="near")
         controller.wait_until(attempt.address.exists, "its address")
@@ -69,8 +73,7 @@ def test_partitioned_rollouts_are_evicted_and_rejoin(tmp_path: Path) -> None:
             matching_lines = lambda: [line for line in observation.metrics() if line["kind"] == kind and matches(line)]  # noqa: E731
             controller.wait_until(lambda: len(matching_lines()) >= num, description, END_S)
 
-        observation = Observation(attempt)
-        controller.wait_until(observation.journal.install, "the journal", END_S)
+        controller.wait_until(observation.journal.has_begun, "the journal", END_S)
         about_rollout_1 = lambda line: line["replica"] == "rollout-1"  # noqa: E731
         wait_for_line(
             "adopted", "a version of reinforcement", lambda line: about_rollout_1(line) and line["version"] > SFT_STEPS

@@ -45,9 +45,9 @@ def num_records(path: Path) -> int:
 )
 def test_schema_that_would_run_is_refused(tmp_path: Path, statements: tuple[str, ...], what: str) -> None:
     path = changed(tmp_path, *statements)
-    for read in (lambda: check_before_resume(path), lambda: list(read_journal(path)), lambda: has_ended(path)):
+    for opened in (Journal, check_before_resume, lambda path: list(read_journal(path)), has_ended):
         with pytest.raises(ConfigError, match=f"has the {what}, which no journal has"):
-            read()
+            opened(path)
     assert num_records(path) == 1
 
 

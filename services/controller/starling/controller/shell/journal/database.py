@@ -42,7 +42,7 @@ _SCHEMA: Final = (
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Open or create the journal at `path`. Raises ConfigError for another kind of file or another version."""
+    """Open or create the journal at `path`. Raises ConfigError for another kind of file, version or schema."""
     db = sqlite3.connect(path, isolation_level=None)
     try:
         distrust(db)
@@ -54,7 +54,9 @@ def open_file(path: Path) -> sqlite3.Connection:
                 db.execute(statement)
             db.executemany("INSERT INTO marks VALUES (?, ?)", [("committed", -1), ("pruned", -1)])
             db.execute("COMMIT")
-        if check_file(path, db) == UPGRADED:
+        version = check_file(path, db)
+        check_schema(path, db)
+        if version == UPGRADED:
             _upgrade(db)
         # FULL syncs the write-ahead log at every commit. NORMAL would survive a kill too, but not a power failure.
         db.execute("PRAGMA synchronous = FULL")
