@@ -18,6 +18,7 @@ from starling.controller.core.groups.admission import admit_prompts
 from starling.controller.core.groups.partial import PartialCompletions
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import JournalEntry
+from starling.controller.core.replicas.membership import Membership
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.alarms import from_fields
 
@@ -29,7 +30,7 @@ GroupRecord = (
     | records.GroupRequeued
     | records.GroupDiscarded
 )
-
+ReplicaRecord = records.MemberLeft | records.VersionAdopted | records.ReplicaCounted | records.SourceEvicted
 
 MAX_LEASE_NUMBER: Final = 1 << 62
 """Greater than the number of any lease."""
@@ -72,13 +73,12 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
         case records.MemberJoined(name=name, epoch=epoch, limits=limits):
             membership.restore(name, epoch)
             training.limits = limits or training.limits
-        case records.MemberLeft(name=name):
-            membership.awaited.discard(name)
-            membership.note_gone(name)
+        case (
+            records.MemberLeft() | records.VersionAdopted() | records.ReplicaCounted() | records.SourceEvicted()
+        ) as record:
+            _apply_to_membership(membership, record)
         case records.CheckpointLoaded(digest=digest):
             state.weights.checkpoint = digest
-        case records.VersionAdopted(name=name, epoch=epoch, version=version):
-            membership.proven[name] = (epoch, version)
         case records.DataRead(is_changed=True):
             floor = incarnation, MAX_LEASE_NUMBER  # work on the prompts before is not reclaimed
             state.buffer.regenerate_all(floor)
@@ -104,10 +104,6 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             state.evaluations.requested.append(RequestEvaluation(request=request, num_completions=num_completions))
         case records.StopAsked(reason=reason):
             lifecycle.stopping, lifecycle.stop_is_journaled = reason, True
-        case records.ReplicaCounted(name=name, num=num):
-            membership.num_invalid[name] = num
-        case records.SourceEvicted(name=name, reader=reader):
-            membership.accused[name] = membership.accusers[reader] = None
         case records.RunStopped():
             lifecycle.stopping, lifecycle.stop_is_journaled = "", False
             membership.forgive()  # what was wrong may have been mended before the run is resumed
@@ -130,6 +126,19 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             _apply_to_group(state, record, entry.payload)
         case _:
             pass  # records that are only for readers of the journal
+
+
+def _apply_to_membership(membership: Membership, record: ReplicaRecord) -> None:
+    match record:
+        case records.MemberLeft(name=name):
+            membership.awaited.discard(name)
+            membership.note_gone(name)
+        case records.VersionAdopted(name=name, epoch=epoch, version=version):
+            membership.proven[name] = (epoch, version)
+        case records.ReplicaCounted(name=name, num=num):
+            membership.num_invalid[name] = num
+        case records.SourceEvicted(name=name, reader=reader):
+            membership.accused[name] = membership.accusers[reader] = None
 
 
 def _commit(state: ControllerState, committed: records.StepCommitted) -> None:
