@@ -30,6 +30,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from starling.common.ids import LEASE_KINDS, LeaseKind, lease_kind
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import evaluate
@@ -59,6 +60,7 @@ from starling.controller.core.recovery import restore
 from starling.controller.core.replicas.assignments import release
 from starling.controller.core.replicas.departure import (
     depart,
+    distrust,
     evict_culprit,
     evict_hanging,
     evict_useless,
@@ -99,6 +101,20 @@ Result = (
     | wire.CheckpointSaved
     | wire.LeaseFailed
 )
+ANSWERS: Final[dict[type, tuple[LeaseKind, ...]]] = {
+    wire.GroupGenerated: ("generate",),
+    wire.GroupInterrupted: ("generate",),
+    wire.GroupScored: ("score",),
+    wire.TokensScored: ("teach",),
+    wire.StepTrained: ("train",),
+    wire.WeightsPublished: ("publish",),
+    wire.WeightsAdopted: ("adopt",),
+    wire.Slept: ("sleep",),
+    wire.Woken: ("wake",),
+    wire.CheckpointSaved: ("checkpoint", "save"),
+    wire.LeaseFailed: LEASE_KINDS,
+}
+"""The kinds of leases that a result may end. By any other the work of the lease would be lost."""
 
 
 class Controller:
@@ -240,11 +256,15 @@ def _received_from_anybody(state: ControllerState, event: Received) -> None:
 
 def _ended(state: ControllerState, member: Member, message: Result, event: Received) -> None:
     """Handle the end of a piece of work: settle its lease, if the replica has it, and take the result."""
-    # The release of a lease that is not, or no longer, in force makes a late result harmless.
-    release(state, member.name, message.lease)
     leases = state.replicas.leases
     lease = leases.get(message.lease)
-    if lease is None and reclaim(state, member, message.lease):
+    is_own = lease is not None and lease.peer == member.name
+    if lease is not None and is_own and lease.kind not in ANSWERS[type(message)]:
+        distrust(state, member, f"{member.name} answered {lease.id} by a {type(message).__name__}")
+        return  # if it stays, it still has the work, until the deadline of the lease
+    # The release of a lease that is not, or no longer, in force makes a late result harmless.
+    release(state, member.name, message.lease)
+    if lease is None and lease_kind(message.lease) in ANSWERS[type(message)] and reclaim(state, member, message.lease):
         lease = leases.get(message.lease)
     if lease is not None and lease.peer == member.name:  # else the result comes too late
         leases.end(lease)

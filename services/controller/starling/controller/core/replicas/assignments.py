@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from starling.common.ids import LeaseKind, lease_id, lease_kind
+from starling.common.ids import MAX_LEASE_CHARACTERS, LeaseKind, lease_id, lease_kind
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Send
@@ -46,9 +46,14 @@ def restore_lease(state: ControllerState, member: Member, kind: LeaseKind, lease
 
 
 def release(state: ControllerState, peer: str, *leases: str) -> None:
-    """Release these leases: the replica forgets their results."""
-    if leases:
-        state.outbox.send(peer, wire.ReleaseLeases(leases=leases))
+    """Release these leases: the replica forgets their results.
+
+    A text that is longer than any lease is none that a controller has granted, and gets no answer: many such texts
+    together are more than a message holds.
+    """
+    known = tuple(lease for lease in leases if len(lease) <= MAX_LEASE_CHARACTERS)
+    if known:
+        state.outbox.send(peer, wire.ReleaseLeases(leases=known))
 
 
 def revoke(state: ControllerState, peer: str, lease: str) -> bool:

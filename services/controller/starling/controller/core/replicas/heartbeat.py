@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from starling.common.ranges import MAX_SLOTS
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.lifecycle.stages import RunStage
@@ -22,6 +23,9 @@ MAX_GAUGES: Final = 64
 """Gauges of one replica that are kept: each snapshot of the telemetry repeats them."""
 MAX_WAITS: Final = 256
 """Waits of one replica that are kept; a reward replica has one for each of its workers."""
+MAX_HELD: Final = 4 * MAX_SLOTS
+"""Leases of one heartbeat that are looked at. A replica has no more, besides those of results that wait for their
+release, and each takes some ten microseconds."""
 MAX_NAME_CHARACTERS: Final = 512
 """Characters of the name of a gauge, and of each text of a wait, that are kept."""
 
@@ -55,7 +59,7 @@ def _with_short_texts(wait: wire.Wait) -> wire.Wait:
 
 def _update_progress(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
     """Keep the reported progress of the leases that the replica has."""
-    reported = {held.lease: held.progress for held in message.leases if held.progress is not None}
+    reported = {held.lease: held.progress for held in message.leases[:MAX_HELD] if held.progress is not None}
     own = (lease.id for lease in state.replicas.leases.all_of(member.name)) if reported else ()
     member.progress = {lease: reported[lease] for lease in own if lease in reported}
 
@@ -74,7 +78,7 @@ def _update_version(state: ControllerState, member: Member, version: int) -> Non
 def _reconcile_leases(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
     """Release unknown leases, or reclaim them, send lost commands again, and requeue lost work."""
     grace_s = 2 * state.plan.heartbeat_s
-    held = {held.lease for held in message.leases}
+    held = {held.lease for held in message.leases[:MAX_HELD]}
     unknown, resend, lost = state.replicas.leases.reconcile(member.name, held, state.now, grace_s)
     if not (unknown or resend or lost):
         return

@@ -46,8 +46,11 @@ def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
             fits = _score_tokens(state, member, lease)
         case "train", "policy":
             fits = _train(state, member, subject, lease)
-        case "publish", _:
+        case "publish", "policy" | "rollout":
+            # A rollout whose offers are refused would only keep others from offering.
             fits = is_older and subject == str(member.version) and state.lifecycle.stage is RunStage.RUNNING
+            has_one = state.replicas.leases.num(member.name, "publish") > 0
+            fits = fits and (member.role == "policy" or (member.can_offer and not has_one))
             if fits and member.role == "policy":
                 state.weights.requested = max(state.weights.requested, member.version)
         case "adopt", "rollout":
