@@ -430,3 +430,25 @@ def test_offer_of_a_rollout_by_a_transport_that_the_run_does_not_allow_is_refuse
     lines = offers(script, 0, encode(make_offer(0, [changed])))
     assert ("rollout-0" in script.state.weights.offers) == is_taken
     assert ("(invalid rollout-0)" in lines) == (not is_taken)
+
+
+def test_rollout_that_never_offers_does_not_keep_the_policy_from_it() -> None:
+    script = offering(lease_s=1e6, timeouts=LeaseTimeouts(publish_s=100.0))
+    script.state.weights.withdraw("policy-0")  # as after a restart of the controller
+    enters(script, "rollout-2", "c")
+    waited_s = 0
+    while not script.state.replicas.leases.num("policy-0", "publish"):
+        script.advance_time(1.0)
+        waited_s += 1
+        assert waited_s <= 30, "a quarter of the deadline of an offer"
+
+
+def test_rollout_that_may_not_offer_reclaims_no_offer() -> None:
+    script = offering()
+    journal = [JournalEntry(write.record, write.payload) for write in script.journal]
+    script.controller = Controller(script.plan, Stream("train"), Stream("sft"), [], journal=journal, incarnation=2)
+    script.state = script.controller.state
+    hello = wire.Hello(role="rollout", host="b", pid=1, num_slots=2, version=0, has_layout=True)
+    script.receive("rollout-0", hello, encoded_layout("rollout-0"))
+    script.heartbeats("rollout-0", "publish:0:1.999", version=0)
+    assert not script.state.replicas.leases.has("publish")

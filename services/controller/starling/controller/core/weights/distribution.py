@@ -226,7 +226,7 @@ def _request_layout_roots(state: ControllerState, rollout: Member, version: int)
     Only once for the layout of `rollout`: a policy may be unable to compute its root.
     """
     replicas, weights = state.replicas, state.weights
-    if version != state.version or replicas.leases.has("publish") or not replicas.policies_have_devices():
+    if version != state.version or replicas.is_policy_publishing() or not replicas.policies_have_devices():
         return
     for member in replicas.current_policies(version):
         if not replicas.leases.num(member.name, "train"):
@@ -238,7 +238,7 @@ def _request_layout_roots(state: ControllerState, rollout: Member, version: int)
 def _find_holder(state: ControllerState, version: int, policies_only: bool) -> None:
     """Have any holder of `version` offer it again, when no replica does from which a rollout may pull."""
     replicas = state.replicas
-    if replicas.leases.has("publish"):
+    if replicas.is_policy_publishing() or _awaits_offer_of_rollout(state):
         return
     if version == state.version and replicas.policies_have_devices():
         for member in replicas.current_policies(version):
@@ -252,6 +252,20 @@ def _find_holder(state: ControllerState, version: int, policies_only: bool) -> N
         if holder is not None:
             _request_offer(state, holder, version)
             return
+
+
+def _awaits_offer_of_rollout(state: ControllerState) -> bool:
+    """Say whether a rollout that was told to offer weights may still do so. One that takes long is waited for no more.
+
+    Only a policy or another rollout then ends the wait of the others.
+    """
+    replicas = state.replicas
+    if not replicas.leases.has("publish"):
+        return False
+    told = [one for one in replicas.membership.of("rollout") if replicas.leases.num(one.name, "publish")]
+    for rollout in told:
+        check_slow_offer(state, rollout)
+    return any(rollout.can_offer for rollout in told)
 
 
 def _able_to_offer(state: ControllerState, version: int, names: dict[str, None]) -> Member | None:
