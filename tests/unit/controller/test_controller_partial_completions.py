@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 import pytest
+from generated_results import reason, valid
 from hypothesis import given
 from hypothesis import strategies as st
 from transcript import Script, Stream
@@ -193,3 +194,45 @@ def test_partial_versions_are_read_from_the_tensor(completions: list[list[int]])
         assert (partial.num_tokens, partial.oldest_version) == (len(versions), min(versions))
         assert partial.is_within(min(versions), max(versions))
         assert not partial.is_within(min(versions) + 1, max(versions))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30, 0.5])
+@pytest.mark.parametrize("reclaimed", [False, True])
+def test_partial_completions_of_a_temperature_that_the_run_has_not_had_are_thrown_away(
+    temperature: float, reclaimed: bool
+) -> None:
+    script = generating()
+    if reclaimed:
+        script.disconnect("rollout-0")
+        script.joins("rollout-0")
+        script.state.replicas.membership.members["rollout-0"].version = 0
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3, temperature=temperature)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert (group.partial, group.temperature) == (None, 1.0), "the next rollout would sample at it, the policy train"
+
+
+def test_reclaimed_group_of_a_temperature_that_the_run_has_not_had_is_a_failed_try() -> None:
+    script = generating()
+    script.disconnect("rollout-0")
+    script.joins("rollout-0")
+    result = valid()
+    result.temperature = 1e-30
+    result.send(script)
+    assert "sampled at temperature 1e-30, which this run has not had" in reason(script)
+
+
+def test_partial_completions_with_kept_tokens_are_thrown_away_where_none_are_recorded() -> None:
+    script = generating()
+    tensors = [wire.TensorMeta(dtype=kind, shape=(2,), nbytes=8) for kind in ("int32", "float32", "int32")]
+    tensors += [wire.TensorMeta(dtype="int32", shape=(2,), nbytes=8, name=name) for name in ("kept_counts", "kept_ids")]
+    interrupted = wire.GroupInterrupted(
+        lease="generate:t0:0",
+        reason="",
+        partial=(wire.PartialCompletionMeta(num_tokens=1),) * 2,
+        tensors=tuple(tensors),
+    )
+    script.receive("rollout-0", interrupted, *[bytes(8)] * 3, struct.pack("<ii", 1, 1), bytes(8))
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert group.partial is None

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 from transcript import TEACHER_TENSORS, Script
 
@@ -71,6 +72,44 @@ def test_invalid_teacher_logprobs_discard_the_completions(names: dict[str, int],
     run.scores_tokens("teach:t0:0", **names)  # type: ignore[arg-type]
     assert run.state.buffer.last_discarded == f"prompt train0: {reason}"
     assert "reward-0 <- release score:t0:0" in run.sent_lines(), "its rewards are no longer needed"
+
+
+@pytest.mark.parametrize(("top_k", "k"), [(0, 2), (2, 0), (2, 1), (2, 3)])
+def test_teacher_that_sends_another_number_of_likeliest_tokens_is_refused(top_k: int, k: int) -> None:
+    run = script(max_tries=0, teacher_top_k=top_k)
+    run.generates("rollout-0", "generate:t0:0")
+    run.scores_tokens("teach:t0:0", k=k)
+    assert run.state.buffer.count(GroupState.GENERATED) == 0, "a policy cannot train a step of several numbers"
+    assert "teacher.top_k is" in run.state.buffer.last_discarded
+
+
+def sends_teacher_tensors(run: Script, logprobs: list[float], top_ids: list[int]) -> None:
+    """The teacher answers for the two tokens of the first group, with one likeliest token at each."""
+    arrays = (np.array(logprobs, np.float32), np.array([top_ids], np.int32).T, np.zeros((2, 1), np.float32))
+    metas = [
+        wire.TensorMeta(dtype=array.dtype.name, shape=array.shape, nbytes=array.nbytes, name=name)
+        for name, array in zip(TEACHER_TENSORS, arrays, strict=True)
+    ]
+    message = wire.TokensScored(lease="teach:t0:0", tensors=tuple(metas))
+    run.receive("teacher-0", message, *[array.tobytes() for array in arrays])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in dot")
+@pytest.mark.parametrize(
+    ("logprobs", "top_ids", "reason"),
+    [
+        ([0.0, -3.4e38], [0, 0], "are usable"),
+        ([0.0, 3.4e38], [0, 0], "are usable"),
+        ([0.0, 0.0], [0, 100], "it has token id 100, and the model has 100 token ids"),
+        ([0.0, 0.0], [0, -1], "it has a negative token id"),
+    ],
+)
+def test_teacher_is_asked_for_what_the_policy_can_train(logprobs: list[float], top_ids: list[int], reason: str) -> None:
+    run = Script(num_teachers=1, prompts_per_step=1, max_tries=0)
+    run.start_run(limits=wire.ModelLimits(vocabulary_size=100))
+    run.generates("rollout-0", "generate:t0:0")
+    sends_teacher_tensors(run, logprobs, top_ids)
+    assert reason in run.state.buffer.last_discarded
 
 
 def test_prompt_with_images_cannot_be_scored_by_a_teacher() -> None:

@@ -283,7 +283,7 @@ def test_tensor_of_a_teacher_that_the_journal_can_not_store_is_refused() -> None
 
 
 def test_valid_completions_are_stored() -> None:
-    script = Script()
+    script = Script(sampling=wire.Sampling(max_tokens=4, top_k=8, logprobs="truncated"))
     script.start_run()
     result = valid()
     result.put(4, np.array([1, 0, 1, 1], np.uint8), "loss_mask")
@@ -295,6 +295,15 @@ def test_valid_completions_are_stored() -> None:
     group = script.state.buffer.get(0)
     assert group is not None
     assert group.state is GroupState.GENERATED
+
+
+def test_kept_tokens_are_refused_where_none_are_recorded() -> None:
+    script = Script()
+    script.start_run()
+    result = valid()
+    _kept([1, 1, 1, 1], [0, 0, 0, 0])(result)
+    result.send(script)
+    assert "kept tokens came, and sampling.logprobs is 'full'" in reason(script)
 
 
 @pytest.mark.parametrize("case", list(MALFORMED))

@@ -74,7 +74,8 @@ def on_generated(
         numbers = [one.num_tokens - one.num_masked for one in message.trajectories]
         _check_num_sampled(state, group, lease, numbers)
         check_contents(event, state.plan.group_limits, state.training.limits)
-        _check_temperature(lease, group, message.temperature)
+        _check_temperature(state, lease, group, message.temperature)
+        _check_recording(state, group, message.tensors)
         if group.purpose == "train" and state.plan.kind.keeps_tokens and not any(numbers):
             # A step of such groups could not be trained, and would end the run.
             raise UnusableResultError("none of its completions has a sampled token: there is nothing to train")
@@ -158,6 +159,13 @@ def _problem(
     return None
 
 
+def _check_recording(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta]) -> None:
+    """Check that kept tokens came only if they are recorded: no policy expects those of some groups only."""
+    is_recorded = group.purpose == "train" and state.plan.sampling.logprobs == "truncated"
+    if not is_recorded and not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
+        raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
+
+
 def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbers: Sequence[int]) -> None:
     """Check how many tokens were sampled of each completion of a group.
 
@@ -181,12 +189,21 @@ def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbe
         raise UnusableResultError(str(error)) from None
 
 
-def _check_temperature(lease: Lease, group: Group, temperature: float) -> None:
-    """Check the temperature that a rollout reports against the one that it was sent, where that is known."""
-    if lease.send is not None and temperature >= 0 and temperature != group.temperature:
-        raise InvalidResultError(f"its tokens were sampled at temperature {temperature} instead of {group.temperature}")
+def _check_temperature(state: ControllerState, lease: Lease, group: Group, temperature: float) -> None:
+    """Check the temperature that a rollout reports against the one that it was sent.
+
+    Where that is not known, because an earlier controller sent it or the lease was lost meanwhile, it is one that this
+    run has had: the policy divides by it, and the next rollout of a partial group samples at it.
+    """
     if not -1 <= temperature < math.inf:
         raise InvalidResultError(f"its tokens were sampled at temperature {temperature}")
+    if temperature < 0 or temperature == group.temperature:
+        return
+    if lease.send is not None:
+        raise InvalidResultError(f"its tokens were sampled at temperature {temperature} instead of {group.temperature}")
+    changed = [value for key, value, _ in state.training.changes.in_order() if key == "sampling.temperature"]
+    if temperature not in (state.plan.sampling.temperature, state.plan.eval_sampling.temperature, *changed):
+        raise UnusableResultError(f"its tokens were sampled at temperature {temperature}, which this run has not had")
 
 
 def _reject(state: ControllerState, member: Member, groups: Groups, group: Group, error: InvalidResultError) -> None:
@@ -226,6 +243,7 @@ def on_interrupted(
     malformed: InvalidResultError | None = None
     try:
         _check_num_sampled(state, group, lease, [one.num_tokens for one in message.partial])
+        _check_temperature(state, lease, group, message.temperature)
         fields["num_tokens"] = _store_partial(state, groups, group, message, event.buffers)
     except InvalidResultError as error:
         fields = {"num_tokens": 0, "thrown_away": str(error)}
@@ -256,6 +274,7 @@ def _store_partial(
     partial = parse_partial(message.partial, message.tensors, buffers, num, state.training.limits)
     if partial is None:
         return 0
+    _check_recording(state, group, partial.tensors)
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise UnusableResultError(
@@ -332,7 +351,7 @@ def on_tokens_scored(
         return
     groups, group = found
     try:
-        check_teacher_names(group.num_tokens, message.tensors)
+        check_teacher_names(group.num_tokens, message.tensors, state.plan.teacher_top_k)
         check_contents(event, state.plan.group_limits, state.training.limits)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)

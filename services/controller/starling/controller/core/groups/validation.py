@@ -58,6 +58,8 @@ MAX_NAMES: Final = 1000
 MAX_NAME_CHARACTERS: Final = 200
 MAX_TRUNCATION_NATS: Final = 1e3
 """Larger than minus the logarithm of any positive float32."""
+MAX_TEACHER_NATS: Final = 1e6
+"""Far more than minus the logarithm of the probability of any token, at any temperature of a recipe."""
 INT32: Final = np.dtype(np.int32)
 UINT32: Final = np.dtype(np.uint32)
 NEGATIVE: Final = 1 << 31
@@ -423,8 +425,10 @@ def _check_metrics(metrics: Mapping[str, float], whose: str) -> None:
             raise UnusableResultError(f"{whose} has {value} as its metric {name}")
 
 
-def check_teacher_names(total: int, tensors: Sequence[TensorMeta]) -> None:
-    """Check which tensors a teacher sent of a group of `total` tokens.
+def check_teacher_names(total: int, tensors: Sequence[TensorMeta], top_k: int | None = None) -> None:
+    """Check which tensors a teacher sent of a group of `total` tokens. `top_k`: `teacher.top_k`; None if not known.
+
+    A policy cannot train a step of which some groups have fewer likeliest tokens than others.
 
     Raises:
         InvalidResultError: naming what it sent.
@@ -434,6 +438,11 @@ def check_teacher_names(total: int, tensors: Sequence[TensorMeta]) -> None:
     if names not in (wanted[:1], wanted) or any(tensor.shape[:1] != (total,) for tensor in tensors):
         shapes = ", ".join(f"{tensor.name[:40]} {tensor.shape[:9]}" for tensor in tensors[:9]) or "nothing"
         raise InvalidResultError(f"its teacher sent {shapes}, and it has {total} tokens")
+    num_top = tensors[1].shape[1] if len(tensors) > 1 and len(tensors[1].shape) > 1 else 0
+    if top_k is not None and num_top != top_k:
+        raise InvalidResultError(
+            f"its teacher sent the {num_top} likeliest tokens at each position, and teacher.top_k is {top_k}"
+        )
 
 
 def teacher_arrays(tensors: Sequence[TensorMeta], buffers: Buffers) -> list[Array]:
@@ -474,9 +483,9 @@ def contents_problem(
             _require_fit(sizes.teacher_problem(message.tensors))
             for array in teacher_arrays(message.tensors, buffers):
                 if array.dtype == np.int32:
-                    _require_token_ids(array)
+                    _check_ids(array.reshape(-1).view(UINT32), None, limits)
                 else:
-                    _require_finite("a log-probability of its teacher", array)
+                    _check_teacher_logprobs(array)
     except InvalidResultError as error:
         return ContentsProblem(str(error), error.is_malformed)
     return None
@@ -487,9 +496,15 @@ def _require_fit(problem: str) -> None:
         raise UnusableResultError(problem)
 
 
-def _require_token_ids(array: Array) -> None:
-    if array.size and np.minimum.reduce(array, axis=None) < 0:
-        raise InvalidResultError("its teacher sent a negative token id")
+def _check_teacher_logprobs(array: Array) -> None:
+    """Check a teacher's log-probabilities. Their differences to those of the policy become advantages, whose squares
+    must be finite: otherwise no step of a group with them would change the weights."""
+    _require_finite("a log-probability of its teacher", array)
+    if array.size and not (array.min() >= -MAX_TEACHER_NATS and array.max() <= 1.0):  # 0, and an error of rounding
+        raise UnusableResultError(
+            f"its teacher gave log-probabilities from {array.min()} to {array.max()}, and {-MAX_TEACHER_NATS:g} to 0 "
+            "are usable"
+        )
 
 
 def check_contents(event: Received, sizes: GroupLimits, limits: ModelLimits | None) -> None:
