@@ -138,7 +138,7 @@ def _apply_to_membership(membership: Membership, record: ReplicaRecord) -> None:
         case records.ReplicaCounted(name=name, num=num):
             membership.num_invalid[name] = num
         case records.SourceEvicted(name=name, reader=reader):
-            membership.accused[name] = membership.accusers[reader] = None
+            membership.accused[name], membership.accusers[reader] = None, True
 
 
 def _commit(state: ControllerState, committed: records.StepCommitted) -> None:

@@ -113,8 +113,9 @@ class Membership:
     """By replica, also after it left."""
     hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
     """By replica: hellos that are answered."""
-    accusers: dict[str, None] = field(default_factory=dict)
-    """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published."""
+    accusers: dict[str, bool] = field(default_factory=dict)
+    """Rollouts, also after they left, that said to have pulled other weights from a rollout than were published, and
+    whether one was evicted because of that: only then does the journal have it."""
     accused: dict[str, None] = field(default_factory=dict)
     """Rollouts, also after they left, that were evicted because of that. They offer no more."""
     num_bad_offers: Counter[str] = field(default_factory=Counter)

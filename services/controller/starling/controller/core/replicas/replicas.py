@@ -54,7 +54,7 @@ class Replicas:
             lengths=lengths,
             num_invalid=dict(membership.num_invalid),
             accused=tuple(membership.accused),
-            accusers=tuple(membership.accusers),
+            accusers=tuple(name for name, is_journaled in membership.accusers.items() if is_journaled),
         )
 
     def restore(self, summary: ReplicasSummary) -> None:
@@ -62,6 +62,6 @@ class Replicas:
         self.membership.restore_all(summary.awaited, summary.incarnations, summary.proven, summary.gone)
         self.membership.num_invalid.update(summary.num_invalid)
         self.membership.accused.update(dict.fromkeys(summary.accused))
-        self.membership.accusers.update(dict.fromkeys(summary.accusers))
+        self.membership.accusers.update(dict.fromkeys(summary.accusers, True))
         self.had_quorum = summary.had_quorum
         self.lengths.restore(summary.mean_lengths, summary.lengths)

@@ -375,7 +375,7 @@ def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool)
     weights, membership = state.weights, state.replicas.membership
     rollout = membership.members.get(source)
     if not proven and rollout is not None and rollout.role == "rollout":
-        membership.accusers[reader.name] = None
+        membership.accusers.setdefault(reader.name, False)
         weights.suspects[reader.name] = (source, rollout.incarnation)
         rollout.can_offer = False
         weights.withdraw(source)
@@ -391,7 +391,7 @@ def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool)
         return
     if proven:
         reason = f"{reader.name} pulled other weights from {name} than were published, and the right ones from {source}"
-        membership.accused[name] = None
+        membership.accused[name], membership.accusers[reader.name] = None, True
         state.outbox.write(SourceEvicted(name=name, reader=reader.name))
         distrust(state, suspect, reason)
     elif (name, incarnation) not in weights.suspects.values():
