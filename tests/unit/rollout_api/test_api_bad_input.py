@@ -273,7 +273,7 @@ def test_json_of_any_depth_is_no_failure_of_the_server(lone: LoneEngine) -> None
     for depth in range(900, 1000, 2):
         raw = f"{before}{'[' * depth}{']' * depth}}}}}]{after}".encode()
         status, response = asked(lone, "/v1/chat/completions", raw, KEY.format(lone.api_key))
-        assert status == 200 or response["error"]["code"] == "invalid_json", response
+        assert status == 200 or response["error"]["code"] in ("invalid_json", "invalid_value"), response
 
 
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

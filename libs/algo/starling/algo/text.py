@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from starling.algo.chat_template import TemplateError, render
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
 
@@ -73,16 +74,27 @@ def conversation_text(
             f"{of} is a conversation and the tokenizer has no chat template; "
             "add one to the model folder or give the dataset as plain text"
         )
-    given = {"tools": list(tools)} if tools else {}
     try:
-        rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given)
-    except Exception as error:  # a template is a program of the model: it may raise anything
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        return _rendered(tokenizer, messages, list(tools))
+    except Exception as error:  # code of the model's folder, which may raise anything
+        reason = str(error)
+        if not isinstance(error, TemplateError):
+            reason = f"{type(error).__name__}: {(reason.strip() or 'no reason given').splitlines()[0]:.200}"
         raise ConfigError(
-            f"the model's chat template cannot render {of} ({type(error).__name__}: {reason:.200}); "
+            f"the model's chat template cannot render {of} ({reason}); "
             "change the prompt's messages, or the template in the model folder"
         ) from error
-    return str(rendered)
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: list[Mapping[str, Any]]) -> str:
+    from transformers import PreTrainedTokenizerBase  # importing it takes seconds
+
+    given: dict[str, Any] = {"tools": tools} if tools else {}
+    if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        # The tokenizer's own code: of a package, or of a folder whose code the recipe trusts.
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
+    template = tokenizer.get_chat_template(tools=given.get("tools"))
+    return render(template, messages, {**tokenizer.special_tokens_map, **given})
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
