@@ -103,8 +103,8 @@ DAMAGES: dict[str, tuple[Damage, list[str], tuple[str, ...], int]] = {
     "address that is a folder": (
         folder_at("controller.json"),
         ["status", "run"],
-        ("controller.json cannot be read: Is a directory",),
-        1,
+        ("controller.json is not a regular file; move it away",),
+        2,
     ),
     "key that is none": (key("x"), ["status", "run", *ASK], ("something other than keys", "`starling keys`"), 2),
     "key of other letters": (key("ü" * 40), ["status", "run", *ASK], ("something other than keys",), 2),
@@ -124,7 +124,7 @@ DAMAGES: dict[str, tuple[Damage, list[str], tuple[str, ...], int]] = {
     "lock that is a folder": (
         folder_at("lock"),
         ["run", "--resume", "run"],
-        ("lock cannot be opened: Is a directory",),
+        ("lock is not a regular file; move it away",),
         2,
     ),
     "lock that is a pipe": (
@@ -143,7 +143,7 @@ DAMAGES: dict[str, tuple[Damage, list[str], tuple[str, ...], int]] = {
     "metrics that are a folder": (
         folder_at("metrics.jsonl"),
         ["sync-report", "run"],
-        ("metrics.jsonl is not a regular file; move it away",),
+        ("metrics.jsonl cannot be read: it is not a regular file; move the file away",),
         2,
     ),
     "metrics that are no text": (

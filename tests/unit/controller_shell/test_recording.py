@@ -191,11 +191,12 @@ def test_recording_without_its_beginning_is_rejected(tmp_path: Path) -> None:
         read_recording(recorder.path)
 
 
-def test_recorder_stops_on_a_full_disk() -> None:
-    recorder = recorder_at(Path("/dev/full"))
+def test_recorder_stops_on_a_full_disk(disk: Path) -> None:
+    (disk / "ballast").write_bytes(bytes(60 << 10))
+    recorder = recorder_at(disk / "events-1.rec", [JournalEntry(ControllerStarted(incarnation=1))] * 2000)
     recorder.event(Ticked(1.0))
     recorder.close()
-    assert recorder.stopped == "cannot write /dev/full: No space left on device"
+    assert recorder.stopped == f"cannot write {disk / 'events-1.rec'}: No space left on device"
 
 
 def test_recorder_stops_without_its_folder(tmp_path: Path) -> None:

@@ -11,8 +11,27 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+from starling.common.errors import ConfigError
+
+MAX_LINE_BYTES: Final = 16 << 20
+"""Limit on one line of metrics.jsonl when it is read; the longest of a run have the ids of a step's prompts."""
+
+CONTROLLER_FILES: Final = (
+    "metrics.jsonl",
+    "samples*.jsonl",
+    "events-*.rec",
+    "controller.json",
+    "journal.sqlite*",
+    "trajectories/*",
+    "weightsync/*",
+    "logged/*",
+)
+"""Files that the controller reads and writes in the folder of a run."""
 
 _BLOCK: Final = 64 << 10
 """Bytes that are read at a time, in search of the last line."""
@@ -46,6 +65,64 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of the run in its folder, which may come from others. Returns the descriptor.
+
+    Raises OSError for a symbolic link, and for anything else but a regular file: what is written through a link changes
+    another file, and a FIFO or a device may block, or have no end.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a symbolic link", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def check_own(folder: Path, patterns: Iterable[str]) -> None:
+    """Refuse a run's folder with a link, a FIFO, a device or a folder in the place of one of its files.
+
+    `patterns`: of the names of files in the folder, such as ``logs/*.log``; a link that leads nowhere is found, too.
+    Raises ConfigError with the first one.
+    """
+    for pattern in patterns:
+        parent = folder / Path(pattern).parent
+        try:
+            names = [name for name in os.listdir(parent) if fnmatchcase(name, Path(pattern).name)]
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for name in sorted(names):
+            try:
+                mode = (parent / name).lstat().st_mode
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            if not stat.S_ISREG(mode):
+                what = "a symbolic link, which is not followed" if stat.S_ISLNK(mode) else "not a regular file"
+                raise ConfigError(f"{parent / name} is {what}; move it away")
+
+
+def read_lines(path: Path, begin: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a file of a run from a position on; nothing where there is no file.
+
+    Raises ConfigError when the file is no regular one or cannot be read, or for a line of more than `MAX_LINE_BYTES`.
+    """
+    try:
+        with os.fdopen(open_own(path), "rb") as file:
+            file.seek(begin)
+            while line := file.readline(MAX_LINE_BYTES):
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    raise ConfigError(f"{path} has a line of more than {MAX_LINE_BYTES >> 20} MiB; remove the line")
+                yield line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; move the file away") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ to reach its controller; for a controller elsewhere give its address, an operato
 
 from __future__ import annotations
 
-import json
 import sys
 import uuid
 from collections.abc import Callable
@@ -170,7 +169,7 @@ def _address(attempt: Attempt) -> str:
             raise NoAnswerError(complete_sentence(attempt))
         raise NoAnswerError(f"the run in {attempt.folder} is over; `starling run --resume {attempt.folder}` resumes it")
     try:
-        address = json.loads(attempt.address.read_text())["address"]
+        address = attempt.read_address()["address"]
         if not isinstance(address, str):
             raise TypeError(address)
     except (ValueError, KeyError, TypeError, RecursionError):  # written before a power cut, and damaged by it

@@ -12,8 +12,9 @@ import msgspec
 from rich.table import Table
 
 from starling.cli.console import Console
-from starling.cli.run.attempt import attempts_in
+from starling.cli.run.attempt import OWN_FILES, attempts_in
 from starling.common.errors import ConfigError
+from starling.common.files import check_own
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.messages import Heartbeat, Hello, LeaseFailed, Leave
 from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
@@ -38,8 +39,10 @@ def record_run(path: Path, out: Path | None) -> None:
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; give a file with --out")
     recordings = _recordings(folder)
+    check_own(folder, OWN_FILES)  # what a link leads to does not belong into a report that is sent to others
     partial = out.with_name(f".{out.name}.partial")
     try:
+        partial.unlink(missing_ok=True)
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
             for number in sorted(recordings):
                 name = f"events-{number}.rec"
@@ -183,11 +186,15 @@ def _recordings(place: RecordingPath) -> dict[int, RecordingPath]:
     found: dict[int, RecordingPath] = {}
     for file in place.iterdir():
         matched = NAME.fullmatch(file.name)
-        if matched and file.is_file():
+        if matched and file.is_file() and not _is_link(file):
             found[int(matched[1])] = file
     if not found:
         raise ConfigError(f"{place} has no recording (events-<n>.rec); turn recording on in the recipe of the run")
     return found
+
+
+def _is_link(file: RecordingPath) -> bool:
+    return isinstance(file, Path) and file.is_symlink()
 
 
 def _folder(path: Path) -> Path:

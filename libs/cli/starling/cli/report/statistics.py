@@ -9,6 +9,8 @@ from typing import Any, Final
 
 MAX_POINTS: Final = 4096
 """Points of a curve, and values of which a median is taken: a run with more of them gets means, or a sample."""
+MAX_LISTED: Final = 64
+"""Kinds of alarms, checkpoints, and losses of loggers that are listed."""
 NUM_SPANS: Final = 3
 """Spans of an alarm that are listed; the others are counted."""
 
@@ -77,8 +79,10 @@ class AlarmSpans:
         name = line["name"]
         if line["kind"] == "alarm":
             meaning = f"{line['value']:.3g} against a bound of {line['bound']:g}: {line['text']}"
-            self._meanings.setdefault(name, meaning)
+            if name not in self._num and len(self._num) == MAX_LISTED:
+                return
             self._num[name] = self._num.get(name, 0) + 1
+            self._meanings.setdefault(name, meaning)
             if self._num[name] <= NUM_SPANS:
                 self._spans.setdefault(name, []).append(f"since step {line['step']}")
         elif 0 < self._num.get(name, 0) <= NUM_SPANS:
@@ -176,9 +180,9 @@ class RunStatistics:
             case "alarm" | "alarm_over":
                 self.alarms.add(line)
             case "logger":
-                self.losses.append(line)
+                self.losses += [line][: MAX_LISTED - len(self.losses)]
             case "checkpoint":
-                self.checkpoints.append(line["path"])
+                self.checkpoints = [*self.checkpoints, str(line["path"])][-MAX_LISTED:]
 
     def _add_step(self, line: Mapping[str, Any]) -> None:
         self.num_steps += 1

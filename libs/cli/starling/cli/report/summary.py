@@ -9,14 +9,19 @@ from rich.table import Table
 
 from starling.cli.console import Console
 from starling.cli.report.statistics import FileStatistics, RunStatistics, gather
-from starling.cli.run.attempt import Attempt, iter_metrics
+from starling.cli.run.attempt import Attempt, damaged_lines, iter_metrics
 from starling.cli.run.screen import short_path
 from starling.common.counts import counted
 from starling.controller.data.trajectories import FOLDER
 
 
 def report(attempt: Attempt, seconds: float, console: Console) -> None:
-    """Print the table of a finished run and draw its curve."""
+    """Print the table of a finished run and draw its curve. Raises ConfigError when metrics.jsonl is damaged."""
+    with damaged_lines(attempt.metrics, "of a step, an evaluation, an alarm or an adoption"):
+        _report(attempt, seconds, console)
+
+
+def _report(attempt: Attempt, seconds: float, console: Console) -> None:
     run = gather(iter_metrics(attempt.metrics))
     table = Table(title=f"{attempt.folder.parent.name}: {seconds:.0f} s", title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -118,6 +123,7 @@ def draw_curve(rewards: list[tuple[float, float]], held_out: list[tuple[float, f
     axes.set(xlabel="step", ylabel="mean reward", title="Reward")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
+    path.unlink(missing_ok=True)  # it may be a link to another file
     figure.savefig(path)
     plt.close(figure)
 

@@ -8,7 +8,7 @@ import msgspec
 from rich.table import Table
 
 from starling.cli.console import Console
-from starling.cli.run.attempt import Attempt, iter_metrics
+from starling.cli.run.attempt import Attempt, damaged_lines, iter_metrics
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.weightsync.costs.timeline import (
@@ -25,12 +25,8 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
     if last < 0:
         raise ConfigError(f"--last {last} is not a number of publications; give one from 0 on, 0 for all")
     attempt = Attempt.find(folder)
-    try:
+    with damaged_lines(attempt.metrics, "of a publication or an adoption"):
         split = time_split(publication_timelines(iter_metrics(attempt.metrics, "published", "adopted"), last))
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"{attempt.metrics} has a damaged line of a publication or an adoption ({error!r}); remove the line"
-        ) from None
     if split is None:
         raise ConfigError(f"no replica has adopted a version in {attempt.folder}; give a run that has made a step")
     if as_json:

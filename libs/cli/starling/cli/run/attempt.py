@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from starling.cli.recipe.schema import Recipe, resolved, to_toml
 from starling.common.errors import ConfigError, StarlingError
-from starling.common.files import parse_line, write_whole
+from starling.common.files import CONTROLLER_FILES, check_own, open_own, parse_line, read_lines, write_whole
 from starling.common.kinds import KINDS
 from starling.common.net.curve import ALLOWED
 from starling.common.net.keyring import make_keys
@@ -20,6 +24,10 @@ from starling.common.settings import complete_toml, read_toml
 
 OBSERVER = "observer-0"
 OPERATOR = "operator-0"
+OWN_FILES: Final = (*CONTROLLER_FILES, "config.toml", "recipe.toml", "lock", "logs/*.log")
+"""Files of the controller and of the supervisor in the folder of an attempt."""
+ADDRESS_BYTES: Final = 1 << 16
+"""Limit on controller.json."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Attempt:
         Raises ConfigError when there is none.
         """
         if folder is not None and _is_attempt(folder):
-            return cls(folder.absolute())
+            return cls(folder.absolute())._checked()
         where = Path("runs") if folder is None else folder
         parents = [path for path in where.glob("*") if path.is_dir()] if folder is None else [where]
         found = [path for parent in parents for path in attempts_in(parent) if _is_attempt(path)]
@@ -105,10 +113,21 @@ class Attempt:
             raise ConfigError(f"there is no run in {where}; give the folder of one, such as runs/quickstart")
         # Of several runs the one that was started last; of one run the greatest number, whatever was copied when.
         newest = max(found, key=_number if folder is not None else lambda path: path.stat().st_mtime)
-        return cls(newest.absolute())
+        return cls(newest.absolute())._checked()
+
+    def _checked(self) -> Attempt:
+        """Return this attempt. Raises ConfigError when a file by which it is reached is a link, or no file."""
+        check_own(self.folder, ("config.toml", "recipe.toml", "controller.json"))
+        return self
+
+    def read_address(self) -> Any:
+        """Return what the controller has written about its addresses. Raises OSError, ValueError or RecursionError."""
+        with os.fdopen(open_own(self.address), "rb") as file:
+            return json.loads(file.read(ADDRESS_BYTES))
 
     def check_folders(self) -> None:
-        """Raise ConfigError when something else is where a folder of the attempt belongs."""
+        """Raise ConfigError when something else is where a folder or a file of the attempt belongs."""
+        check_own(self.folder, OWN_FILES)
         for folder in (self.folder / "keys", self.logs):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError(f"{folder} is not a folder; move it away, and start again")
@@ -174,12 +193,14 @@ class Attempt:
 
     def num_steps(self) -> int:
         """Return the number of the newest step, 0 before the first."""
-        return max((line.get("step", 0) for line in iter_metrics(self.metrics, "step")), default=0)
+        return max(
+            (one for line in iter_metrics(self.metrics, "step") if type(one := line.get("step")) is int), default=0
+        )
 
     def is_over(self) -> bool:
         """Return whether a supervisor on this machine ran the attempt and has exited."""
         try:
-            descriptor = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_own(self._lock)
         except OSError:
             return False
         try:
@@ -201,15 +222,24 @@ def iter_metrics(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     A line that cannot be read is left out: a full disk, a crash or a power cut may have damaged it. Raises ConfigError
     when `path` is something else than a file.
     """
-    if not path.exists():
-        return
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a regular file; move it away")
-    with path.open("rb") as file:
-        for text in file:
-            line = parse_line(text)
-            if line is not None and isinstance(kind := line.get("kind"), str) and (not kinds or kind in kinds):
-                yield line
+    for text in read_lines(path):
+        line = parse_line(text)
+        if line is not None and isinstance(kind := line.get("kind"), str) and (not kinds or kind in kinds):
+            yield line
+
+
+@contextmanager
+def damaged_lines(path: Path, what: str) -> Iterator[None]:
+    """Convert what lines of other types raise to one sentence: metrics.jsonl may be damaged, or be of others.
+
+    `what`: which lines are read. Raises ConfigError.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path} has a damaged line {what} ({error!r:.300}); remove the line") from None
 
 
 def read_metrics(path: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from starling.cli.run.environment import of_fork_server, of_services
 from starling.cli.run.forkserver import ForkedProcess, Forks
 from starling.cli.services import SERVICES
+from starling.common.files import open_own
 from starling.common.observe.process import die_with_parent
 from starling.common.observe.terminal import printable
 from starling.common.settings import child_environment
@@ -155,15 +157,22 @@ class ServiceProcesses:
                 child.reader.join(2)
 
     def _listen(self, child: ServiceProcess, output: IO[str]) -> None:
-        file = (self._logs / f"{child.name}.log").open("a", buffering=1)
+        file: TextIO | None = None
         with output:
             for line in map(printable, iter(partial(output.readline, LINE_CHARS), "")):
                 # A full disk must not end this thread: the process would block on a full pipe.
                 with contextlib.suppress(OSError):
+                    file = file or _open_log(self._logs / f"{child.name}.log")
                     file.write(line)
                 child.last_lines.append(line.rstrip("\n"))
                 if WRITE_BEGUN in line or WRITE_ENDED in line:
                     child.is_writing = WRITE_BEGUN in line
                 self._on_line(child.name, line.rstrip("\n"))
         with contextlib.suppress(OSError):
-            file.close()
+            if file is not None:
+                file.close()
+
+
+def _open_log(path: Path) -> TextIO:
+    """Open a log file to append to it. Raises OSError."""
+    return os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -180,15 +181,15 @@ class LiveScreen:
         if snapshot.rewards:
             trend = sparkline(snapshot.curve or snapshot.rewards)
             table.add_row("reward", Text.assemble(f"{recent_mean(snapshot.rewards):.3f}  ", (trend, "green")))
-        elif "loss" in snapshot.step:
+        elif snapshot.step.get("loss") is not None:
             table.add_row("loss", f"{snapshot.step['loss']:.4f}")
-        if "staleness_max" in snapshot.step:
+        if snapshot.step.get("staleness_max") is not None and snapshot.step.get("staleness_mean") is not None:
             allowed = "" if self._recipe.kind.reads_trajectories else f" of {self._recipe.rl.max_staleness} allowed"
             mean, most = snapshot.step["staleness_mean"], snapshot.step["staleness_max"]
             table.add_row("staleness", f"mean {mean:.2f}, most {most:.0f}{allowed}")
         for alarm in snapshot.alarms:
             table.add_row("alarm", Text(alarm, style="red"))
-        if "filtered_share" in snapshot.step:
+        if snapshot.step.get("filtered_share") is not None:
             table.add_row("filtered", f"{snapshot.step['filtered_share']:.0%} of the groups, for equal rewards")
         for summary in snapshot.evaluations:
             table.add_row("held out", f"version {summary['version']:.0f}: {evaluation_text(summary)}")
@@ -238,7 +239,7 @@ def step_text(snapshot: RunSnapshot) -> str:
     parts = [f"step {snapshot.version} of {snapshot.last_step}", f"{duration(snapshot.elapsed_s)}"]
     if snapshot.rewards and snapshot.phase in TRAINED_PHASES:
         parts.append(f"reward {recent_mean(snapshot.rewards):.3f}")
-        parts.append(f"staleness {step.get('staleness_max', 0):.0f}")
+        parts.append(f"staleness {step.get('staleness_max') or 0:.0f}")
         parts.append(f"{speed:,.0f} tokens/s")
     elif step.get("loss") is not None:
         parts.append(f"loss {step['loss']:.4f}")
@@ -258,7 +259,7 @@ def evaluation_text(summary: dict[str, float | str | None]) -> str:
     figures = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     scores = [f"{one_line(name[6:])} {value:.3f}" for name, value in figures.items() if name.startswith("score/")]
     reward = f"reward {figures['reward_mean']:.3f}" if "reward_mean" in figures else "no reward"
-    return f"{reward} on {figures['num_prompts']:.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
+    return f"{reward} on {figures.get('num_prompts', 0):.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
 
 
 def recent_mean(values: tuple[float, ...], window: int = 5) -> float:
@@ -271,9 +272,9 @@ def sparkline(values: tuple[float, ...], width: int = 60) -> str:
     """Return a curve of block characters, at most `width` wide; several values share a column."""
     size = max(1, -(-len(values) // width))
     columns = [values[i : i + size] for i in range(0, len(values), size)]
-    means = [sum(column) / len(column) for column in columns]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    means = [mean for column in columns if math.isfinite(mean := sum(column) / len(column))]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if 0 < high - low < math.inf else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 

@@ -18,7 +18,6 @@ without a rollout or a teacher while there is another one, and fails without any
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import stat
@@ -177,7 +176,7 @@ class Supervisor:
             time.sleep(0.02)
         if model is not None and model.code != 0:
             raise ProcessFailedError(self._report(model))
-        address: str = json.loads(self.attempt.address.read_text())["address"]
+        address: str = self.attempt.read_address()["address"]
         self._port = address.rpartition(":")[2]
         return address
 
@@ -225,7 +224,7 @@ class Supervisor:
             raise ProcessFailedError(f"the controller was restarted and did not listen within {limit_s:.0f} s")
 
     def _watch_controller(self) -> None:
-        addresses = json.loads(self.attempt.address.read_text())
+        addresses = self.attempt.read_address()
         self._watch = TelemetrySubscriber(
             addresses["telemetry"], self.attempt.key(OBSERVER) if self.recipe.network.curve else None
         )

@@ -37,6 +37,10 @@ PART_REMEDIES: Final = {
 }
 
 
+_MEASURED: Final = ("prepare", "read", "unpack", "digest", "confirm")
+"""Parts of the `split` of a line, as the replica measured them."""
+
+
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     """Adoption of a version by one rank of one replica. Seconds; `unpack_s` and `digest_s` are part of `read_s`."""
 
@@ -98,6 +102,15 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     """A key of `PART_REMEDIES`."""
 
 
+class _Published(msgspec.Struct, frozen=True):
+    """Fields of a line `published`."""
+
+    time: float
+    version: int
+    publish_s: float
+    offer_s: float = 0.0
+
+
 def publication_timelines(lines: Iterable[Mapping[str, Any]], last: int = 0) -> list[PublicationTimeline]:
     """Return the publications in a run's metrics, oldest first; only the `last` ones are in memory, 0 for all.
 
@@ -106,23 +119,27 @@ def publication_timelines(lines: Iterable[Mapping[str, Any]], last: int = 0) -> 
             ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
             ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions without a
             ``published`` line are left out.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ArithmeticError, msgspec.ValidationError: a line lacks a field, or has one
+            of another type.
     """
-    published: dict[int, Mapping[str, Any]] = {}
+    published: dict[int, _Published] = {}
     adoptions: dict[int, list[Adoption]] = {}
     for line in lines:
         if line["kind"] == "published":
-            published[line["version"]] = line
+            published[line["version"]] = msgspec.convert(line, _Published)
             adoptions[line["version"]] = []
             if 0 < last < len(published):
                 oldest = next(iter(published))
                 del published[oldest], adoptions[oldest]
         elif line["kind"] == "adopted" and line["version"] in published:
-            adoptions[line["version"]].append(_adoption(line, published[line["version"]]["time"]))
+            adoptions[line["version"]].append(_adoption(line, published[line["version"]].time))
     return [
         PublicationTimeline(
             version=version,
-            publish_s=line["publish_s"],
-            offer_s=line.get("offer_s", 0.0),
+            publish_s=line.publish_s,
+            offer_s=line.offer_s,
             adoptions=tuple(adoptions[version]),
         )
         for version, line in published.items()
@@ -131,21 +148,19 @@ def publication_timelines(lines: Iterable[Mapping[str, Any]], last: int = 0) -> 
 
 def _adoption(line: Mapping[str, Any], published_at: float) -> Adoption:
     split = line["split"]
-    return Adoption(
-        replica=line["replica"],
-        end_s=max(0.0, line["time"] - published_at),
-        prepare_s=split.get("prepare_s", 0.0),
-        read_s=split.get("read_s", line["pull_s"]),
-        unpack_s=split.get("unpack_s", 0.0),
-        digest_s=split.get("digest_s", 0.0),
-        confirm_s=split.get("confirm_s", 0.0),
-        switch_s=line["pause_s"],
-        size_bytes=line["size_bytes"],
-        sent_bytes=line.get("sent_bytes", line["size_bytes"]),
-        transport=line["transport"],
-        lanes=tuple(line["lanes"]),
-        attested=line["attested"],
-    )
+    fields = {
+        "replica": line["replica"],
+        "end_s": max(0.0, line["time"] - published_at),
+        "read_s": line["pull_s"],
+        **{f"{part}_s": split[f"{part}_s"] for part in _MEASURED if f"{part}_s" in split},
+        "switch_s": line["pause_s"],
+        "size_bytes": line["size_bytes"],
+        "sent_bytes": line.get("sent_bytes", line["size_bytes"]),
+        "transport": line["transport"],
+        "lanes": line["lanes"],
+        "attested": line["attested"],
+    }
+    return msgspec.convert(fields, Adoption)
 
 
 def time_split(timelines: Sequence[PublicationTimeline]) -> TimeSplit | None:

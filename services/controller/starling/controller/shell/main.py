@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError, StarlingError
-from starling.common.files import write_whole
+from starling.common.files import CONTROLLER_FILES, check_own, write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
@@ -95,6 +95,7 @@ class Shell:
         self._settings, self._folder = settings, arguments.folder
         if not self._folder.is_dir():
             raise ConfigError(f"--dir {self._folder} is not a folder: create it, or give the folder of a run")
+        check_own(self._folder, CONTROLLER_FILES)
         makers = logger_makers(settings.logging.loggers, run_info(settings, arguments.folder))
         self._plan = settings.plan()
         self._journal = Journal(self._folder / JOURNAL, network_disk=settings.controller.network_disk)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import structlog
 
-from starling.common.files import parse_line
+from starling.common.files import parse_line, read_lines
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.telemetry import ReplicaView, RunSnapshot
 from starling.controller.core.explain import explain, pull_of, run_phase
@@ -26,6 +28,52 @@ MAX_CURVE_POINTS = 240
 """A curve that reaches this number of points is halved: pairs of points become their mean."""
 
 log = structlog.get_logger(__name__)
+
+
+class _Alarm(msgspec.Struct):
+    name: str
+
+
+class _StepFigures(msgspec.Struct):
+    """Fields of a line `step` that are read again, and shown."""
+
+    step: int
+    loss: float | None = None
+    reward_mean: float | None = None
+    sampled_reward_mean: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    filtered_share: float | None = None
+    alarms: list[_Alarm] = []
+
+
+class _EvaluationFigures(msgspec.Struct):
+    """Likewise of a line `evaluation`."""
+
+    version: int
+    num_prompts: int | None = None
+    reward_mean: float | None = None
+
+
+_FIGURES: Final = {"step": _StepFigures, "evaluation": _EvaluationFigures}
+
+
+def is_intact(kind: str, fields: dict[str, Any]) -> bool:
+    """Whether the fields of a line of metrics.jsonl have the types that were written: the file may be of others."""
+    if kind not in _FIGURES:
+        return True
+    try:
+        msgspec.convert(fields, _FIGURES[kind])
+        msgspec.msgpack.encode(fields)  # a number beyond 64 bits, half a surrogate pair, thousands of levels
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _scalars(fields: Mapping[str, Any]) -> dict[str, float | str | None]:
+    """Return the fields that a snapshot has: neither the alarms of a step nor the tasks of an evaluation."""
+    values = {name: float(value) if isinstance(value, bool) else value for name, value in fields.items()}
+    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float | str)}
 
 
 @dataclass
@@ -53,24 +101,21 @@ class MetricsHistory:
         before.
         """
         written: set[tuple[str, int]] = set()
-        if not path.exists():
-            return written
-        num_skipped = 0
-        with path.open("rb") as file:
-            if before is not None and before.size_bytes <= path.stat().st_size:
-                self._restore(before)
-                file.seek(before.size_bytes)
-            for line in file:
-                fields = parse_line(line) or {}
-                kind = fields.pop("kind", None)
-                if not isinstance(kind, str):
-                    num_skipped += 1  # cut off, or damaged by a power cut
-                    continue
-                if kind == "evaluation":
-                    written.add((kind, self.num_evaluations))
-                elif kind in ("step", "trained", "answered") and isinstance(step := fields.get("step"), int):
-                    written.add((kind, step))
-                self.note(kind, fields)
+        num_skipped = begin = 0
+        if before is not None and path.exists() and before.size_bytes <= path.stat().st_size:
+            self._restore(before)
+            begin = before.size_bytes
+        for line in read_lines(path, begin):
+            fields = parse_line(line) or {}
+            kind = fields.pop("kind", None)
+            if not isinstance(kind, str) or not is_intact(kind, fields):
+                num_skipped += 1  # cut off, or damaged by a power cut
+                continue
+            if kind == "evaluation":
+                written.add((kind, self.num_evaluations))
+            elif kind in ("step", "trained", "answered") and isinstance(step := fields.get("step"), int):
+                written.add((kind, step))
+            self.note(kind, fields)
         if num_skipped:
             log.warning("lines_skipped", file=str(path), lines=num_skipped)
         return written
@@ -78,11 +123,13 @@ class MetricsHistory:
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         """Add the fields of a metrics line of this kind."""
         if kind == "step":
-            self.step = {name: value for name, value in fields.items() if name != "alarms"}
-            if "reward_mean" in fields:  # with dynamic sampling the trained groups are selected by reward
-                self._add_reward(fields.get("sampled_reward_mean", fields["reward_mean"]))
+            self.step = _scalars(fields)
+            # With dynamic sampling the trained groups are selected by reward.
+            reward = fields.get("sampled_reward_mean", fields.get("reward_mean"))
+            if "reward_mean" in fields and reward is not None:
+                self._add_reward(reward)
         elif kind == "evaluation":
-            self.evaluations.append(fields)
+            self.evaluations.append(_scalars(fields))
             self.num_evaluations += 1
 
     def summary(self, size_bytes: int) -> MetricsSummary:

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from starling.common.errors import ConfigError, RestartError
+from starling.common.files import check_own
 
 VERSION: Final = 4
 """Version of the schema and of the encoding of the records."""
@@ -109,6 +110,14 @@ def check_schema(path: Path, db: sqlite3.Connection) -> None:
         raise ConfigError(
             f"{path} has the {kind} {foreign[1]!r:.200}, which no journal has; restore the journal, or begin a new run"
         )
+
+
+def check_place(path: Path) -> None:
+    """Raise ConfigError where a link or something else than a file is in the place of the journal or of its log.
+
+    SQLite follows links, and would write into the file that they lead to.
+    """
+    check_own(path.parent, [f"{path.name}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")])
 
 
 def lock_file(path: Path) -> int:

@@ -59,6 +59,7 @@ from starling.controller.core.records import (
 from starling.controller.shell.journal.database import (
     as_config_error,
     check_file,
+    check_place,
     check_schema,
     distrust,
     lock_file,
@@ -115,6 +116,7 @@ class Journal:
         self.path = path
         if not network_disk:
             check_file_system(path.parent)
+        check_place(path)
         self._lock = lock_file(path)
         try:
             with as_config_error(path):
@@ -360,6 +362,7 @@ def check_before_resume(path: Path) -> None:
 
     Any other fault of the file is the controller's to report, which has the records beside it.
     """
+    check_place(path)
     options = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     with suppress(sqlite3.Error):
         uri = f"{path.absolute().as_uri()}?mode=ro{options}"
@@ -371,6 +374,7 @@ def check_before_resume(path: Path) -> None:
 @contextmanager
 def _reading(path: Path, options: str = "") -> Iterator[sqlite3.Connection]:
     """Open the journal at `path` to read one state of it, also when its writer compacts it meanwhile."""
+    check_place(path)
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; give the path of the journal of a run")
     with as_config_error(path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
-from starling.common.files import parse_line
+from starling.common.files import parse_line, read_lines
 from starling.common.settings import nearest
 from starling.controller.settings import LoggingSettings
 from starling.controller.shell.loggers.custom import import_logger
@@ -21,6 +21,7 @@ from starling.controller.shell.loggers.logger_thread import LogEntry, LoggerThre
 from starling.controller.shell.loggers.tensorboard import TensorboardLogger
 from starling.controller.shell.loggers.trackio import TrackioLogger
 from starling.controller.shell.loggers.wandb import WandbLogger
+from starling.controller.shell.status import is_intact
 
 MARKS: Final = "logged"
 """Folder, in the run's folder, of a file for each logger with the last step that it took."""
@@ -69,12 +70,12 @@ class PastSteps:
         begin = self.summed_up if step >= self.version else 0
         if self.size_bytes <= begin:
             return
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            while begin < self.size_bytes and (line := file.readline()):
-                begin += len(line)
-                if _STEP in line[:_KIND_WITHIN] and (entry := _entry_of(line)) is not None and entry.step > step:
-                    yield entry
+        for line in read_lines(self.path, begin):
+            begin += len(line)
+            if _STEP in line[:_KIND_WITHIN] and (entry := _entry_of(line)) is not None and entry.step > step:
+                yield entry
+            if begin >= self.size_bytes:
+                return
 
 
 class LoggerFanout:
@@ -138,9 +139,9 @@ def step_metrics(fields: Mapping[str, Any]) -> dict[str, float]:
 def _entry_of(line: bytes) -> LogEntry | None:
     """Return the step of a line of metrics.jsonl; None for another kind, and for a line that a crash has damaged."""
     fields = parse_line(line) or {}
-    if fields.get("kind") != "step" or not isinstance(step := fields.get("step"), int):
+    if fields.get("kind") != "step" or not is_intact("step", fields):
         return None
-    return LogEntry(step, step_metrics(fields))
+    return LogEntry(fields["step"], step_metrics(fields))
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:

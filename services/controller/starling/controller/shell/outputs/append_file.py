@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from starling.common.files import complete_size
+from starling.common.files import complete_size, open_own
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +76,7 @@ class AppendFile:
 
     def _open(self) -> None:
         """Open the file, without the incomplete line that a crash left at its end: the next line would continue it."""
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        file = open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             size, complete = os.fstat(file).st_size, complete_size(file)
             if complete < size:

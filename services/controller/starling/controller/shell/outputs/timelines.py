@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from starling.common.files import open_own
 from starling.weightsync.costs.timeline import chrome_trace, publication_timelines
 
 log = structlog.get_logger(__name__)
@@ -35,6 +37,7 @@ class Timelines:
             path = self._folder / f"version-{measured.version:06d}.json"
             try:
                 self._folder.mkdir(exist_ok=True)
-                path.write_text(json.dumps(chrome_trace(measured)))
+                with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+                    file.write(json.dumps(chrome_trace(measured)))
             except OSError as error:  # mostly a full disk; a run does not fail for want of a trace
                 log.warning("timeline_lost", file=str(path), reason=error.strerror)

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from starling.common.errors import StarlingError
-from starling.common.files import sync_folder, write_whole
+from starling.common.files import open_own, sync_folder, write_whole
 from starling.controller.core.records import StoredGroup
 from starling.controller.data.trajectories import (
     FOLDER,
@@ -128,7 +128,7 @@ class TrajectoryWriter:
 
 def _write_through(path: Path, content: bytes, flag: int) -> None:
     """Write `content` durably."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag, 0o644)
+    descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | flag)
     try:
         view = memoryview(content)
         while view:

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from starling.common.errors import ConfigError
+from starling.common.files import open_regular
 from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, Up, WeightsPublished
 from starling.controller.core.events import (
     Buffers,
@@ -251,7 +252,7 @@ def _decoded(bodies: Iterator[bytes]) -> Iterator[Frame]:
 def _bodies(source: RecordingPath) -> Iterator[bytes]:
     """Yield the bodies of the complete frames. Raises ConfigError."""
     try:
-        with source.open("rb") as file:
+        with open_regular(source) if isinstance(source, Path) else source.open("rb") as file:
             line = file.readline(len(MAGIC) + 8)
             if line != FIRST_LINE:
                 version = line[len(MAGIC) :].strip().decode(errors="replace")

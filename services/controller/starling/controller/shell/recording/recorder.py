@@ -6,6 +6,7 @@ A full disk, the size limit or any other problem ends the recording, never the c
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from starling.common.files import open_own
 from starling.common.wire.messages import Prompt
 from starling.controller.core.events import Event, Prompts, Ticked
 from starling.controller.core.plan import RunPlan
@@ -83,7 +85,7 @@ class Recorder:
             run=run, incarnation=incarnation, plan=plan.to_fields(), held_out=tuple(held_out), num_before=len(past)
         )
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = io.FileIO(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
         except OSError as error:
             self._stop(f"cannot open {path}: {error.strerror}")
         self._add(header)
