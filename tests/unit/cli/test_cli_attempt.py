@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from starling.cli.recipe.schema import Recipe
 from starling.cli.run.attempt import Attempt, read_metrics
 from starling.cli.run.supervisor import START_S, start_limit_s
 from starling.common.errors import ConfigError
+from starling.common.settings import load
 
 
 def attempts(folder: Path, run: str, *numbers: int) -> Path:
@@ -96,3 +98,60 @@ def test_start_limit_grows_with_what_the_controller_reads(tmp_path: Path) -> Non
         with file.open("wb") as sparse:
             sparse.truncate(num_bytes)
     assert start_limit_s(attempt) > START_S + 6000
+
+
+PREPARED = {
+    "run": {"name": "mine"},
+    "data": {"source": "p.jsonl", "format": "{question}"},
+    "reward": {"scorers": [{"name": "math"}]},
+    "rl": {"num_steps": 7},
+}
+
+
+@pytest.fixture(params=["folder", "scratch"])
+def prepared(request: pytest.FixtureRequest, tmp_path: Path) -> Attempt:
+    """Return an attempt with its keys, recipe and configuration, of a model in a folder or from scratch."""
+    model = {"path": "m"} if request.param == "folder" else {"scratch": {"config": {"hidden_size": 8}}}
+    recipe = Recipe.model_validate({**PREPARED, "model": model})
+    attempt = Attempt.create_at(tmp_path / "attempt-1")
+    attempt.prepare(recipe, ["policy-0"])
+    return attempt
+
+
+def prepare_again(attempt: Attempt) -> None:
+    attempt.prepare(load(Recipe, [attempt.recipe], []), ["policy-0"])
+
+
+def test_unedited_attempt_is_prepared_again(prepared: Attempt) -> None:
+    before = prepared.config.read_bytes()
+    prepare_again(prepared)
+    assert prepared.config.read_bytes() == before
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "config.toml"])
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("num_steps = 7", "num_steps = 8", "rl.num_steps"),
+        ("max_rows = ", "max_rows = 1", "rollout.max_rows"),
+        ('name = "math"', 'name = "gsm8k"', "reward.scorers"),
+        ("num_steps = 7\n", "", "rl.num_steps"),
+    ],
+)
+def test_edit_of_one_file_of_an_attempt_is_refused(name: str, old: str, new: str, key: str, prepared: Attempt) -> None:
+    """Services read config.toml and the supervisor recipe.toml: an edit of one took effect in a part of the run."""
+    edit(prepared.folder / name, old, new)
+    with pytest.raises(ConfigError, match=rf"{key} = .*: one of them was edited since the run began; undo that, or ed"):
+        prepare_again(prepared)
+
+
+def test_same_edit_of_both_files_is_taken(prepared: Attempt) -> None:
+    for file in (prepared.recipe, prepared.config):
+        edit(file, "num_steps = 7", "num_steps = 8")
+    prepare_again(prepared)

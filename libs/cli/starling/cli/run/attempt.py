@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,13 +133,39 @@ class Attempt:
                 raise ConfigError(f"{folder} is not a folder; move it away, and start again")
 
     def prepare(self, recipe: Recipe, names: list[str]) -> None:
-        """Write keys, recipe and configuration for the processes `names`, unless they exist."""
+        """Write keys, recipe and configuration for the processes `names`, unless they exist.
+
+        Raises ConfigError when recipe and configuration of a run that is resumed differ.
+        """
         if not (self.folder / "keys" / ALLOWED).exists():
             # Replace the keys of an interrupted start.
             make_keys(self.folder / "keys", [*names, OBSERVER, OPERATOR], replace=True)
         if not self.config.exists():
             write_whole(self.recipe, complete_toml(to_toml(recipe)))
             write_whole(self.config, complete_toml(to_toml(resolved(recipe, self.folder))))
+        else:
+            self._check_unedited()
+
+    def _check_unedited(self) -> None:
+        """Raise ConfigError when one of recipe.toml, which the supervisor reads, and config.toml was edited.
+
+        They were written with the same settings, but for those that `resolved` changes; so the files are compared as
+        they are, and may be of an older version.
+        """
+        recipe, config = _leaves(read_toml(self.recipe)), _leaves(read_toml(self.config))
+        ours = (
+            "run.id",
+            *(("model.", "policy.init") if any(key.startswith("model.scratch.") for key in recipe) else ()),
+        )
+        keys = sorted(key for key in {*recipe, *config} if not key.startswith(ours))
+        for key in keys:
+            if recipe.get(key) != config.get(key):
+                shown = [f"{key} = {found[key]!r:.100}" if key in found else f"no {key}" for found in (recipe, config)]
+                raise ConfigError(
+                    f"{self.recipe} has {shown[0]}, and {self.config} has {shown[1]}: one of them was edited since the "
+                    "run began; undo that, or edit both alike to resume with the change (`starling run RECIPE.toml "
+                    f"--from {self.folder}` begins a new run from its states)"
+                )
 
     def acquire(self) -> int:
         """Lock the attempt for this process. Returns the descriptor that holds the lock.
@@ -255,6 +281,14 @@ def attempts_in(parent: Path) -> list[Path]:
 def newest_attempt(folder: Path) -> Path:
     """Return the newest attempt in the folder of a run; any other folder itself."""
     return max(attempts_in(folder), key=_number, default=folder)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a tree of TOML by their keys, such as ``rl.num_steps``; empty tables have none."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def _number(attempt: Path) -> int:
