@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from starling.common.net.keyring import make_keys
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.view import view_of
 
@@ -38,3 +39,40 @@ def test_folder_of_run_in_a_package_is_hidden(tmp_path: Path, monkeypatch: pytes
     assert {package / "tools.py", package / "words.txt", package / "other"} <= set(shown)
     hidden = (keys, keys / "allowed.json", keys.parent, keys.parent / "journal.sqlite")
     assert [one for one in hidden if not {one, *one.parents}.isdisjoint(shown)] == []
+
+
+@pytest.mark.parametrize("name", ["rollout-1.json", "mine.key"])
+def test_single_key_file_in_a_package_is_hidden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica on another machine needs only its own key file, which may be beside the code."""
+    monkeypatch.chdir(tmp_path)
+    make_keys(tmp_path / "keys", ["rollout-1"])
+    package = tmp_path / "project"
+    (package / "secrets").mkdir(parents=True)
+    key = package / "secrets" / name
+    (tmp_path / "keys" / "rollout-1.json").rename(key)
+    (package / "link.json").symlink_to(key)
+    (package / "hard.json").hardlink_to(key)
+    for file in (package / "tools.py", package / "words.json", package / "secrets" / "words.json"):
+        file.write_text('{"secret": 1}')
+        file.chmod(0o600)
+    view = view_of(SandboxNeeds(), ["project/tools.py:reward"])
+    shown = {Path(entry.source) for entry in view.entries}
+    assert {package / "tools.py", package / "words.json", package / "secrets" / "words.json"} <= shown
+    hidden = (key, package / "link.json", package / "hard.json")
+    assert [one for one in hidden if not {one, *one.parents}.isdisjoint(shown)] == []
+
+
+def test_link_out_of_a_package_shows_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside something hidden, each entry of a package is shown by itself: links led to folders of others."""
+    monkeypatch.chdir(tmp_path)
+    make_keys(tmp_path / "keys", ["rollout-1"])
+    package = tmp_path / "project"
+    (package / "run").mkdir(parents=True)
+    (package / "run" / "journal.sqlite").touch()
+    (package / "tools.py").touch()
+    (package / "out").symlink_to(tmp_path / "keys")
+    (package / "key.json").symlink_to(tmp_path / "keys" / "rollout-1.json")
+    view = view_of(SandboxNeeds(), ["project/tools.py:reward"])
+    shown = {Path(entry.source) for entry in view.entries}
+    assert package / "tools.py" in shown
+    assert not any(path.is_relative_to(tmp_path / "keys") for path in shown)

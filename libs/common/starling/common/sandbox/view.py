@@ -2,12 +2,13 @@
 
 A folder that holds user code is not shown as it is, since it may also hold the run's folder with its keys: of the
 working folder, of the folders of named files and of other places where Python finds modules, only modules and packages
-are visible, and no folder of a run within a package. Data must be declared (`SandboxNeeds.paths`).
+are visible, and within a package no folder of a run and no key file. Data must be declared (`SandboxNeeds.paths`).
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ _LINKS: Final = (("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"),
 _SUFFIXES: Final = (".py", ".pyc", ".so", ".pyd", ".pyi", ".typed")
 _OF_RUNS: Final = frozenset(("journal.sqlite", "allowed.json"))
 """Files of the folder of a run, and of that of its keys."""
+_KEY_FIELDS: Final = ("secret", "controller_public")
+"""Fields of a key file (`starling.common.net.curve.KeyFile`)."""
+_KEY_BYTES: Final = 4096
+"""Limit on the size of a key file; one has 250 bytes."""
 TMP_BYTES: Final = 1 << 30
 
 Kind = Literal["read_only", "writable", "device", "tmpfs", "link", "proc"]
@@ -151,19 +156,46 @@ def _add_code(view: View, place: str) -> None:
     with os.scandir(place) as found:
         for entry in sorted(found, key=lambda entry: entry.name):
             if os.path.isdir(entry.path) and _is_package(entry.path, entry.name):
-                _show_without(view, entry.path, _folders_of_runs(entry.path))
+                _show_without(view, entry.path, _of_runs(entry.path), os.path.realpath(entry.path))
             elif os.path.isfile(entry.path) and entry.name.endswith(_SUFFIXES):
                 view.show(entry.path)
 
 
-def _folders_of_runs(path: str) -> set[str]:
-    """Return the folders of runs and of keys in a package, where a recipe or a user has put them."""
-    return {folder for folder, _, names in os.walk(os.path.realpath(path)) if not _OF_RUNS.isdisjoint(names)}
+def _of_runs(path: str) -> set[str]:
+    """Return the folders of runs and of keys in a package, and single key files, where a recipe or a user has put them.
+
+    A replica on another machine needs its own key only, so that file may be anywhere.
+    """
+    hidden = set()
+    for folder, _, names in os.walk(os.path.realpath(path)):
+        if not _OF_RUNS.isdisjoint(names):
+            hidden.add(folder)
+        else:
+            hidden.update(file for file in (os.path.join(folder, name) for name in names) if _is_key(file))
+    return hidden
 
 
-def _show_without(view: View, path: str, hidden: set[str]) -> None:
-    """Show a folder without those in `hidden`, which are no links, or a file."""
+def _is_key(path: str) -> bool:
+    """Return whether a file is a key as `starling keys` makes it. It is one only with mode 0600: else it is refused."""
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or not 0 < found.st_size <= _KEY_BYTES:
+            return False
+        with open(path, "rb") as file:
+            content = file.read(_KEY_BYTES)
+    except OSError:  # the code inside cannot read it either, or it has gone
+        return False
+    return all(f'"{name}"'.encode() in content for name in _KEY_FIELDS)
+
+
+def _show_without(view: View, path: str, hidden: set[str], package: str) -> None:
+    """Show a folder without the folders and files in `hidden`, which are no links, or a file.
+
+    A link leads nowhere inside when it leads out of the package, as in one that is shown as a whole.
+    """
     real = os.path.realpath(path)
+    if not f"{real}{os.sep}".startswith(f"{package}{os.sep}"):
+        return
     if not any(f"{folder}{os.sep}".startswith(f"{real}{os.sep}") for folder in hidden):
         if not any(f"{real}{os.sep}".startswith(f"{folder}{os.sep}") for folder in hidden):  # a link into one
             view.show(path)
@@ -172,7 +204,7 @@ def _show_without(view: View, path: str, hidden: set[str]) -> None:
         return
     with os.scandir(path) as found:
         for entry in sorted(found, key=lambda entry: entry.name):
-            _show_without(view, entry.path, hidden)
+            _show_without(view, entry.path, hidden, package)
 
 
 def _is_package(path: str, name: str) -> bool:
