@@ -13,9 +13,10 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
-from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.processes import descendants, kill_all, remove_tree
@@ -27,6 +28,9 @@ _FILE_BYTES: Final = 1 << 30
 _NUM_FILES: Final = 1024
 _MOST_DESCRIPTORS: Final = 8
 _TMP_OPTIONS: Final = f"mode=1777,size={1 << 30}"
+_COPIED_BYTES: Final = 4 << 20
+"""Limit on what a session copies of the files of imports. It is memory, and many sessions run at once."""
+_BLOCK_BYTES: Final = 4096
 _of_view: Final = set[str]()
 """Names below `/tmp` that the view shows, as `settle` finds them before anything of a user runs."""
 
@@ -128,7 +132,8 @@ class Sessions:
         serve: serves a session with its descriptors, in its own process, which ends when this returns.
         leave: closes what a process must not have of the payload's; called in each of them before all else.
         network: keep the sandbox's network.
-        shows_imports: with namespaces, let sessions share what is in `/tmp` now: what imported modules have left there.
+        shows_imports: with namespaces, give each session what is in `/tmp` now, what imported modules have left there:
+            a copy, or beyond `_COPIED_BYTES` all that read-only.
     """
 
     def __init__(
@@ -145,8 +150,8 @@ class Sessions:
         if mechanism in ("bubblewrap", "namespaces"):
             with contextlib.suppress(OSError):  # without /proc, as in some containers
                 self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        left = os.listdir("/tmp") if shows_imports and self._own_pids >= 0 else ()
-        self._below_tmp = sorted(_of_view.union(left))
+        left = set(os.listdir("/tmp")) - _of_view if shows_imports and self._own_pids >= 0 else set[str]()
+        self._in_tmp = _InTmp(sorted(_of_view), sorted(left), is_copied=_is_small(left))
         self._folders: dict[int, str] = {}
         """Folder for the temporary files of each session, by the id of its process; empty with namespaces."""
         self._ahead: tuple[int, socket.socket] | None = None
@@ -209,7 +214,7 @@ class Sessions:
 
     def _run_session(self, line: socket.socket, parent: int, *, isolated: bool) -> None:
         try:
-            _enter_session(parent, self._mechanism, self._below_tmp, isolated=isolated, network=self._network)
+            _enter_session(parent, self._mechanism, self._in_tmp, isolated=isolated, network=self._network)
             if isolated:
                 _leave_to_child()
         except Exception as error:  # noqa: BLE001 - the edge of a process
@@ -262,14 +267,14 @@ class Sessions:
                 os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _enter_session(parent: int, mechanism: str, below_tmp: Sequence[str], *, isolated: bool, network: bool) -> None:
-    """Isolate this process, which `parent` has just forked, with the names `below_tmp` in its `/tmp`."""
+def _enter_session(parent: int, mechanism: str, in_tmp: _InTmp, *, isolated: bool, network: bool) -> None:
+    """Isolate this process, which `parent` has just forked."""
     os.setsid()
     if isolated:
         syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | (0 if network else syscalls.CLONE_NEWNET))
         if not network:
             syscalls.bring_loopback_up()
-        _make_private_folders(below_tmp)
+        _make_private_folders(in_tmp)
     else:
         syscalls.adopt_orphans()
     if mechanism == "landlock":
@@ -278,6 +283,46 @@ def _enter_session(parent: int, mechanism: str, below_tmp: Sequence[str], *, iso
     syscalls.die_with_parent()
     if not isolated and os.getppid() != parent:  # it ended before the prctl; with namespaces all end with it
         os._exit(0)
+
+
+class _InTmp(NamedTuple):
+    """Names in the `/tmp` of the payload that a session has in its own."""
+
+    of_view: Sequence[str]
+    of_imports: Sequence[str]
+    """Left by modules that were imported."""
+    is_copied: bool
+    """Whether each session has a copy of the latter; else they are read-only."""
+
+
+def _is_small(names: Iterable[str]) -> bool:
+    """Return whether what has these names in `/tmp` is small enough for a copy in each session."""
+    total, pending = 0, [f"/tmp/{name}" for name in names]
+    while pending and total <= _COPIED_BYTES:
+        path = pending.pop()
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            total += max(_BLOCK_BYTES, found.st_size)
+            if stat.S_ISDIR(found.st_mode):
+                pending += [f"{path}/{name}" for name in os.listdir(path)]
+    return total <= _COPIED_BYTES
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file, a link, or a folder with what is in it; sockets, FIFOs and what has been removed are left out."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(source)
+        if stat.S_ISLNK(found.st_mode):
+            os.symlink(os.readlink(source), target)
+        elif stat.S_ISDIR(found.st_mode):
+            os.mkdir(target)
+            for name in os.listdir(source):
+                _copy(f"{source}/{name}", f"{target}/{name}")
+            os.chmod(target, stat.S_IMODE(found.st_mode))
+        elif stat.S_ISREG(found.st_mode):
+            with open(source, "rb") as file, open(target, "xb") as copy:
+                copy.write(file.read(_COPIED_BYTES))
+                os.chmod(copy.fileno(), stat.S_IMODE(found.st_mode))
 
 
 def _make_temporary_folder() -> str:
@@ -312,10 +357,10 @@ def _leave_to_child() -> None:
     os._exit(0)
 
 
-def _make_private_folders(below_tmp: Sequence[str]) -> None:
+def _make_private_folders(in_tmp: _InTmp) -> None:
     """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees; nothing in `/proc` can be written.
 
-    Of the `/tmp` of all sessions, `below_tmp` is seen. Nothing can be added to the folders that the view consists of.
+    Nothing can be added to the folders that the view consists of.
     """
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     plain = syscalls.MS_NOSUID | syscalls.MS_NODEV
@@ -326,10 +371,15 @@ def _make_private_folders(below_tmp: Sequence[str]) -> None:
         return
     device = os.stat("/tmp").st_dev
     shown = list[tuple[str, int]]()
-    for name in below_tmp:
+    for name in (*in_tmp.of_view, *(() if in_tmp.is_copied else in_tmp.of_imports)):
         with contextlib.suppress(OSError):  # removed meanwhile, or a link that leads nowhere
             shown.append((name, os.open(f"/tmp/{name}", os.O_PATH | os.O_CLOEXEC)))
+    shared = os.open("/tmp", os.O_PATH | os.O_CLOEXEC)
     syscalls.mount("tmpfs", "/tmp", "tmpfs", plain, _TMP_OPTIONS)
+    if in_tmp.is_copied:
+        for name in in_tmp.of_imports:
+            _copy(f"/proc/self/fd/{shared}/{name}", f"/tmp/{name}")
+    os.close(shared)
     for name, descriptor in shown:
         source, target = f"/proc/self/fd/{descriptor}", f"/tmp/{name}"
         if os.path.isdir(source):
@@ -337,7 +387,7 @@ def _make_private_folders(below_tmp: Sequence[str]) -> None:
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
         syscalls.mount(source, target, None, syscalls.MS_BIND | syscalls.MS_REC)
-        if name in _of_view and os.stat(source).st_dev == device:  # else a mount, and writable if that is declared
+        if os.stat(source).st_dev == device:  # else a mount, and writable if that is declared
             syscalls.make_read_only_alone(target)
         os.close(descriptor)
     syscalls.mount("tmpfs", "/dev/shm", "tmpfs", plain, _TMP_OPTIONS)
