@@ -24,7 +24,8 @@ import pytest
 import structlog
 
 from starling.common.errors import ConfigError
-from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of, report
+from starling.common.sandbox import syscalls
+from starling.common.sandbox.launch import MECHANISMS, Mechanism, Sandboxing, choose, problem_of, report
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.syscalls import landlock_version
 from starling.rollout.env.base import AgentTask
@@ -91,8 +92,9 @@ SINCE_LANDLOCK: dict[str, int] = {
 
 def held(title: str) -> Any:
     """Parametrise a test by the levels that hold off the attempt."""
-    has_landlock = landlock_version() >= SINCE_LANDLOCK.get(title, 1)
-    levels = [level for level in HOLDS[title] if level != "landlock" or has_landlock]
+    since = SINCE_LANDLOCK.get(title, 1)
+    skip = pytest.mark.skipif(landlock_version() < since, reason=f"it needs version {since} of Landlock")
+    levels = [pytest.param(level, marks=skip if level == "landlock" else ()) for level in HOLDS[title]]
     return pytest.mark.parametrize("hostile", levels, indirect=True)
 
 
@@ -503,6 +505,30 @@ def test_sandbox_whose_user_is_root_is_reported(tmp_path: Path, monkeypatch: pyt
         report(sandboxing, "tool")
     assert [line["event"] for line in logged] == ["sandbox", "sandbox_weak"]
     assert f"for whom {tmp_path / 'closed'} cannot be read" in logged[1]["missing"]
+
+
+@pytest.mark.parametrize(
+    ("version", "gaps"),
+    [
+        (7, ""),
+        (5, "version 5 of Landlock, which limits no signal and no abstract socket (Linux 6.12 does)"),
+        (
+            3,
+            "3 of Landlock, which limits no TCP connection (Linux 6.7 does) and no signal and no abstract socket (",
+        ),
+    ],
+)
+def test_level_of_an_old_landlock_is_reported_with_its_gaps(
+    version: int, gaps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(syscalls, "landlock_version", lambda: version)
+    with structlog.testing.capture_logs() as logged:
+        report(Sandboxing("landlock", "no namespaces here"), "tool")
+    (line,) = logged
+    assert line["event"] == "sandbox_weak"
+    assert line["missing"].startswith("no namespaces here")
+    assert gaps in line["missing"]
+    assert ("Landlock" in line["missing"]) == bool(gaps)
 
 
 @held("It gains privileges")

@@ -49,6 +49,11 @@ _START_S: Final = 20.0
 _KILLED_S: Final = 5.0
 _PRINTED_S: Final = 1.0
 """How long the last lines of a killed process may take to be logged."""
+_SINCE_LANDLOCK: Final = {
+    4: "TCP connection (Linux 6.7 does)",
+    6: "signal and no abstract socket (Linux 6.12 does)",
+}
+"""What the level `landlock` holds off from a version of Landlock on."""
 _GPU_VARIABLES: Final = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_")
 _ROOT: Final = str(Path(__file__).resolve().parents[3])
 
@@ -103,10 +108,18 @@ def report(sandboxing: Sandboxing, what: str) -> None:
                 f"another user than root, for whom {closed} cannot be read (`chmod -R o+rX` it): root owns the code's "
                 "processes, so that their number is not limited"
             )
+    if sandboxing.mechanism == "landlock" and (gaps := landlock_gaps(syscalls.landlock_version())):
+        missing = f"{missing}; {gaps}" if missing else gaps
     if missing or not sandboxing.isolates:
         log.warning("sandbox_weak", of=what, mechanism=sandboxing.mechanism, missing=missing)
     else:
         log.info("sandbox", of=what, mechanism=sandboxing.mechanism)
+
+
+def landlock_gaps(version: int) -> str:
+    """Return what the level `landlock` does not hold off with a version of Landlock, and which kernel does."""
+    gaps = [what for first, what in _SINCE_LANDLOCK.items() if version < first]
+    return f"this kernel has version {version} of Landlock, which limits no {' and no '.join(gaps)}" if gaps else ""
 
 
 @cache
