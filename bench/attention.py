@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,9 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import attention
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "policy"))
-from peak_memory import PeakMemory
+from starling.policy.train.memory.peak import PeakMemory
 
 BENCH = "attention"
 HEADS, SIZE = 4, 32

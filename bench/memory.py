@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,11 +28,9 @@ from torch import Tensor
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
+from starling.policy.train.memory.peak import PeakMemory
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, trained_logits
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "policy"))
-from peak_memory import PeakMemory
 
 BENCH = "memory"
 GOAL = 1.3

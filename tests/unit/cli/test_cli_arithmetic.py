@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,22 @@ def test_dry_run_names_trained_and_published_weights(tmp_path: Path) -> None:
     lines = dry_run("lora.toml", "--model.path", str(small_model(tmp_path)), "--model.lora.modules-to-save", '["norm"]')
     assert "trained: LoRA adapters of rank 16 and alpha 32, targets all-linear, and norm whole" in lines
     assert lines[-1] == "weight sync: the adapters alone to each of 2 rollouts, after every step"
+
+
+def test_dry_run_says_how_much_memory_the_policy_takes() -> None:
+    flags = ("--policy.memory.checkpointing", "full", "--model.device", "cpu")
+    lines = dry_run("quickstart.toml", *flags, "--policy.tokens-per-microbatch", "4096")
+    at = next(number for number, line in enumerate(lines) if line.startswith("memory of the policy: "))
+    peak, always, activations, following = lines[at : at + 4]
+    found = re.fullmatch(
+        r"memory of the policy: about (\d+\.?\d*) MiB of cpu at its peak, in microbatches of 4,096 tokens", peak
+    )
+    assert found
+    assert 4.54 < float(found[1]) < 60
+    assert always == "always: 4.54 MiB = 1.13 MiB of weights + 1.13 MiB of gradients + 2.27 MiB of the optimizer"
+    assert activations.startswith("activations: 3.5 MiB of 2 blocks (checkpointing = full), and up to ")
+    assert following.startswith("weight sync: ")
+    assert not any(line.startswith("memory") for line in dry_run("quickstart.toml", "--run.kind", "generate"))
 
 
 def small_model(folder: Path) -> Path:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peak_memory import PeakMemory
 from structlog.testing import capture_logs
 from torch import Tensor
 
@@ -17,7 +16,9 @@ from starling.policy.settings.memory import MemorySettings
 from starling.policy.train.loss.logprobs import head_logprobs
 from starling.policy.train.memory.blocks import compile_blocks, find_blocks
 from starling.policy.train.memory.offload import offload_activations
+from starling.policy.train.memory.peak import PeakMemory
 from starling.policy.train.memory.setup import apply_memory_settings
+from starling.policy.train.model.attention import layout_of
 from starling.policy.train.model.lm_head import LmHead, LogitTransform
 from starling.policy.train.model.load import version_tensors
 
@@ -26,10 +27,10 @@ torch.set_num_threads(1)
 IDS = torch.arange(60).view(2, 30) % 31
 
 
-def train(model: Any) -> dict[str, Tensor]:
+def train(model: Any, ids: Tensor = IDS) -> dict[str, Tensor]:
     """Return the gradients of a loss of all logits."""
     model.zero_grad(set_to_none=True)
-    logits = model(input_ids=IDS, use_cache=False).logits
+    logits = model(input_ids=ids, use_cache=False).logits
     (logits.float() * torch.linspace(-1.0, 1.0, logits.shape[-1])).tanh().sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -57,6 +58,13 @@ def test_checkpointing_keeps_gradients_and_names(
     assert version_tensors(model).keys() == version_tensors(plain).keys()
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert not model.training
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_checkpointing_keeps_shared_prefixes(tiny: Callable[..., Any], checkpointing: Any) -> None:
+    model = tiny()
+    apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
+    assert layout_of(model) == "forest"
 
 
 def test_checkpointing_reduces_peak_memory(tiny: Callable[..., Any]) -> None:
@@ -152,6 +160,26 @@ def test_offload_activations_moves_each_once_and_no_weights() -> None:
     assert torch.equal(model.parts[0].weight.grad, torch.ones(4, 50) @ (inputs * 2.0))
 
 
+class Views(torch.nn.Module):
+    """Three products that save views of one activation."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs * 2.0
+        return (hidden * hidden.t()).sum() + (hidden.view(-1)[None] @ hidden.view(-1)[:, None]).sum()
+
+
+def test_offload_activations_moves_views_of_one_memory_once() -> None:
+    expected, found = (torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    model = Views()
+    model(expected.requires_grad_()).backward()
+    offload_activations(model, min_bytes=0, device_types={"cpu"})
+    with PeakMemory() as memory:
+        output = model(found.requires_grad_())
+        assert memory.held_bytes == output.nbytes + found.nbytes
+    output.backward()
+    assert torch.equal(found.grad, expected.grad)
+
+
 def test_offload_activations_keeps_small_ones() -> None:
     model, inputs = Projections(), torch.randn(50, 16)
     offload_activations(model, min_bytes=inputs.nbytes + 1, device_types={"cpu"})
@@ -172,17 +200,20 @@ def test_offload_activations_on_cpu_warns(tiny: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_compile_blocks_compiles_once(tiny: Callable[..., Any], checkpointing: Any) -> None:
+def test_compiled_blocks_share_code_for_all_sizes(tiny: Callable[..., Any], checkpointing: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, plain = tiny(num_hidden_layers=3), tiny(num_hidden_layers=3)
     apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
     compile_blocks(model, backend="aot_eager")
-    found = train(model)
-    for name, expected in train(plain).items():
-        assert (found[name] - expected).norm() <= 2e-6 * expected.norm(), name
+    counts = []
+    for ids in (IDS, IDS[:, :17], IDS[:, :24]):
+        found = train(model, ids)
+        for name, expected in train(plain, ids).items():
+            assert (found[name] - expected).norm() <= 2e-6 * expected.norm(), name
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] == counts[1] == counts[2] <= 4  # before and after the attention, with a break in between
     assert version_tensors(model).keys() == version_tensors(plain).keys()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_find_blocks_returns_largest_list() -> None:

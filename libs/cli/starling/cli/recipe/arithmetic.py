@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from starling.algo.algorithm import defaults
 from starling.algo.staleness import num_slots
 from starling.cli.model.scratch import model_folder
 from starling.cli.recipe.schema import Recipe
 from starling.common.counts import counted
+from starling.common.errors import ConfigError
+from starling.common.ids import TrainerKind
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -22,7 +25,8 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         ConfigError: there is no such algorithm or option of it, or no such model.
     """
     if not recipe.kind.trains:
-        return [*_answering(recipe), f"model: {_size(recipe)}, in {_each(recipe.launch.num_rollouts, 'instance')}"]
+        size, _ = _size_and_memory(recipe)
+        return [*_answering(recipe), f"model: {size}, in {_each(recipe.launch.num_rollouts, 'instance')}"]
     lines = []
     steps, what, kind = recipe.examples, "example", "supervised"
     if recipe.kind.learns_from_pairs:
@@ -45,7 +49,8 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
     if recipe.kind.objective == "reward_model":
         lines.append(_optimizer_line(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
-    size = _size(recipe)
+    size, memory = _size_and_memory(recipe)
+    lines += memory
     travels = recipe.generates
     if recipe.model.lora is not None or not travels:
         lines.append(f"model: {size}")
@@ -63,11 +68,6 @@ def _product(result: str, **factors: int) -> str:
 
 def _each(num: int, noun: str) -> str:
     return f"each of {counted(num, noun)}" if num > 1 else counted(num, noun)
-
-
-def _size(recipe: Recipe) -> str:
-    parameters, item_bytes = _num_parameters(recipe), ITEM_BYTES[recipe.model.dtype]
-    return f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
 
 
 def _answering(recipe: Recipe) -> list[str]:
@@ -158,10 +158,10 @@ def _trained(recipe: Recipe) -> str:
     return f"trained: all parameters but {', '.join(frozen)}" if frozen else "trained: all parameters"
 
 
-def _num_parameters(recipe: Recipe) -> int:
-    """Count the parameters of the recipe's model without allocating them, and check the policy's settings against it.
+def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
+    """Return the size of the recipe's model in words, and lines on the memory of its policy.
 
-    Raises ConfigError, as the policy does.
+    Nothing is allocated. The policy's settings are checked against the model. Raises ConfigError, as the policy does.
     """
     # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.fit import check_fit
@@ -170,17 +170,35 @@ def _num_parameters(recipe: Recipe) -> int:
     from starling.weightsync.tensors.adapters import add_adapters
 
     trainer, lora = recipe.kind.trainer, recipe.model.lora
+    scores = trainer == "reward_model"
     with model_folder(recipe.model.path, recipe.model.scratch) as folder:
-        model = outline(folder, trust_remote_code=recipe.model.trust_remote_code, scores=trainer == "reward_model")
-    num: int = model.num_parameters()
-    if trainer is not None:
-        if lora is not None:
-            add_adapters(model, lora, seed=recipe.run.seed)
-            if lora.adapter:
-                load_adapters(model, Path(lora.adapter))
-        freeze(model, recipe.policy.frozen)
-        device = find_device(recipe.model.device)
-        if recipe.policy.liger:
-            check_liger(model.config.model_type, device)
-        check_fit(model, recipe.policy, trainer)
-    return num
+        trust = recipe.model.trust_remote_code
+        model = outline(folder, dtype=recipe.model.dtype, trust_remote_code=trust, scores=scores)
+    parameters, item_bytes = model.num_parameters(), ITEM_BYTES[recipe.model.dtype]
+    size = f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
+    if trainer is None:
+        return size, []
+    if lora is not None:
+        add_adapters(model, lora, seed=recipe.run.seed)
+        if lora.adapter:
+            load_adapters(model, Path(lora.adapter))
+    freeze(model, recipe.policy.frozen)
+    device = find_device(recipe.model.device)
+    if recipe.policy.liger:
+        check_liger(model.config.model_type, device)
+    check_fit(model, recipe.policy, trainer)
+    return size, _memory(recipe, model, trainer, device)
+
+
+def _memory(recipe: Recipe, model: Any, trainer: TrainerKind, device: Any) -> list[str]:
+    """Return lines on the peak memory of a policy with `model`, an outline."""
+    from starling.policy.train.memory.budget import describe_memory, estimate_memory
+
+    # A sequence that is longer than a microbatch has one to itself.
+    longest = recipe.sampling.max_tokens if recipe.generates else 0
+    num_tokens = max(recipe.policy.tokens_per_microbatch, longest)
+    try:
+        memory = estimate_memory(model, recipe.policy, trainer, device, num_tokens)
+    except ConfigError as error:
+        return [f"memory of the policy: not known beforehand: {error}"]
+    return describe_memory(memory, recipe.policy.memory, device)

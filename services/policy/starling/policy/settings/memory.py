@@ -1,4 +1,4 @@
-"""Memory settings: recomputation, offload and compilation."""
+"""Memory settings: recomputation, offload and compilation (`docs/how-to/long-sequences.md`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class MemorySettings(SettingsSection):
     checkpoint_every: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Checkpoint every n-th block; the others keep their activations."""
     offload_activations: bool = False
-    """Keep activations for the backward pass in host memory. No effect for a model on a CPU."""
+    """Keep activations for the backward pass in pinned host memory. No effect for a model on a CPU."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, its float32 weights and the gradients in host memory, and update there with
     `launch.num_threads` threads: the device keeps only the weights. `muon` is slow there. No effect for a model on a
     CPU."""
     compile: bool = False
-    """Compile each transformer block (`torch.compile`): faster steps after a first one that takes a minute or more.
-
-    On a CPU this needs a C++ compiler.
-    """
+    """Compile each transformer block (`torch.compile`), once for all sizes of microbatches: faster steps after a first
+    one that takes a minute or more, or some seconds when `~/.cache/starling` has the code of an earlier run. On a CPU
+    this needs a C++ compiler."""

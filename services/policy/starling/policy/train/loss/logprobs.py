@@ -140,6 +140,44 @@ def logits_logprobs(
     return logprobs, entropy
 
 
+def working_bytes(
+    num_tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    item_bytes: int,
+    *,
+    chunk_tokens: int,
+    trains_head: bool = True,
+    with_entropy_gradient: bool = False,
+) -> int:
+    """Return the memory that `head_logprobs` needs, forward or backward, beyond its arguments.
+
+        forward     chunk x V logits, and two float32 parts of them
+        backward    N x columns logits, one float32 part of them (three with the gradient of the entropy),
+                    the gradients of the hidden states, N x H (float32 where there are several blocks of columns),
+                    and of the layer, V x H
+
+    Args:
+        num_tokens: trained tokens, N.
+        hidden_size: H.
+        vocabulary: V.
+        item_bytes: bytes of an element of hidden states and weights.
+        chunk_tokens: see `token_logprobs`.
+        trains_head: whether the output layer needs a gradient.
+        with_entropy_gradient: see `token_logprobs`.
+    """
+    chunk = min(chunk_tokens, num_tokens)
+    forward = chunk * vocabulary * item_bytes + 2 * 4 * _rows_at_a_time(chunk) * vocabulary
+    columns = _columns_at_a_time(num_tokens, hidden_size, item_bytes, num_columns=vocabulary, chunk_tokens=chunk_tokens)
+    num_parts = 3 if with_entropy_gradient else 1
+    sums = num_tokens * hidden_size * item_bytes
+    if columns < vocabulary and item_bytes != 4:
+        sums += num_tokens * hidden_size * 4
+    gradient = vocabulary * hidden_size * item_bytes * trains_head
+    backward = columns * (num_tokens * item_bytes + num_parts * 4 * _rows_at_a_time(num_tokens)) + sums + gradient
+    return max(forward, backward)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
     """Arguments without a gradient, shared by forward and backward."""
@@ -185,7 +223,10 @@ class _HeadLogprobs(torch.autograd.Function):
         *normalised, hidden, weight, bias = ctx.saved_tensors
         differential = _Differential(task, _Normalised(*normalised), *outer)
         needed = ctx.needs_input_grad
-        columns = _columns_at_a_time(hidden, len(weight), task.chunk_tokens)
+        num_tokens, hidden_size = hidden.shape
+        columns = _columns_at_a_time(
+            num_tokens, hidden_size, hidden.element_size(), num_columns=len(weight), chunk_tokens=task.chunk_tokens
+        )
         sums = _Sums(hidden, single=columns == len(weight)) if needed[0] else None
         weight_gradient = torch.empty_like(weight) if needed[1] else None
         bias_gradient = torch.empty_like(bias) if needed[2] else None
@@ -347,13 +388,14 @@ def _rows_at_a_time(num_rows: int) -> int:
     return max(1, num_rows // _PARTS)
 
 
-def _columns_at_a_time(hidden: Tensor, num_columns: int, chunk_tokens: int) -> int:
+def _columns_at_a_time(
+    num_tokens: int, hidden_size: int, item_bytes: int, *, num_columns: int, chunk_tokens: int
+) -> int:
     """Return the number of columns for which all tokens' logits and the float32 sum take no more than a chunk."""
-    num_tokens, hidden_size = hidden.shape
     if num_tokens <= chunk_tokens:
         return num_columns
     most = num_columns * chunk_tokens // num_tokens
-    sum_columns = 0 if hidden.dtype == torch.float32 else hidden_size * 4 // hidden.element_size()
+    sum_columns = 0 if item_bytes == 4 else hidden_size * 4 // item_bytes
     # Not less than half: where the sum alone is as large as a chunk, the hidden states dominate the memory.
     columns = max(most - sum_columns, most // 2, 1)
     return columns - columns % _COLUMN_MULTIPLE if columns > _COLUMN_MULTIPLE else columns

@@ -12,7 +12,12 @@ from starling.common.errors import ConfigError
 
 
 def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks: the list of modules of one class with the most parameters.
+    """Return the blocks, see `block_list`."""
+    return list(block_list(model))
+
+
+def block_list(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """Return the list of modules of one class with the most parameters.
 
     Parameters decide, because blocks may contain lists of experts. Only the language model of a vision-language model
     is searched.
@@ -23,7 +28,7 @@ def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     get_decoder = getattr(model, "get_decoder", None)
     decoder: torch.nn.Module = model if get_decoder is None else get_decoder()
     lists = [
-        list(module)
+        module
         for module in decoder.modules()
         if isinstance(module, torch.nn.ModuleList) and len({type(item) for item in module}) == 1
     ]
@@ -53,8 +58,9 @@ def class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def compile_blocks(model: torch.nn.Module, backend: str = "inductor") -> None:
     """Compile each block of `model`, in place: its tensors keep their names.
 
-    Blocks and not the whole model: all blocks share one compiled code, and the sizes of microbatches vary from step to
-    step. A copy of the model runs uncompiled.
+    Blocks and not the whole model: all blocks share one compiled code. The sizes of microbatches vary from step to
+    step, so the code is made for any size at once; else the second size would be compiled again. A copy of the model
+    runs uncompiled.
     """
     for block in find_blocks(model):
-        block.compile(backend=backend)
+        block.compile(backend=backend, dynamic=True)

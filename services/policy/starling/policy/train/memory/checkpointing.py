@@ -17,7 +17,12 @@ from starling.policy.train.memory.blocks import class_forward, find_blocks, repl
 def checkpoint_blocks(model: torch.nn.Module, kind: Literal["full", "selective"], every: int = 1) -> None:
     """Checkpoint every `every`-th block of `model`, the first one included."""
     for block in find_blocks(model)[::every]:
-        replace_forward(block, _full if kind == "full" else _selective)
+        checkpoint_block(block, kind)
+
+
+def checkpoint_block(block: torch.nn.Module, kind: Literal["full", "selective"]) -> None:
+    """Checkpoint one block."""
+    replace_forward(block, _full if kind == "full" else _selective)
 
 
 def _full(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

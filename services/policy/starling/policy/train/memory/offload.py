@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from starling.policy.train.memory.blocks import class_forward, replace_forward
 
@@ -48,29 +49,49 @@ def _offload_saved_tensors(
 ) -> AbstractContextManager[object]:
     # The backward pass needs the weights too, and they stay on the device.
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    # Several operations save the same tensor, such as the input of three projections: it is moved once.
-    moved: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+    # Several operations save the same memory, such as the input of three projections, or views of it: it is moved once.
+    moved: WeakValueDictionary[tuple[int, int, torch.dtype], Tensor] = WeakValueDictionary()
+    storages = dict[int, StorageWeakRef]()
+    """Of what was moved: while there is a reference, no other storage gets the same address."""
 
-    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if (
-            tensor.device.type not in device_types
-            or tensor.nbytes < min_bytes
-            or tensor.untyped_storage()._cdata in weights
-        ):
+    def pack(tensor: Tensor) -> Tensor | _Moved:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if tensor.device.type not in device_types or tensor.nbytes < min_bytes or address in weights:
             return tensor
-        known = moved.get(tensor)
-        if known is None or known[0] != tensor._version:
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
-            known = moved[tensor] = tensor._version, copy.copy_(tensor, non_blocking=True)
-        return tensor.device, known[1]
+        is_whole = is_whole_storage(tensor)
+        flat = tensor.as_strided((tensor.numel(),), (1,), 0) if is_whole else tensor
+        key = address, tensor._version, tensor.dtype
+        copy = moved.get(key) if is_whole else None
+        if copy is None:
+            copy = torch.empty_like(flat, device="cpu", pin_memory=tensor.device.type != "cpu")
+            copy.copy_(flat, non_blocking=True)
+        if is_whole:
+            moved[key] = copy
+            storages[address] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return _Moved(tensor.device, copy, (tensor.size(), tensor.stride()) if is_whole else None)
 
-    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    def unpack(packed: Tensor | _Moved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        device, copy = packed
-        return copy.to(device, non_blocking=True)
+        found = packed.copy.to(packed.device, non_blocking=True)
+        return found if packed.form is None else found.as_strided(*packed.form)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def is_whole_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` has as many elements as its memory, so that a copy of that can replace it, in any order."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.storage_offset()
+
+
+class _Moved(NamedTuple):
+    """A saved tensor in host memory."""
+
+    device: torch.device
+    copy: Tensor
+    form: tuple[torch.Size, tuple[int, ...]] | None
+    """Its size and strides, where the copy is of its whole storage."""
 
 
 class DeviceOffload:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 import structlog
 import torch
 
@@ -9,12 +12,18 @@ from starling.policy.settings.memory import MemorySettings
 from starling.policy.train.memory.blocks import compile_blocks
 from starling.policy.train.memory.checkpointing import checkpoint_blocks
 from starling.policy.train.memory.offload import offload_activations
+from starling.policy.train.model.attention import layout_of
 from starling.policy.train.model.lm_head import find_lm_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
 
 log = structlog.get_logger(__name__)
 
 
-def apply_memory_settings(model: torch.nn.Module, settings: MemorySettings) -> None:
+def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings) -> None:
     """Change how `model` computes, in place; its tensors and their names stay the same.
 
     Call it once, on the model's final device and after adapters have been added.
@@ -22,8 +31,12 @@ def apply_memory_settings(model: torch.nn.Module, settings: MemorySettings) -> N
     Raises:
         ConfigError: the model has no blocks to checkpoint or compile.
     """
-    # Before blocks are compiled: this runs the model on one token, a shape that never comes again.
+    if settings.compile:
+        import_module("torch._dynamo")  # the attention that `layout_of` registers is then excluded from compilation
+    # Before blocks are compiled: these run the model on a few tokens, shapes that never come again. Before they are
+    # checkpointed, because a block that computes twice would look like two to an observer of its attention.
     find_lm_head(model)
+    layout_of(model)
     on_cpu = next(model.parameters()).device.type == "cpu"
     if settings.offload_activations and on_cpu:
         log.warning("policy.memory.offload_activations has no effect: the model is on the CPU")

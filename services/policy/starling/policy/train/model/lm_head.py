@@ -88,7 +88,7 @@ def find_lm_head(model: torch.nn.Module) -> LmHead | None:
     transform = _TRANSFORMS[model]
     layer = output_layer(model)
     # Not cached: an adapter may have wrapped the layer since.
-    if transform is None or not _is_plain(layer):
+    if transform is None or not is_plain(layer):
         return None
     assert isinstance(layer, torch.nn.Linear)
     return LmHead(layer.weight, layer.bias, transform)
@@ -104,7 +104,8 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Module:
 _TRANSFORMS: Final[WeakKeyDictionary[torch.nn.Module, LogitTransform | None]] = WeakKeyDictionary()
 
 
-def _is_plain(layer: torch.nn.Module) -> bool:
+def is_plain(layer: torch.nn.Module) -> bool:
+    """Whether an output layer is a matrix and nothing else."""
     return type(layer) is torch.nn.Linear and "forward" not in vars(layer)
 
 
@@ -112,7 +113,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
 def _probe(model: torch.nn.Module) -> LogitTransform | None:
     """Compare the model's logits with those that its output layer is made to return; None if no transform fits."""
     layer = output_layer(model)
-    if not _is_plain(layer):
+    if not is_plain(layer):
         return None
     weight = layer.weight
     assert isinstance(weight, Tensor)

@@ -116,7 +116,9 @@ def check_liger(kind: str, device: torch.device) -> None:
         raise ConfigError(f"policy.liger = true, and Liger has no kernels for a {kind}: remove it")
 
 
-def outline(folder: Path, *, trust_remote_code: bool = False, scores: bool = False) -> PreTrainedModel:
+def outline(
+    folder: Path, *, dtype: str = "float32", trust_remote_code: bool = False, scores: bool = False
+) -> PreTrainedModel:
     """Return the model of a Hugging Face folder without memory for its parameters: their names and shapes.
 
     Arguments and errors are those of `load_model`; weights are not needed.
@@ -124,7 +126,7 @@ def outline(folder: Path, *, trust_remote_code: bool = False, scores: bool = Fal
     _check_folder(folder, "random")
     try:
         with torch.device("meta"):
-            return _load(folder, torch.float32, trust_remote_code, random=True, scores=scores)
+            return _load(folder, getattr(torch, dtype), trust_remote_code, random=True, scores=scores)
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
         raise _unloadable(folder, error, trust_remote_code) from error
 

@@ -19,13 +19,15 @@ updates.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_LOW = frozenset({torch.bfloat16, torch.float16})
+LOW: Final = frozenset({torch.bfloat16, torch.float16})
+"""Types of parameters that have masters."""
 
 _hooks = WeakTensorKeyDictionary()
 """The hook on each parameter that moves its gradient. There is only one: the newest masters replace it."""
@@ -42,10 +44,10 @@ class Masters:
             device: of the masters, which every parameter then has; by default each is on its parameter's device.
         """
         self._parameters = {
-            name: parameter for name, parameter in parameters.items() if device is not None or parameter.dtype in _LOW
+            name: parameter for name, parameter in parameters.items() if device is not None or parameter.dtype in LOW
         }
         masters = {name: _copy(parameter, device) for name, parameter in self._parameters.items()}
-        self.tensors = {name: master for name, master in masters.items() if parameters[name].dtype in _LOW}
+        self.tensors = {name: master for name, master in masters.items() if parameters[name].dtype in LOW}
         """Masters with more bits than their parameters, by parameter name."""
         self.trained: dict[str, Tensor] = {name: masters.get(name, parameter) for name, parameter in parameters.items()}
         """Tensors that the optimizer updates: the master of each parameter, or the parameter where it has none."""
@@ -174,7 +176,7 @@ class _DeviceLink:
 
 
 def _copy(parameter: Tensor, device: torch.device | None) -> Tensor:
-    dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
+    dtype = torch.float32 if parameter.dtype in LOW else parameter.dtype
     return parameter.detach().to(device or parameter.device, dtype, copy=True)
 
 

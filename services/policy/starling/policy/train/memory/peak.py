@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,20 +19,28 @@ class PeakMemory(TorchDispatchMode):
     what an operation needs while it runs. It sees the backward pass of a CPU only, where that runs in the same thread.
     """
 
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
+    def __init__(self, outside: Iterable[Tensor] = ()) -> None:
+        """Start empty. Tensors of `outside` and all others that exist already do not count."""
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         """Most that was held at a time."""
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._outside: dict[int, StorageWeakRef] = {}
+        self._outside = {tensor.untyped_storage()._cdata: _weak(tensor) for tensor in outside}
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the live tensors."""
         # A reference that is kept keeps the address from being given to another storage.
-        self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
+        self._held = {
+            key: entry
+            for key, entry in self._held.items()
+            if not entry[0].expired()  # type: ignore[no-untyped-call]
+        }
         return sum(size for _, size in self._held.values())
+
+    def restart(self) -> None:
+        """Measure the peak from now on."""
+        self.peak_bytes = self.held_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and count."""
@@ -49,7 +58,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def _weak(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
