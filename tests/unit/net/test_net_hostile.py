@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from starling.common.errors import ConfigError, RefusedError, UnreachableError
 from starling.common.net import curve, hub
 from starling.common.net.keyring import make_keys
+from starling.common.net.limits import MAX_FRAMES
 from starling.common.net.link import LinkClosed, ReceivedCommand
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
@@ -75,7 +76,6 @@ BAD_FRAMES: list[tuple[str, list[bytes], str]] = [
         ],
         "GroupGenerated does not describe the sizes of the 1 buffers",
     ),
-    ("many frames", [GOOD, BODY] + [b""] * (codec.MAX_BUFFERS + 1), "frames is over the limit"),
 ]
 
 
@@ -103,6 +103,36 @@ def test_garbage_of_one_peer_does_not_affect_another(harness: HubHarness, keys: 
         harness.hub.send("rollout-0", score("score:1:0"))
         assert received(link, ReceivedCommand).message == score("score:1:0")
         harness.next(wire.Heartbeat, "rollout-0")
+
+
+def test_key_that_sends_a_message_of_many_frames_connects_no_more(harness: HubHarness, keys: Path) -> None:
+    with (
+        capture_logs() as logs,
+        running_link(harness.hub.address, keys) as link,
+        socket_of(harness.hub.address, keys) as noisy,
+    ):
+        harness.welcome("rollout-0")
+        noisy.send_multipart(codec.pack(envelope(), HELLO))
+        harness.next(wire.Hello, "rollout-1")
+        noisy.send_multipart([GOOD, BODY] + [b""] * MAX_FRAMES)
+        harness.wait_disconnected("rollout-1")
+        assert harness.hub.dropped == {"size": 1}
+        with socket_of(harness.hub.address, keys) as again:
+            with again.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
+                harness.poll_until(lambda: bool(monitor.poll(0)))
+            again.disable_monitor()
+        harness.hub.send("rollout-0", score("score:1:0"))
+        assert received(link, ReceivedCommand).message == score("score:1:0")
+    [warning] = [entry for entry in logs if entry["event"] == "dropped a message"]
+    assert f"a message of more than {MAX_FRAMES} frames is over the limit" in warning["reason"]
+
+
+def test_message_with_as_many_frames_as_allowed_is_received(harness: HubHarness, keys: Path) -> None:
+    tensors = tuple(wire.TensorMeta(dtype="uint8", shape=(0,), nbytes=0) for _ in range(MAX_FRAMES - 2))
+    message = wire.GroupGenerated(lease="l", trajectories=(), tensors=tensors)
+    with socket_of(harness.hub.address, keys) as socket:
+        socket.send_multipart(codec.pack(envelope(), message, (b"",) * len(tensors)))
+        harness.next(wire.GroupGenerated)
 
 
 def test_hub_closes_the_connection_of_an_oversized_frame(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

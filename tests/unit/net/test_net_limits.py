@@ -171,6 +171,37 @@ def test_allowance_accepts_everything_within_the_rate() -> None:
         assert allowance.num_messages >= 0 or allowance.refill(number / 10)
 
 
+def test_allowance_bounds_the_time_of_messages() -> None:
+    allowance, now, taken = PeerAllowance(RateLimits(seconds_per_s=0.5, burst_seconds=10.0), 0.0), 0.0, 0
+    for _ in range(1000):
+        now += 0.1
+        if allowance.is_within() or allowance.refill(now):
+            allowance.num_seconds -= 1.0
+            taken += 1
+    assert 10 + 0.5 * 100 - 2 <= taken <= 10 + 0.5 * 100 + 2, "messages that take a second each, ten a second"
+
+
+def test_messages_of_a_peer_that_takes_too_much_time_are_dropped(harness: HubHarness, keys: Path) -> None:
+    with running_link(harness.hub.address, keys) as link, socket_of(harness.hub.address, keys) as slow:
+        harness.welcome("rollout-0", heartbeat_s=0.1)
+        slow.send_multipart(codec.pack(envelope(), wire.Heartbeat()))
+        harness.next(wire.Heartbeat, "rollout-1")
+        harness.hub.charge("rollout-1", 1e6)
+        slow.send_multipart(codec.pack(envelope(), wire.Heartbeat()))
+        harness.poll_until(lambda: harness.hub.dropped["rate"] == 1)
+        harness.hub.send("rollout-0", score("score:1:1.1"))
+        assert received(link, ReceivedCommand).message.lease == "score:1:1.1"
+        harness.next(wire.Heartbeat, "rollout-0")
+
+
+def test_time_to_decode_a_large_message_counts(harness: HubHarness, keys: Path) -> None:
+    with socket_of(harness.hub.address, keys) as socket:
+        socket.send_multipart(codec.pack(envelope(), wire.Heartbeat(gauges={str(n): 0.0 for n in range(10_000)})))
+        harness.next(wire.Heartbeat)
+    allowance = harness.hub._peers.by_name["rollout-1"].allowance
+    assert allowance.num_seconds < allowance.limits.burst_seconds
+
+
 def test_flood_is_dropped_then_disconnected_without_loss_for_others(strict: HubHarness, keys: Path) -> None:
     with (
         capture_logs() as logs,

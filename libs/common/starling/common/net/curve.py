@@ -53,6 +53,8 @@ class AllowList:
         self._folder = folder
         self._stamp = self._look()
         self._refused: set[str] = set()
+        self._barred: set[str] = set()
+        """Public keys whose holders sent what no replica sends; they connect no more while this controller runs."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client with the public key `key` (Z85) may connect; each refusal is logged once."""
@@ -60,6 +62,8 @@ class AllowList:
         name = self.names.get(text)
         # A peer that may send nothing is refused before it can: ZeroMQ keeps what it receives until a message is
         # complete.
+        if text in self._barred:
+            return False
         if name is not None and (domain == TELEMETRY_DOMAIN or may_send(name)):
             return True
         if text not in self._refused and len(self._refused) < MAX_REFUSALS:
@@ -69,6 +73,10 @@ class AllowList:
             else:
                 log.warning("refused a peer that may only subscribe", peer=name)
         return False
+
+    def bar(self, key: str) -> None:
+        """Let the holder of a public key connect no more."""
+        self._barred.add(key)
 
     def reload(self) -> bool:
         """Read `allowed.json` again if it has changed. Returns whether a key was added or revoked.

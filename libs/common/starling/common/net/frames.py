@@ -10,8 +10,13 @@ from typing import Any, Final
 
 import zmq
 
+from starling.common.wire.codec import MAX_BUFFERS
+
 COPY_BYTES: Final = 64 << 10
 """Smaller frames are copied: that takes less time than tracking their owner."""
+
+MAX_FRAMES: Final = MAX_BUFFERS + 4
+"""More than any message has, with the route of its connection."""
 
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST: Final = int(zmq.NOBLOCK)
@@ -24,10 +29,13 @@ _send: Final[Callable[..., object]] = zmq.backend.Socket.send
 """The function behind `zmq.Socket.send`, whose check for options of draft sockets takes as long again."""
 
 
-def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> tuple[list[bytes], zmq.Frame] | None:
+def receive(
+    socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK, most: int = MAX_FRAMES
+) -> tuple[list[bytes], zmq.Frame] | None:
     """Return the frames of the next message, and its last `zmq.Frame`, which has the properties of the connection.
 
-    Returns None if there is no message yet, or without NOBLOCK none within the socket's `rcvtimeo`.
+    Of a message with more than `most` frames only so many are returned. Returns None if there is no message yet, or
+    without NOBLOCK none within the socket's `rcvtimeo`.
     """
     try:
         frame = socket.recv(flags, False)
@@ -36,7 +44,8 @@ def receive(socket: zmq.Socket[Any], flags: int = zmq.NOBLOCK) -> tuple[list[byt
     parts = [frame.bytes]
     while frame.more:  # the rest of a message arrives with its first frame
         frame = socket.recv(flags, False)
-        parts.append(frame.bytes)
+        if len(parts) < most:
+            parts.append(frame.bytes)
     return parts, frame
 
 

@@ -27,7 +27,7 @@ from starling.common.net import curve
 from starling.common.net.binding import bind
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import receive, send
-from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, RateLimits, RoleRules, rules_of
+from starling.common.net.limits import DEFAULT_RATE_LIMITS, MAX_FRAMES, PeerAllowance, RateLimits, RoleRules, rules_of
 from starling.common.net.publishing import SnapshotPublisher
 from starling.common.net.traffic import SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.wire import codec
@@ -47,6 +47,8 @@ log = structlog.get_logger(__name__)
 
 MAX_BATCH = 256
 """Maximum number of messages of one `poll`, so that a flood cannot delay the controller's clock."""
+LARGE_BYTES: Final = 16 << 10
+"""A message of more bytes, without its buffers, takes long enough to decode to be timed."""
 MAX_LOGGED = 300
 """Maximum number of characters of a logged reason, which may contain text from a peer."""
 RELEASE_WITHIN_S = 0.02
@@ -288,20 +290,47 @@ class Hub:
         timeout_ms = int(timeout_s * 1000) + 1 if timeout_s > 0 else 0
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = self._socket.rcvtimeo = timeout_ms
-        return receive(self._socket, 0)
+        return receive(self._socket, 0, MAX_FRAMES + 2)
 
     def _admit(self, frames: list[bytes], last: zmq.Frame) -> ReceivedMessage | None:
         route, *parts = frames
-        buffers = tuple(parts[2:]) if len(parts) > 2 else ()
         size = sum(map(len, parts))
         peer = self._peers.by_route.get(route)
         allowance = self._allowance(self._owner(last) or STRANGER) if peer is None else peer.allowance
         self._traffic.deliver(int(last.get(zmq.SRCFD)) if peer is None else peer.descriptor, size, len(parts))
+        if len(parts) > MAX_FRAMES:
+            self._bar(route, last)
+            return None
         allowance.num_messages -= 1
         allowance.num_bytes -= size
-        if (allowance.num_messages < 0 or allowance.num_bytes < 0) and not allowance.refill(time.monotonic()):
+        is_within = allowance.num_messages >= 0 and allowance.num_bytes >= 0 and allowance.num_seconds >= 0
+        if not is_within and not allowance.refill(time.monotonic()):
             self._throttle(allowance, size, route, last)
             return None
+        if len(parts) > 1 and len(parts[1]) > LARGE_BYTES:
+            begin = time.monotonic()
+            arrival = self._decode(route, parts, last, peer, allowance, size)
+            allowance.num_seconds -= time.monotonic() - begin
+            return arrival
+        return self._decode(route, parts, last, peer, allowance, size)
+
+    def charge(self, name: str, seconds: float) -> None:
+        """Count the time that a message of a peer has taken after `poll` returned it."""
+        peer = self._peers.by_name.get(name)
+        if peer is not None:
+            peer.allowance.num_seconds -= seconds
+
+    def _decode(
+        self,
+        route: bytes,
+        parts: list[bytes],
+        last: zmq.Frame,
+        peer: PeerConnection | None,
+        allowance: PeerAllowance,
+        size: int,
+    ) -> ReceivedMessage | None:
+        """Return the message of these frames; an invalid one is counted and dropped."""
+        buffers = tuple(parts[2:]) if len(parts) > 2 else ()
         envelope = None
         try:
             envelope = codec.unpack_envelope(parts)
@@ -403,11 +432,22 @@ class Hub:
         limits, name = self._limits, self._name_of(route, frame)
         if allowance.dropped == 1:
             rates = {"messages_per_s": limits.messages_per_s, "bytes_per_s": limits.bytes_per_s}
+            rates["seconds_per_s"] = limits.seconds_per_s
             log.warning("a peer exceeds its rate limit", peer=name, **rates)
         if allowance.dropped % limits.patience == 0:
             if allowance.dropped == limits.patience:
                 log.warning("closed the connection of a peer that exceeds its rate limit", peer=name)
             self._peers.close(name, int(frame.get(zmq.SRCFD)))
+
+    def _bar(self, route: bytes, frame: zmq.Frame) -> None:
+        """Close the connection of a peer that sends messages of many frames, and let its key connect no more.
+
+        A message is received as a whole, so that the time that it takes is spent before its frames can be counted.
+        """
+        self._drop(route, frame, WireError(f"a message of more than {MAX_FRAMES} frames is over the limit", "size"))
+        if self._keys is not None:
+            self._allowed.bar(str(frame.get(_USER)))
+        self._peers.close(self._name_of(route, frame), int(frame.get(zmq.SRCFD)))
 
     def _drop(self, route: bytes, frame: zmq.Frame, error: WireError) -> None:
         self.dropped[error.kind] += 1

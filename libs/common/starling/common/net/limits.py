@@ -22,6 +22,10 @@ _NAME: Final = re.compile(rf"({'|'.join(PEER_ROLES)})-(?:0|[1-9][0-9]{{0,8}})")
 
 _MIB: Final = 1 << 20
 
+MAX_FRAMES: Final = 64
+"""Frames of one message to the controller, without the route of its connection. None has more than 14; each takes a
+microsecond, and may be empty."""
+
 MAX_BYTES: Final = {
     "policy": 1024 * _MIB,  # an offer with the digests of a large model
     "rollout": 2048 * _MIB,  # a group of long completions, or with the pixels of its prompt
@@ -48,22 +52,26 @@ class RateLimits:
     burst_bytes: float = 4096.0 * _MIB
     patience: int = 10_000
     """Messages dropped without a pause after which the connection is closed."""
+    seconds_per_s: float = 0.5
+    """Time that the controller spends on the messages of one peer."""
+    burst_seconds: float = 10.0
 
 
 DEFAULT_RATE_LIMITS: Final = RateLimits()
 
 
 class PeerAllowance:
-    """Send budget of one peer: two token buckets, refilled only when one of them is empty.
+    """Send budget of one peer: three token buckets, refilled only when one of them is empty.
 
-    Counting a message is then two subtractions. In a time t a peer may send at most `rate * t` plus two bursts.
+    Counting a message is then three subtractions. In a time t a peer may send at most `rate * t` plus two bursts.
     """
 
-    __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "over", "refused_at", "since")
+    __slots__ = ("dropped", "limits", "num_bytes", "num_messages", "num_seconds", "over", "refused_at", "since")
 
     def __init__(self, limits: RateLimits, now: float) -> None:
         self.limits, self.since = limits, now
         self.num_messages, self.num_bytes = limits.burst_messages, limits.burst_bytes
+        self.num_seconds = limits.burst_seconds
         self.over = False
         """Whether messages were dropped, and the peer has not slowed down since."""
         self.dropped = 0
@@ -77,9 +85,14 @@ class PeerAllowance:
         self.since = now
         self.num_messages = min(limits.burst_messages, self.num_messages + elapsed * limits.messages_per_s)
         self.num_bytes = min(limits.burst_bytes, self.num_bytes + elapsed * limits.bytes_per_s)
+        self.num_seconds = min(limits.burst_seconds, self.num_seconds + elapsed * limits.seconds_per_s)
         if self.over and 2 * self.num_messages >= limits.burst_messages and 2 * self.num_bytes >= limits.burst_bytes:
             self.over, self.dropped = False, 0
-        return self.num_messages >= 0 and self.num_bytes >= 0
+        return self.is_within()
+
+    def is_within(self) -> bool:
+        """Return whether no bucket is empty."""
+        return self.num_messages >= 0 and self.num_bytes >= 0 and self.num_seconds >= 0
 
     def refund(self, num_bytes: int) -> None:
         """Count a message as dropped instead of accepted: a peer over its limit goes no further into debt."""

@@ -30,6 +30,8 @@ FRAME_BYTES: Final = 42
 """Most that CURVE and ZeroMQ add to a frame: `MESSAGE` (8), nonce (8), box (16), flags (1), and the length (9)."""
 QUEUED_BYTES: Final = 64 * _MIB
 """Undelivered bytes of a known peer beyond the limit of one message: further messages, while the controller works."""
+MIN_QUEUED_BYTES: Final = 16 * _MIB
+"""The same of a peer with small messages: each of a million empty frames takes 42 bytes, and a microsecond."""
 FIRST_BYTES: Final = 256 * _MIB
 """Undelivered bytes of a connection before its first valid message, a `Hello` with a layout."""
 ALL_FIRST_BYTES: Final = 512 * _MIB
@@ -118,7 +120,7 @@ class TrafficGuard:
         """Set the limit of a connection whose peer is known by now, and may send messages of `max_bytes`."""
         connection = self._connections.get(descriptor)
         if connection is not None:
-            connection.limit = max_bytes + QUEUED_BYTES
+            connection.limit = max_bytes + min(QUEUED_BYTES, max(max_bytes, MIN_QUEUED_BYTES))
             self._unknown.pop(descriptor, None)
 
     def replace(self, descriptor: int) -> None:

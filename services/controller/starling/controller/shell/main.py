@@ -280,6 +280,7 @@ class Shell:
                         controller.state, now, envelope.sender, envelope.incarnation, one.message, one.buffers
                     )
                     self._handle(controller, event, cause)
+                    self.hub.charge(envelope.sender, time.monotonic() - now)
                 else:
                     self._handle(controller, ReplicaDisconnected(now, one.name), "lost")
             num += len(arrivals)
