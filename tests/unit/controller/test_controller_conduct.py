@@ -226,6 +226,48 @@ def test_rollouts_stay_where_all_spoil_alike(share: int) -> None:
     assert not members.num_invalid
 
 
+def scores_where_honest(script: Incarnations, generators: dict[str, str], culprit: str) -> None:
+    """Let both reward replicas answer; `culprit` fails all groups, or all that it generated cannot be scored."""
+    for name in ("reward-0", "reward-1"):
+        for lease in script.held_by(name, "score"):
+            is_bad = culprit in (name, generators[lease.split(":")[1]])
+            script.scores(lease, *((None, None) if is_bad else (1.0, 0.0)), name=name)
+
+
+@pytest.mark.parametrize("culprit", ["rollout-9", "reward-1"])
+@pytest.mark.parametrize("max_tries", [0, 1000], ids=["discarded", "tried again"])
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_scorers_are_not_evicted_for_completions_nor_rollouts_for_scorers(
+    culprit: str, max_tries: int, num_good: int
+) -> None:
+    """Completions that no scorer can read, as without the reward of an environment; or a scorer that reads none."""
+    script = run_of("rollout-0", "rollout-9", max_tries=max_tries, num_steps=1000)
+    script.joins("reward-1", slots=8)
+    generators: dict[str, str] = {}
+    for number in range(200):
+        for name in ("rollout-0", "rollout-9"):
+            # The honest rollout is slow: it generates a group now and then, or has generated one before.
+            limit = 8 if name == "rollout-9" or culprit != "rollout-9" else int(number % 8 == 0 and num_good)
+            for lease in script.held_by(name, "generate")[:limit]:
+                script.generates(name, lease, script.state.replicas.membership.members[name].version)
+                generators[lease.split(":")[1]] = name
+        scores_where_honest(script, generators, culprit)
+        for train in script.held_by("policy-0", "train"):
+            step = int(train.split(":")[1])
+            script.trains(step)
+            script.publishes(step)
+            for rollout in ("rollout-0", "rollout-9"):
+                adopts_again(script, rollout, step)
+        script.advance_time(0.01)
+        if culprit not in script.state.replicas.membership.members:
+            break
+    members = script.state.replicas.membership
+    if max_tries == 0 or num_good or culprit == "reward-1":
+        assert members.num_invalid == {culprit: 1}
+    assert {"rollout-0", "rollout-9", "reward-0", "reward-1"} - members.members.keys() <= {culprit}
+    assert not script.state.lifecycle.failure
+
+
 @pytest.mark.parametrize("culprit", ["rollout-9", "reward-0"])
 def test_replica_that_alone_leads_to_filtered_groups_is_evicted(culprit: str) -> None:
     """Completions that are all the same, or equal rewards: the run would end by its limit."""

@@ -55,8 +55,9 @@ class GroupBuffer(Groups):
         """By role: the replicas that generated and scored these; an empty name stands for unknown ones."""
         self.num_discarded_in_a_row = 0
         """Groups discarded, also those of an evaluation, since the last group that was scored."""
-        self.discarded_by: set[str] = set()
-        """Replicas whose answers led to that; an empty name stands for all other causes."""
+        self.discarded_by: dict[str, set[str]] = {"answer": set(), "rollout": set()}
+        """The replicas whose answers led to that, and the rollouts that generated these; an empty name stands for all
+        other causes."""
         self.last_discarded = ""
         """The prompt that was discarded last, and why."""
         self._filtered: list[tuple[int, float]] = []
@@ -141,6 +142,17 @@ class GroupBuffer(Groups):
         """Begin to count filtered groups anew."""
         self.num_filtered_in_a_row = 0
         for names in self.filtered_by.values():
+            names.clear()
+
+    def note_discarded_by(self, generator: str, replica: str) -> None:
+        """Note which rollout generated a group that is discarded, if one did, and whose answer led to that."""
+        self.discarded_by["rollout"].add(generator or replica)
+        self.discarded_by["answer"].add(replica)
+
+    def note_not_discarded(self) -> None:
+        """Begin to count discarded groups anew."""
+        self.num_discarded_in_a_row = 0
+        for names in self.discarded_by.values():
             names.clear()
 
     def note_filtered_by(self, rollout: str, reward: str) -> None:

@@ -38,7 +38,7 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
 )
 from starling.controller.core.replicas.assignments import revoke
-from starling.controller.core.replicas.conduct import note_answered, note_unanswered, note_used
+from starling.controller.core.replicas.conduct import note_answered, note_unanswered, note_unscored, note_used
 from starling.controller.core.replicas.departure import distrust
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
@@ -316,15 +316,16 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         return
     groups, group = found
     if not wire.TRAINABLE_STATUSES.issuperset(message.statuses) or None in message.rewards:
-        retry(state, groups, group, "; ".join(message.problems[:3]) or "a scorer gave no reward", member.name)
+        reason = "; ".join([problem[:MAX_REASON_CHARACTERS] for problem in message.problems[:3]])
+        note_unscored(state, group.generator, member.name)
+        retry(state, groups, group, reason or "a scorer gave no reward", member.name)
         return
     try:
         check_rewards(message, len(group.trajectories))
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    state.buffer.num_discarded_in_a_row = 0
-    state.buffer.discarded_by.clear()
+    state.buffer.note_not_discarded()
     note_used(state, group.generator, member.name)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
@@ -388,7 +389,7 @@ def retry(
         replica: whose answer this follows from; empty for none.
         status: the status of a completion that failed, if one did.
     """
-    reason = reason[:MAX_REASON_CHARACTERS]
+    reason, generator = reason[:MAX_REASON_CHARACTERS], group.generator
     if replica:
         was_used = group.state in (GroupState.SCORED, GroupState.FROZEN)
         state.replicas.membership.conduct[replica].note_spoiled(was_used=was_used)
@@ -400,7 +401,7 @@ def retry(
     if group.state is not GroupState.WAITING:
         # Where each prompt is answered once, a prompt that cannot be answered says nothing about the others.
         state.buffer.num_discarded_in_a_row += state.plan.kind.trains or retryable
-        state.buffer.discarded_by.add(replica)
+        state.buffer.note_discarded_by(generator, replica)
         state.buffer.last_discarded = f"prompt {group.prompt.id}: {reason}"
         state.outbox.write(GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason))
     else:

@@ -26,6 +26,17 @@ def note_used(state: ControllerState, *replicas: str) -> None:
         state.replicas.membership.conduct[name].note_used()
 
 
+def note_unscored(state: ControllerState, generator: str, reward: str) -> None:
+    """Note that a reward replica could not score what `generator`, empty if unknown, has generated.
+
+    Either may be at fault. The caller counts it against the reward replica.
+    """
+    conduct = state.replicas.membership.conduct
+    conduct[reward].generators.add(generator)
+    if generator:
+        conduct[generator].num_spoiled += 1
+
+
 def note_answered(state: ControllerState, member: Member, lease: Lease) -> None:
     """Note that a replica has sent a result of a group."""
     state.replicas.membership.conduct[member.name].balance_s += state.now - lease.begun_at

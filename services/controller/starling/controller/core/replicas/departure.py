@@ -8,7 +8,7 @@ from starling.controller.core.records import MemberLeft
 from starling.controller.core.replicas.assignments import requeue
 from starling.controller.core.replicas.conduct import note_invalid, note_no_offer, note_unanswered
 from starling.controller.core.replicas.leases import Lease
-from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.membership import Conduct, Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import MAX_TEXT_CHARACTERS, ControllerState
 
@@ -85,14 +85,23 @@ def evict_culprit(state: ControllerState) -> None:
     """
     buffer, plan = state.buffer, state.plan
     num = buffer.num_discarded_in_a_row
-    if num >= plan.max_discarded and _evict_if_alone(state, buffer.discarded_by, f"{num} groups that were discarded"):
-        buffer.num_discarded_in_a_row = 0
-        buffer.discarded_by.clear()
+    # A scorer that fails may be at fault, or the completions that it was given.
+    suspects = sorted(buffer.discarded_by.values(), key=lambda names: sum(_share_used(state, name) for name in names))
+    if num >= plan.max_discarded and any(
+        _evict_if_alone(state, names, f"{num} groups that were discarded") for names in suspects
+    ):
+        buffer.note_not_discarded()
     num = buffer.num_filtered_in_a_row
     if num >= plan.max_filtered and any(
         _evict_if_alone(state, names, f"{num} groups that were filtered out") for names in buffer.filtered_by.values()
     ):
         buffer.note_kept()
+
+
+def _share_used(state: ControllerState, name: str) -> float:
+    """Return which share of the groups that a replica had to do with were of use."""
+    conduct = state.replicas.membership.conduct[name] if name else Conduct()
+    return conduct.num_used / max(1, conduct.num_used + conduct.num_spoiled)
 
 
 def _evict_if_alone(state: ControllerState, names: set[str], groups: str) -> bool:
@@ -119,16 +128,28 @@ def evict_useless(state: ControllerState) -> None:
         member = membership.members.get(name)
         if member is None or not (conduct.is_idle or conduct.excess >= state.plan.max_discarded):
             continue
-        others = [membership.conduct[one.name] for one in membership.of(member.role) if one is not member]
         if conduct.is_idle:
             conduct.is_idle = False  # it is counted already
-            if others:
+            if membership.num(member.role) > 1:
                 evict(state, member, f"{name} keeps groups and gives no result")
-        elif any(one.num_used > one.num_spoiled for one in others):  # else the prompts or the scorers may be at fault
+            continue
+        culprit = _culprit_of(state, member)
+        others = [membership.conduct[one.name] for one in membership.of(culprit.role) if one is not culprit]
+        if any(one.num_used > one.num_spoiled for one in others):  # else the prompts or the scorers may be at fault
             excess, conduct.excess = conduct.excess, 0
-            reason = f"{name} led to {excess} more groups that were thrown away than to groups with rewards"
-            note_invalid(state, name, reason)
-            evict(state, member, reason)
+            conduct.generators.clear()
+            reason = f"{culprit.name} led to {excess} more groups that were thrown away than to groups with rewards"
+            note_invalid(state, culprit.name, reason)
+            evict(state, culprit, reason)
+
+
+def _culprit_of(state: ControllerState, member: Member) -> Member:
+    """Return `member`, or the only rollout that generated what it could not score, if less of its work was of use."""
+    generators = state.replicas.membership.conduct[member.name].generators
+    generator = state.replicas.membership.members.get(next(iter(generators), ""))
+    if len(generators) != 1 or generator is None or state.replicas.membership.num("rollout") == 1:
+        return member
+    return min(member, generator, key=lambda one: _share_used(state, one.name))
 
 
 def refuse(state: ControllerState, name: str, reason: str) -> None:

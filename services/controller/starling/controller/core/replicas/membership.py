@@ -65,6 +65,8 @@ class Conduct:
     """Groups that were thrown away because of its answers."""
     excess: int = 0
     """How many more groups were spoiled than used, never below 0."""
+    generators: set[str] = field(default_factory=set)
+    """Of a reward replica: the rollouts that generated what it could not score, since `excess` was last 0."""
     balance_s: float = 0.0
     """Seconds for which it had the groups that it answered, less those for which it had others: a sum over groups."""
     wasted_s: float = 0.0
@@ -83,6 +85,8 @@ class Conduct:
         """Note that the rewards of a group came by an answer."""
         self.num_used += 1
         self.excess = max(0, self.excess - 1)
+        if not self.excess:
+            self.generators.clear()
 
     def note_spoiled(self, *, was_used: bool = False) -> None:
         """Note that a group was thrown away because of an answer; `was_used`: after it had counted as used."""
