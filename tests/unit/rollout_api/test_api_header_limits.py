@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from starling.rollout.api.protocol import MAX_HEADER_BYTES, protocol_with_header_limits
+from starling.rollout.api.protocol import MAX_HEADER_BYTES, limited_protocol
 
 DEADLINE_S = 60.0
 WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -25,7 +25,7 @@ async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
 @pytest.fixture
 def port() -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
-    http = protocol_with_header_limits(100 * DEADLINE_S)
+    http = limited_protocol(100 * DEADLINE_S, 100 * DEADLINE_S)
     server = uvicorn.Server(uvicorn.Config(answer, http=http, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

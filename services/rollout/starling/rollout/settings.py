@@ -87,6 +87,9 @@ class ApiSettings(SettingsSection):
     read_timeout_s: Seconds = 60.0
     """Time limit for a request's headers to arrive, and then for its body, in seconds; beyond it the connection is
     closed, with 408 for a body."""
+    write_timeout_s: Seconds = 60.0
+    """How long a client may read nothing of a response that waits for it, in seconds; then the connection is closed,
+    and what its request still generates is dropped."""
 
 
 class RolloutSettings(SettingsSection):

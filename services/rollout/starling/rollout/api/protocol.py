@@ -1,4 +1,7 @@
-"""HTTP protocol of the server: uvicorn's, which waits for a request's headers without a limit and keeps all of them."""
+"""HTTP protocol of the server: uvicorn's, with limits on headers and on clients that do not read.
+
+uvicorn waits for a request's headers without a limit, keeps all of them, and waits for ever for a client to read.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ MAX_HEADER_BYTES: Final = 64 << 10
 """Limit on the headers of one request, with its first line and what follows its body."""
 
 
-class HeaderLimitProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Closes a connection when the headers of a request are too many or take too long."""
+class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Closes a connection when the headers of a request are too many or take too long, or the client reads nothing."""
 
-    limit_s: float
+    headers_s: float
     """How long headers may take."""
+    unread_s: float
+    """How long the client may take nothing of what waits for it."""
+    _unread: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     """Of the headers of the present request."""
@@ -24,6 +30,8 @@ class HeaderLimitProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # Writing then pauses as soon as the kernel takes no more, also at the end of a response.
+        transport.set_write_buffer_limits(high=0)
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -39,7 +47,17 @@ class HeaderLimitProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_unread()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop_unread()
+        self._look_after(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_unread()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         self._num_bytes = self._num_pending = 0
@@ -63,18 +81,35 @@ class HeaderLimitProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def _start_timer(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(self.limit_s, self.transport.close)
+            self._timer = self.loop.call_later(self.headers_s, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def _look_after(self, num_unsent: int) -> None:
+        self._unread = self.loop.call_later(self.unread_s, self._look, num_unsent)
 
-def protocol_with_header_limits(limit_s: float) -> type[asyncio.Protocol]:
-    """Return the protocol of connections that are closed when a request's headers are too many or take too long.
+    def _look(self, num_before: int) -> None:
+        """End the connection unless the client has read some of the `num_before` bytes that waited for it."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent < num_before:
+            self._look_after(num_unsent)
+        else:
+            self.transport.abort()  # to close it would wait until all is sent
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+
+def limited_protocol(headers_s: float, unread_s: float) -> type[asyncio.Protocol]:
+    """Return the protocol of connections that are closed when a client sends headers, or reads, too slowly.
 
     Args:
-        limit_s: how long headers may take, in seconds; `MAX_HEADER_BYTES` is how many bytes they may have.
+        headers_s: how long headers may take, in seconds; `MAX_HEADER_BYTES` is how many bytes they may have.
+        unread_s: how long a client may read nothing of a response that waits for it, in seconds.
     """
-    return type(HeaderLimitProtocol.__name__, (HeaderLimitProtocol,), {"limit_s": limit_s})
+    return type(LimitedProtocol.__name__, (LimitedProtocol,), {"headers_s": headers_s, "unread_s": unread_s})

@@ -21,7 +21,7 @@ from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
 from starling.rollout.api.episode_limits import EpisodeLimits
 from starling.rollout.api.keys import ApiKeys
-from starling.rollout.api.protocol import protocol_with_header_limits
+from starling.rollout.api.protocol import limited_protocol
 from starling.rollout.api.recording import Recording
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class ApiServer:
         self._endpoint = Endpoint(engine_queue, served, settings, self.keys)
         config = uvicorn.Config(
             self._endpoint.application(),
-            http=protocol_with_header_limits(settings.read_timeout_s),
+            http=limited_protocol(settings.read_timeout_s, settings.write_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
