@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.service import OWN_FLAGS, parse_arguments, process_name
+from starling.common.service import OWN_FLAGS, check_model_folder, parse_arguments, process_name
 from starling.common.settings import ServiceSettings, iter_settings
 
 ADDRESS = ("--controller", "tcp://h:1")
@@ -57,3 +60,34 @@ def test_help_lists_flags_and_settings_by_section(capsys: pytest.CaptureFixture[
     for setting in iter_settings(ServiceSettings):
         assert f"  --{setting.key.replace('_', '-')} {setting.type} (default {setting.default})" in text
     assert text.rstrip().endswith("--name reward-0 --controller tcp://10.0.0.1:5555")
+
+
+HUB = "someone/flash-attn"
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"attn_implementation": HUB}, "attn_implementation"),
+        ({"_attn_implementation": f"{HUB}@v1:forward"}, "_attn_implementation"),
+        ({"attn_implementation": {"": "sdpa", "text_config": HUB}}, "attn_implementation"),
+        ({"text_config": {"attn_implementation": f"paged|{HUB}"}}, "attn_implementation"),
+        ({"parts": [{"experts_implementation": HUB}]}, "experts_implementation"),
+    ],
+)
+def test_model_folder_that_names_a_kernel_of_a_hub_is_refused(
+    config: dict[str, object], key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    with pytest.raises(
+        ConfigError, match=rf"config\.json has {key} = .*{HUB}.* a kernel that transformers would downl"
+    ):
+        check_model_folder(str(tmp_path), weights=False)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"attn_implementation": "sdpa", "path": "a/b"}', "{", "[" * 99_999, '{"attn_implementation": null}']
+)
+def test_other_configurations_are_left_to_the_loader(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert check_model_folder(str(tmp_path), weights=False) == tmp_path
