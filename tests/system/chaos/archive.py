@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from starling.controller.core.records import JournalEntry
-from starling.controller.shell.journal.journal import _PARTS, _decode
+from starling.controller.shell.journal.journal import _PARTS, _marks
+from starling.controller.shell.journal.rows import Binding, decode
 
 PRELOADED = Path(__file__).with_name("preloaded")
 WRITE_LOCK = 120
@@ -67,10 +68,11 @@ class JournalArchive:
         """Yield all records that ever were in the journal, in order, with their payloads."""
         with _reading(self.archive) as archive, _reading(self.path) as db:
             db.execute("BEGIN")
+            binding = Binding.of(_marks(db))
             for seq, body in _rows(archive, db, "records", "seq"):
                 where = f"WHERE id > {seq << _PARTS} AND id < {(seq + 1) << _PARTS}"  # part 0 is the record again
                 payload = tuple(part for _, part in _rows(archive, db, "contents", "id", where))
-                yield JournalEntry(_decode(body), payload)
+                yield JournalEntry(decode(body, binding.of_record(seq)), payload)
 
 
 def _rows(

@@ -487,7 +487,7 @@ def test_journal_rejects_another_version(path: Path) -> None:
     Journal(path).close()
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match="version 9 and this Starling has version 4; resume the run"):
+    with pytest.raises(ConfigError, match="version 9 and this Starling has version 5; resume the run"):
         Journal(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ import msgspec
 
 from starling.common.errors import ConfigError, RestartError
 from starling.common.files import check_own
+from starling.controller.shell.journal.rows import BINDING, BOUND_SINCE
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Version of the schema and of the encoding of the records."""
-UPGRADED: Final = 3
-"""The version before, without `groups.rewards` and compaction: `open_file` upgrades it."""
+UPGRADED: Final = (3, 4)
+"""Versions that `open_file` upgrades: 3 has no `groups.rewards` and no compaction, 4 has digests without a place."""
 APPLICATION: Final = 0x53544C4E
 """SQLite application id of a journal."""
 PAGE_BYTES: Final = 8 << 10
@@ -54,11 +56,12 @@ def open_file(path: Path) -> sqlite3.Connection:
             for statement in _SCHEMA:
                 db.execute(statement)
             db.executemany("INSERT INTO marks VALUES (?, ?)", [("committed", -1), ("pruned", -1)])
+            _bind(db)
             db.execute("COMMIT")
         version = check_file(path, db)
         check_schema(path, db)
-        if version == UPGRADED:
-            _upgrade(db)
+        if version in UPGRADED:
+            _upgrade(db, version)
         # FULL syncs the write-ahead log at every commit. NORMAL would survive a kill too, but not a power failure.
         db.execute("PRAGMA synchronous = FULL")
         db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
@@ -75,11 +78,20 @@ def distrust(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA trusted_schema = OFF")
 
 
-def _upgrade(db: sqlite3.Connection) -> None:
-    """Keep the rewards of a group with its contents, so that compaction may delete the record that has them."""
+def _bind(db: sqlite3.Connection) -> None:
+    """Bind the rows that will be written to this journal and to their positions."""
+    db.execute("INSERT INTO marks VALUES (?, ?)", (BINDING, secrets.randbits(62) + 1))
+    db.execute("INSERT INTO marks SELECT ?, coalesce(max(seq), 0) + 1 FROM records", (BOUND_SINCE,))
+
+
+def _upgrade(db: sqlite3.Connection, version: int) -> None:
+    """Bring a journal of an older version to this one."""
     db.execute("BEGIN IMMEDIATE")
-    db.execute("ALTER TABLE groups ADD COLUMN rewards BLOB")
-    db.execute("UPDATE groups SET rewards = (SELECT body FROM records WHERE seq = scored) WHERE scored IS NOT NULL")
+    if version == 3:
+        # The rewards of a group with its contents, so that compaction may delete the record that has them.
+        db.execute("ALTER TABLE groups ADD COLUMN rewards BLOB")
+        db.execute("UPDATE groups SET rewards = (SELECT body FROM records WHERE seq = scored) WHERE scored IS NOT NULL")
+    _bind(db)
     db.execute(f"PRAGMA user_version = {VERSION}")
     db.execute("COMMIT")
 
@@ -89,7 +101,7 @@ def check_file(path: Path, db: sqlite3.Connection) -> int:
     if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise ConfigError(f"{path} is a database of another application, not a journal; give the run another folder")
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (VERSION, UPGRADED):
+    if version not in (VERSION, *UPGRADED):
         raise ConfigError(
             f"{path} is a journal of version {version} and this Starling has version {VERSION}; "
             "resume the run with the version that began it, or begin a new run in another folder"

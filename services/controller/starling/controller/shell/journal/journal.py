@@ -14,7 +14,8 @@ durable records. docs/decisions/0009-journal.md gives the reasons. Tables:
 | `adopted`  | position of the newest `VersionAdopted` of each replica; older ones are deleted                  |
 | `marks`    | `committed`: the last step; `pruned`: the last step whose contents a saved state makes redundant; |
 |            | `compacted`: position of the `StateCompacted` that has replaced all records before it;           |
-|            | `owner`: a random number, which the controller that writes has drawn                             |
+|            | `owner`: a random number, which the controller that writes has drawn;                            |
+|            | `binding`, `bound_since`: what the digests of rows depend on, and from which position (`rows.py`) |
 
 `read` returns the first record (`RunBegun`), the newest `StateCompacted` if there is one, the contents of live groups
 from before it, and the records after it. Deleted rows leave pages that later records reuse, so the file has the size of
@@ -31,8 +32,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-import xxhash
 from msgspec.structs import replace
 
 from starling.common.counts import counted
@@ -66,6 +65,7 @@ from starling.controller.shell.journal.database import (
     open_file,
 )
 from starling.controller.shell.journal.file_system import check_file_system
+from starling.controller.shell.journal.rows import Binding, decode, encode
 
 PRUNED_PER_COMMIT: Final = 64
 """Groups whose contents one commit deletes at most, so that pruning hundreds of them does not delay messages."""
@@ -77,10 +77,6 @@ _PARTS: Final = 16
 MAX_RECORDS: Final = 1 << 46
 """Positions of records are below it, so that each `contents.id` is an integer of SQLite."""
 
-_DIGESTED: Final = b"\xc1"
-"""First byte of a record with a digest; no MessagePack begins with it."""
-_DIGEST_BYTES: Final = 8
-
 _FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 """Disk full: for the file or its log, and for the index of the log."""
 
@@ -88,9 +84,6 @@ WITH_CONTENTS: Final = (CompletionsStored, TeacherLogprobsStored, PartialComplet
 """Records with contents, as a tuple: `isinstance` takes ten times as long with a union."""
 
 Operation = tuple[str, tuple[Any, ...]]
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)
 
 
 class JournalError(RestartError):
@@ -124,6 +117,7 @@ class Journal:
                 self._seq = self._last_seq()
                 marks = _marks(self._db)
                 self._compacted, self._owner = marks.get("compacted", 0), marks.get("owner", 0)
+                self._binding = Binding.of(marks)
                 self._stored = _keys(self._db)
                 """Groups that may have contents, those of appended records among them."""
                 self._file = _identity(path)
@@ -143,14 +137,15 @@ class Journal:
         has_contents = isinstance(record, WITH_CONTENTS)
         assert not payload or has_contents, f"{type(record).__name__} has no payload"
         self._seq += 1
+        place = self._binding.of_record(self._seq)
         if has_contents:
             # One row per buffer avoids the copy that joining the buffers would need.
             first = self._seq << _PARTS
-            whole = _encode(record, payload)
+            whole = encode(record, place, payload)
             self._contents += [(first + part, buffer) for part, buffer in enumerate((whole, *payload))]
-        body = _encode(_without_texts(record) if isinstance(record, CompletionsStored) else record)
+        body = encode(_without_texts(record) if isinstance(record, CompletionsStored) else record, place)
         self._records.append((self._seq, body))
-        self._operations += self._operations_of(record, body)
+        self._operations += self._operations_of(record)
 
     def prune(self, step: int) -> None:
         """Delete the contents of the groups of steps up to `step`, a few with each commit from the next one on."""
@@ -193,7 +188,7 @@ class Journal:
             token = self._check_owner()
             self._db.execute("DELETE FROM records WHERE seq > (SELECT min(seq) FROM records)")
             self._db.execute("DELETE FROM adopted")
-            self._db.execute("INSERT INTO records VALUES (?, ?)", (seq, _encode(record)))
+            self._db.execute("INSERT INTO records VALUES (?, ?)", (seq, encode(record, self._binding.of_record(seq))))
             self._db.execute("INSERT OR REPLACE INTO marks VALUES ('compacted', ?)", (seq,))
             self._db.execute("COMMIT")
         self._seq = self._compacted = seq
@@ -222,12 +217,12 @@ class Journal:
         A generated group that no committed step has trained is complete, with its payload. Others come without payload
         and without the texts of their completions, so that a long run fits into memory. Raises ConfigError.
         """
-        return _read(self.path, self._db)
+        return _read(self.path, self._db, self._binding)
 
     def records(self) -> Iterator[Record]:
         """Yield the records that `read` yields, without kept entries, payloads and texts. Raises ConfigError."""
         with as_config_error(self.path):
-            return (record for _, record in _records(self.path, self._db, self._compacted))
+            return (record for _, record in _records(self.path, self._db, self._compacted, self._binding))
 
     def fetch(self, step: int) -> tuple[JournalEntry, ...]:
         """Return the groups of `step`, in the order of `StepFrozen.ordinals`: of each its records, complete.
@@ -239,10 +234,10 @@ class Journal:
             if step <= _marks(self._db)["pruned"]:
                 return ()
             entries: list[JournalEntry] = []
-            query = "SELECT generated, taught, rewards FROM groups WHERE step = ? ORDER BY rank"
-            for generated, taught, body in self._db.execute(query, (step,)).fetchall():
-                entries += [_whole(self._db, seq) for seq in (generated, taught) if seq is not None]
-                entries.append(JournalEntry(_decode(body)))
+            query = "SELECT key, generated, taught, rewards FROM groups WHERE step = ? ORDER BY rank"
+            for key, generated, taught, body in self._db.execute(query, (step,)).fetchall():
+                entries += [_whole(self._db, seq, self._binding) for seq in (generated, taught) if seq is not None]
+                entries.append(JournalEntry(decode(body, self._binding.of_group(key, generated))))
             return tuple(entries)
 
     def close(self) -> None:
@@ -252,7 +247,7 @@ class Journal:
         finally:
             os.close(self._lock)
 
-    def _operations_of(self, record: Record, body: bytes) -> list[Operation]:
+    def _operations_of(self, record: Record) -> list[Operation]:
         """Return the changes of a record to the other tables.
 
         Nearly all completions are the first of their group. Then there is nothing to delete, which would take five
@@ -268,7 +263,7 @@ class Journal:
                 self._stored.discard(key)
             case EvaluationOpened() | EvaluationClosed():
                 self._stored = {key for key in self._stored if not key.startswith("e")}
-        return _operations(self._seq, record, body)
+        return _operations(self._seq, record, self._binding)
 
     def _write(self) -> bool:
         """Execute the transaction. Returns whether there is more to prune."""
@@ -344,7 +339,9 @@ def read_journal(path: Path) -> Iterator[JournalEntry]:
     Raises ConfigError.
     """
     with _reading(path) as db:
-        yield from _read(path, db)
+        with as_config_error(path):
+            binding = Binding.of(_marks(db))
+        yield from _read(path, db, binding)
 
 
 def has_ended(path: Path) -> bool:
@@ -353,8 +350,9 @@ def has_ended(path: Path) -> bool:
     is_written = path.with_name(f"{path.name}-wal").exists()
     with _reading(path, "" if is_written else "&immutable=1") as db:
         with as_config_error(path):
-            compacted = _marks(db).get("compacted", 0)
-        return any(isinstance(record, RunEnded) for _, record in _records(path, db, compacted))
+            marks = _marks(db)
+        found = _records(path, db, marks.get("compacted", 0), Binding.of(marks))
+        return any(isinstance(record, RunEnded) for _, record in found)
 
 
 def check_before_resume(path: Path) -> None:
@@ -390,14 +388,15 @@ def _reading(path: Path, options: str = "") -> Iterator[sqlite3.Connection]:
         db.close()
 
 
-def _operations(seq: int, record: Record, body: bytes) -> list[Operation]:
-    """Return the changes of a record, and of its encoding, to the other tables."""
+def _operations(seq: int, record: Record, binding: Binding) -> list[Operation]:
+    """Return the changes of a record to the other tables."""
     match record:
         case CompletionsStored(key=key):
             return [*_drop(key), *_drop_partial(key), _insert(key, seq)]
         case RewardsStored(key=key) if key.startswith("e"):
             return _drop(key)  # evaluations are not trained, and the scorers have seen the texts
         case RewardsStored(key=key):
+            body = encode(record, binding.of_group(key, seq))
             return [("UPDATE groups SET rewards = ? WHERE key = ?", (body, key))]
         case TeacherLogprobsStored(key=key):
             return [("UPDATE groups SET taught = ? WHERE key = ?", (seq, key))]
@@ -493,18 +492,18 @@ def _without_texts(record: CompletionsStored) -> CompletionsStored:
     return replace(record, trajectories=tuple([replace(t, text="") for t in record.trajectories]))
 
 
-def _read(path: Path, db: sqlite3.Connection) -> Iterator[JournalEntry]:
+def _read(path: Path, db: sqlite3.Connection, binding: Binding) -> Iterator[JournalEntry]:
     with as_config_error(path):
         marks = _marks(db)
         compacted = marks.get("compacted", 0)
         whole = _live_contents(db, marks["committed"])
-    for seq, record in _records(path, db, compacted):
+    for seq, record in _records(path, db, compacted, binding):
         with as_config_error(path):
-            yield _whole(db, seq) if seq in whole else JournalEntry(record)
+            yield _whole(db, seq, binding) if seq in whole else JournalEntry(record)
         if seq == compacted:
             for kept in sorted(one for one in whole if one < compacted):
                 with as_config_error(path):
-                    entry = _whole(db, kept)
+                    entry = _whole(db, kept, binding)
                 yield JournalEntry(entry.record, entry.payload, kept=True)
 
 
@@ -520,12 +519,12 @@ def _live_contents(db: sqlite3.Connection, committed: int) -> set[int]:
     return {_number(seq) for query in queries for (seq,) in db.execute(query, {"committed": committed})}
 
 
-def _records(path: Path, db: sqlite3.Connection, compacted: int) -> Iterator[tuple[int, Record]]:
+def _records(path: Path, db: sqlite3.Connection, compacted: int, binding: Binding) -> Iterator[tuple[int, Record]]:
     """Yield positions and records: the first one, and those from `compacted` on."""
     last = compacted - 1
     with as_config_error(path):
         query = "SELECT seq, body FROM records WHERE seq < ? ORDER BY seq LIMIT 1"
-        before = [(seq, _decode(body)) for seq, body in db.execute(query, (compacted,))]
+        before = [(seq, decode(body, binding.of_record(seq))) for seq, body in db.execute(query, (compacted,))]
     yield from before
     while True:
         with as_config_error(path):
@@ -533,44 +532,18 @@ def _records(path: Path, db: sqlite3.Connection, compacted: int) -> Iterator[tup
             rows: Sequence[tuple[int, bytes]] = db.execute(query, (last, RECORDS_PER_READ)).fetchall()
         for seq, body in rows:
             with as_config_error(path):
-                record = _decode(body)
+                record = decode(body, binding.of_record(seq))
             yield seq, record
         if not rows:
             return
         last = rows[-1][0]
 
 
-def _whole(db: sqlite3.Connection, seq: int) -> JournalEntry:
+def _whole(db: sqlite3.Connection, seq: int, binding: Binding) -> JournalEntry:
     """Return a record with its texts and its payload."""
     query = "SELECT body FROM contents WHERE id >= ? AND id < ? ORDER BY id"
     rows = [row[0] for row in db.execute(query, (seq << _PARTS, (seq + 1) << _PARTS))]
     if not rows:
         raise ValueError(f"the contents of record {seq} are missing")
     body, *payload = rows
-    return JournalEntry(_decode(body, payload), tuple(payload))
-
-
-def _encode(record: Record, payload: Buffers = ()) -> bytes:
-    """Return the bytes of a record, which begin with a digest of themselves and of the payload."""
-    body = _encoder.encode(record)
-    return _DIGESTED + _digest(body, payload) + body
-
-
-def _decode(stored: bytes, payload: Sequence[bytes] = ()) -> Record:
-    """Return a record. Raises ValueError when it, or its payload, is not what was written; old ones have no digest."""
-    if not stored.startswith(_DIGESTED):
-        return _decoder.decode(stored)
-    begin = len(_DIGESTED) + _DIGEST_BYTES
-    body = stored[begin:]
-    if stored[len(_DIGESTED) : begin] != _digest(body, payload):
-        raise ValueError("a record does not match its digest")
-    return _decoder.decode(body)
-
-
-def _digest(body: bytes, payload: Sequence[bytes | memoryview]) -> bytes:
-    if not payload:
-        return xxhash.xxh3_64_digest(body)
-    digest = xxhash.xxh3_64(body)
-    for buffer in payload:
-        digest.update(buffer)
-    return digest.digest()
+    return JournalEntry(decode(body, binding.of_record(seq), payload), tuple(payload))
