@@ -47,10 +47,14 @@ def write_whole(path: Path, content: bytes | str, *, private: bool = False) -> N
     # A new file: one that is there may be a link to another file, or be open in a process of another user.
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        partial.unlink(missing_ok=True)  # on a full disk it takes what little space there is
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the error of a write names no file
     os.replace(partial, path)
     sync_folder(path.parent)
 

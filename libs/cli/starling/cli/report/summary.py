@@ -32,8 +32,11 @@ def _report(attempt: Attempt, seconds: float, console: Console) -> None:
         table.add_row("trajectories", short_path(attempt.folder / FOLDER))
     if run.num_rl_steps:
         curve = attempt.folder / "reward.png"
-        draw_curve(run.rewards.points(), run.held_out.points(), curve)
-        table.add_row("reward curve", short_path(curve))
+        try:
+            draw_curve(run.rewards.points(), run.held_out.points(), curve)
+            table.add_row("reward curve", short_path(curve))
+        except OSError as error:  # mostly a full disk; the run is over, and its results do not depend on the picture
+            table.add_row("reward curve", f"not drawn: {error.strerror}")
     table.add_row("metrics", short_path(attempt.metrics))
     for path in run.checkpoints:
         table.add_row("checkpoint", short_path(Path(path)))

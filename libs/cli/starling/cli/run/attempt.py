@@ -192,8 +192,12 @@ class Attempt:
             raise ConfigError(
                 f"{self.folder} is being run by {who}; `starling status {self.folder}` shows its state"
             ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        try:
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"{self._lock} cannot be written: {error.strerror}; free some space") from None
         return descriptor
 
     def check_journal(self) -> None:

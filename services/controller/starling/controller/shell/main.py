@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from starling.common.errors import ConfigError, StarlingError
+from starling.common.errors import ConfigError, RestartError, StarlingError
 from starling.common.files import CONTROLLER_FILES, check_own, write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
@@ -117,7 +118,8 @@ class Shell:
         self._metrics = AppendFile(self._folder / METRICS)
         self._samples = Samples(self._folder, settings.logging.samples_mb << 20)
         past = self._write_missing_lines(written)
-        self._loggers = LoggerFanout(makers, settings.logging, self._folder, past)
+        with _as_restart_error(self._folder):
+            self._loggers = LoggerFanout(makers, settings.logging, self._folder, past)
         self._timelines = Timelines(self._folder)
         self._finish: FinishRun | None = None
         self._commands = CommitQueue(
@@ -141,10 +143,11 @@ class Shell:
     def run(self, stop: StopSignal) -> None:
         """Serve until the run is over. Raises RunFailedError if it failed."""
         self._commands.flush()  # the record of this incarnation
-        write_whole(
-            self._folder / "controller.json",
-            json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
-        )
+        with _as_restart_error(self._folder):
+            write_whole(
+                self._folder / "controller.json",
+                json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
+            )
         try:
             self._controller = self._load_controller()
             self._serve(self._controller, stop)
@@ -356,6 +359,17 @@ class Shell:
     def _show(self, controller: Controller) -> None:
         view = snapshot(controller.state, self._history, time.monotonic(), self.hub.dropped.total())
         self.hub.publish(msgspec.msgpack.encode(view))
+
+
+@contextmanager
+def _as_restart_error(folder: Path) -> Iterator[None]:
+    """Convert the error of a file that cannot be written at the start, mostly for a full disk, to one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise RestartError(
+            f"{error.filename or folder} cannot be written: {error.strerror}; free some space, and start the run again"
+        ) from None
 
 
 def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:

@@ -30,6 +30,8 @@ WAL_PAGES: Final = 500
 pages take 50 ms and save nothing, because payloads are written once."""
 WAL_BYTES: Final = 64 << 20
 """A write-ahead log that grew beyond this, for example on a full disk, is truncated afterwards."""
+FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""Errors of a full disk: for the file or its log, and for the index of the log."""
 _SCHEMA: Final = (
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE contents (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
@@ -160,12 +162,27 @@ def lock_file(path: Path) -> int:
     return file
 
 
+def _is_full(error: sqlite3.Error, folder: Path) -> bool:
+    """Return whether a full disk is the reason of an error: for some files SQLite only says that it cannot write."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code in FULL:
+        return True
+    try:
+        return code & 0xFF == sqlite3.SQLITE_IOERR and os.statvfs(folder).f_bavail == 0
+    except OSError:
+        return False
+
+
 @contextmanager
 def as_config_error(path: Path) -> Iterator[None]:
     """Convert errors of SQLite and of the decoder to ConfigError, and those of the disk to RestartError."""
     try:
         yield
     except sqlite3.Error as error:
+        if _is_full(error, path.parent):
+            raise RestartError(
+                f"the disk of the journal {path} is full; free some space, and start the run again"
+            ) from None
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_IOERR:
             raise RestartError(f"the journal {path} cannot be read: {error}; check its disk") from None
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:

@@ -56,6 +56,7 @@ from starling.controller.core.records import (
     VersionAdopted,
 )
 from starling.controller.shell.journal.database import (
+    FULL,
     as_config_error,
     check_file,
     check_place,
@@ -76,9 +77,6 @@ _PARTS: Final = 16
 
 MAX_RECORDS: Final = 1 << 46
 """Positions of records are below it, so that each `contents.id` is an integer of SQLite."""
-
-_FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
-"""Disk full: for the file or its log, and for the index of the log."""
 
 WITH_CONTENTS: Final = (CompletionsStored, TeacherLogprobsStored, PartialCompletionsStored)
 """Records with contents, as a tuple: `isinstance` takes ten times as long with a union."""
@@ -201,7 +199,7 @@ class Journal:
             yield
         except sqlite3.Error as error:
             self._roll_back()
-            if getattr(error, "sqlite_errorcode", None) in _FULL:
+            if getattr(error, "sqlite_errorcode", None) in FULL:
                 raise JournalFullError(
                     f"the disk of the journal {self.path} is full; free some space to write "
                     f"{counted(self.num_pending, 'record')}"
