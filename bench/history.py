@@ -49,6 +49,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("train_step.py", "--quick"),
     ("learning.py", "--quick"),
     ("async.py", "--quick"),
+    ("engine.py", "--quick"),
     ("rollout.py", "--quick"),
     ("sandbox.py", "--quick"),
     ("chaos.py", "--quick"),

@@ -108,6 +108,9 @@ class RolloutSettings(SettingsSection):
     """Groups that the controller may assign to this replica at a time."""
     max_rows: int = Field(default=128, ge=1, le=MAX_ROWS)
     """Limit on the sequences that are generated together."""
+    kv_cache_mb: int = Field(default=0, ge=0, le=MAX_MIB)
+    """Limit on the KV cache of the engine `transformers`, in MiB; 0 for none: it then grows with the running sequences.
+    When it is full, the groups that started last wait and are prefilled again. For vLLM: `vllm.kv_cache_mb`."""
     max_model_len: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Limit on the tokens of a prompt with its completion; without it, the model's context, which it can be trained
     on."""

@@ -1,12 +1,15 @@
-"""Decode attention for grouped-query models, registered with transformers.
+"""Attention function of the embedded engine, registered with transformers: packed prefill and decode over blocks.
 
-With one query token per row, the query heads that share a key head take the place of query positions, so that keys and
-values are read from the cache in place. The stock function copies them once per query head instead, which for a small
-model costs more than the rest of its forward pass.
+A prefill is one row of packed segments (`starling.algo.attention`), and a decode step reads the blocks of the KV cache
+in place (`cache.PagedCache`); both are keyword arguments of the model's forward pass, which transformers hands through
+to its layers. Where a step gathers a small cache instead, the query heads that share a key head take the place of query
+positions, so that keys and values are not copied once per query head, as in the stock function.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -14,10 +17,22 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-GROUPED_DECODE: Final = "starling_grouped_decode"
+from starling.algo.attention.forest import Forest
+from starling.algo.attention.interface import attention
+from starling.rollout.engine.embedded.cache import PagedCache
+
+PAGED: Final = "starling_paged"
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Layer types of transformers."""
+_OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias", "head_mask", "indexer_topk")
+"""Arguments of attention functions that change the attention, and that only other functions of transformers know."""
+_PROBE: Final = Forest((3, 1, 1, 2), (-1, 0, 1, 0))
+"""Two sequences of five tokens, which have three in common."""
+_PROBES: Final = 3
+"""Draws of the probe's tokens: rounding may send a token of one to another expert, but not of all."""
 
 
-def grouped_decode_attention(
+def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -25,14 +40,39 @@ def grouped_decode_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    structure: Forest | None = None,
+    blocks: PagedCache | None = None,
+    observed_windows: list[int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from `query` [rows, heads, q, dim] to `key`, `value` [rows, kv_heads, k, dim].
 
+    Args:
+        module, attention_mask, dropout, kwargs: see transformers.
+        query, key, value: with `structure` one row of packed tokens; with `blocks` one token per row.
+        scaling: factor of the scores; by default the inverse square root of dim.
+        structure: segments of a prefill.
+        blocks: the cache that a decode step reads in place.
+        observed_windows: with `structure`, receives the window of the layer.
+
     Returns [rows, q, heads, dim], and None for the attention weights. Calls with several query tokens, without shared
     key heads, or with a mask per head go to the stock function.
+
+    Raises:
+        NotImplementedError: with `structure` or `blocks`, an argument that changes the attention.
     """
     rows, heads, q_len, dim = query.shape
+    if (structure is not None or blocks is not None) and getattr(module, "is_causal", True):
+        _check_arguments(kwargs)
+        scale = dim**-0.5 if scaling is None else scaling
+        window: int | None = kwargs.get("sliding_window")
+        if blocks is not None:
+            return blocks.attend(query, scale, window), None
+        assert structure is not None
+        if observed_windows is not None:
+            observed_windows.append(window)
+        packed = [one[0].transpose(0, 1) for one in (query, key, value)]
+        return attention(packed[0], packed[1], packed[2], structure, scale, window=window)[None], None
     kv_heads = key.shape[1]
     per_head = attention_mask is not None and attention_mask.shape[1] != 1
     if q_len != 1 or heads == kv_heads or per_head or kwargs.get("position_bias") is not None:
@@ -47,9 +87,63 @@ def grouped_decode_attention(
     return output.reshape(rows, 1, heads, -1), None
 
 
-def use_grouped_decode(model: PreTrainedModel) -> None:
-    """Make `model` use `grouped_decode_attention` if it uses sdpa attention."""
-    AttentionInterface.register(GROUPED_DECODE, grouped_decode_attention)
-    AttentionMaskInterface.register(GROUPED_DECODE, sdpa_mask)
+def use_paged_attention(model: PreTrainedModel) -> None:
+    """Make `model` use `paged_attention` if it uses sdpa attention."""
+    AttentionInterface.register(PAGED, paged_attention)
+    AttentionMaskInterface.register(PAGED, sdpa_mask)
     if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-        model.set_attn_implementation(GROUPED_DECODE)
+        model.set_attn_implementation(PAGED)
+
+
+def unread_mask(model: PreTrainedModel) -> torch.Tensor:
+    """Return a mask that is handed through unread, where without one transformers would make one of L x L."""
+    return torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+
+
+@torch.inference_mode()
+def why_unpacked(model: PreTrainedModel) -> str | None:
+    """Return why `model` cannot compute packed rows, nor read blocks in place; None if it can, which is observed."""
+    if not model._supports_sdpa:
+        return f"its attention is computed by {model.config._attn_implementation!r} only"
+    if model.config._attn_implementation != PAGED:
+        return f"its attention is {model.config._attn_implementation!r}, or does not use the interface of transformers"
+    try:
+        return _probe(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the code of a model raises anything
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _probe(model: Any) -> str | None:
+    """Compare the logits of a packed row with those of its sequences alone; return what is wrong, None for nothing."""
+    config, paths = model.config.get_text_config(), torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]])
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [WINDOWED] * config.num_hidden_layers
+    expected = Counter(window if kind == WINDOWED else None for kind in kinds)
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_PROBES):
+        tokens = torch.randint(vocabulary, (_PROBE.num_tokens,), generator=generator)
+        windows: list[int | None] = []
+        alone = model(input_ids=tokens[paths].to(model.device), use_cache=False).logits
+        packed = model(
+            input_ids=tokens[None].to(model.device),
+            position_ids=torch.from_numpy(_PROBE.positions)[None].to(model.device),
+            use_cache=False,
+            structure=_PROBE,
+            attention_mask=unread_mask(model),
+            observed_windows=windows,
+        ).logits[0][paths.to(model.device)]
+        if Counter(windows) != expected:
+            return "its layers do not hand their windows to the attention function of transformers"
+        if bool((packed - alone).abs().max() <= tolerance * alone.abs().max()):
+            return None
+    return "a packed row and its sequences alone differ"
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    for name in _OTHER_ATTENTION:
+        if arguments.get(name) is not None:
+            raise NotImplementedError(f"its attention has the argument {name}")

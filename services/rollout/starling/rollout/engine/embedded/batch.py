@@ -6,7 +6,7 @@ Every step updates all rows by whole-array operations; only rows that end cost a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -83,11 +83,6 @@ class EmbeddedGroup:
                 )
 
     @property
-    def max_cached_tokens(self) -> int:
-        """Maximum number of tokens of a row in the cache: its last sampled token never enters it."""
-        return len(self.request.prompt_ids) + self.budget - 1
-
-    @property
     def num_rows(self) -> int:
         """Rows that the group needs when it starts."""
         num_ended, num = len(self.done), self.request.num_completions
@@ -114,6 +109,13 @@ class EmbeddedGroup:
             if index not in fresh
         ]
         return sequences
+
+    def preempted(self, partials: tuple[PartialCompletion, ...]) -> EmbeddedGroup:
+        """Return this group as it waits to resume `partials`."""
+        request = replace(self.request, partial=partials)
+        group = EmbeddedGroup(self.number, request, self.budget, self.stops, self.replay)
+        group.prompt_logprobs = self.prompt_logprobs
+        return group
 
     def resumed(self, index: int) -> PartialCompletion | Completion:
         """Return the partial completion that completion `index` resumes; an empty one if there is none."""

@@ -1,8 +1,12 @@
 """Embedded engine: any Hugging Face causal language model that takes explicit positions, on any torch device.
 
-Batching is continuous. A prompt is prefilled once per group and its KV cache is copied to the group's rows; rows of
-different lengths then decode together, one token per step, and leave as soon as they end. A partial completion is
-prefilled together with its prompt.
+Batching is continuous. A prompt is prefilled once per group, and the group's rows share its blocks of the paged KV
+cache; rows of different lengths then decode together, one token per step, and leave as soon as they end. A partial
+completion is prefilled together with its prompt.
+
+Where the KV cache has a limit, a group starts when the blocks of its prompt are free and its rows have room to grow. If
+the cache is full nevertheless, the group that started last is preempted: its tokens are kept as partial completions, it
+waits in front of the others, and is prefilled again.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from transformers import PreTrainedModel
 
@@ -35,6 +40,7 @@ from starling.rollout.engine.embedded.batch import EmbeddedGroup, PrefillSequenc
 from starling.rollout.engine.embedded.forward import PREFILL_TOKENS, Forward
 from starling.rollout.engine.embedded.lora import cache_weight_norms
 from starling.rollout.engine.embedded.model import build_model, live_tensors
+from starling.rollout.engine.embedded.packing import num_packed_tokens
 from starling.rollout.engine.embedded.sampling import Drawn, SamplingRows, draw, sampling_rows, uniforms
 from starling.rollout.engine.validation import check_partial, check_request, check_tensors
 from starling.rollout.engine.weights import LiveWeights
@@ -47,6 +53,9 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress, PullReport
+
+
+log = structlog.get_logger(__name__)
 
 
 def transformers_engine(spec: EngineSpec) -> TransformersEngine:
@@ -70,6 +79,7 @@ def transformers_engine(spec: EngineSpec) -> TransformersEngine:
         eos_token_ids=spec.eos_token_ids,
         max_rows=settings.max_rows,
         max_model_len=spec.max_model_len,
+        kv_cache_mb=settings.kv_cache_mb,
         exclusive=settings.exclusive,
         version=0 if settings.load_weights else -1,
         name=spec.name,
@@ -90,6 +100,7 @@ class TransformersEngine:
         eos_token_ids: Sequence[int],
         max_rows: int = 64,
         max_model_len: int | None = None,
+        kv_cache_mb: int = 0,
         exclusive: bool = False,
         version: int = 0,
         name: str = "rollout-0",
@@ -103,6 +114,7 @@ class TransformersEngine:
             eos_token_ids: the tokens that end every completion.
             max_rows: most sequences that run at a time; a group waits until all its rows fit.
             max_model_len: maximum number of tokens of a sequence; None for the model's context length.
+            kv_cache_mb: limit on the KV cache in MiB; 0 for none.
             exclusive: generate each group in a batch of its own, so that its result depends bitwise only on weights,
                 prompt and sampling parameters, wherever it was interrupted.
             version: the version of the weights in place.
@@ -115,7 +127,9 @@ class TransformersEngine:
         """
         if max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; give at least 1")
-        self._forward = Forward(model)
+        self._forward = Forward(model, kv_cache_mb << 20)
+        if self._forward.cache.max_blocks == 0:
+            raise ConfigError(f"kv_cache_mb is {kv_cache_mb}, less than one block of the model's KV cache; give more")
         length = max_model_len if max_model_len is not None else context_length(model.config)
         if length is None:
             raise ConfigError("the model declares no context length; give max_model_len")
@@ -129,7 +143,7 @@ class TransformersEngine:
         # A sampled placeholder token would need an image, at the latest in the trainer.
         banned = [] if inputs is None else sorted(placeholder_ids(inputs).values())
         self._banned_ids = torch.tensor(banned, device=self._forward.device) if banned else None
-        self._max_rows, self._max_model_len = max_rows, length
+        self._max_rows, self._max_model_len, self._kv_cache_mb = max_rows, length, kv_cache_mb
         self._exclusive = exclusive
         self._version = version
         self._waiting: deque[EmbeddedGroup] = deque()
@@ -191,7 +205,14 @@ class TransformersEngine:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))
         stops = (*self._eos_token_ids, *request.sampling.stop_token_ids)
-        self._waiting.append(EmbeddedGroup(self._num_added, request, budget, stops, replay=self._exclusive))
+        group = EmbeddedGroup(self._num_added, request, budget, stops, replay=self._exclusive)
+        limit = self._forward.cache.max_blocks
+        if limit is not None and self._forward.num_blocks_of(group.prefill_sequences()) > limit:
+            raise RequestError(
+                f"the prompt has {len(request.prompt_ids)} tokens, which with {request.num_completions} completions do "
+                f"not fit into a KV cache of {self._kv_cache_mb} MiB; raise rollout.kv_cache_mb"
+            )
+        self._waiting.append(group)
         self._leases.add(request.lease)
         self._num_added += 1
 
@@ -209,6 +230,10 @@ class TransformersEngine:
                 self._waiting.remove(group)
                 return group.request.partial
         number = next(n for n, group in self._running.items() if group.request.lease == lease)
+        return self._stop(number)[1]
+
+    def _stop(self, number: int) -> tuple[EmbeddedGroup, tuple[PartialCompletion, ...]]:
+        """Remove a running group and its rows; return it with its partial completions."""
         group, removed = self._running.pop(number), self._rows.table["group"] == number
         partials = {
             index: PartialCompletion(
@@ -220,7 +245,7 @@ class TransformersEngine:
             partials.setdefault(int(self._rows.table["index"][row]), self._rows.partial(row))
         with torch.inference_mode():
             self._remove_rows(removed)
-        return tuple(partials[index] for index in range(group.request.num_completions))
+        return group, tuple(partials[index] for index in range(group.request.num_completions))
 
     def step(self) -> list[GroupResult | GroupFailed]:
         """Start waiting groups that fit, sample one token of every sequence, and return the groups that ended."""
@@ -229,10 +254,13 @@ class TransformersEngine:
         ended: list[GroupResult | GroupFailed] = []
         with torch.inference_mode():
             parts = []
+            ended += self._make_room()
             if len(self._rows):
                 parts.append(self._forward.decode(self._rows.table["last"], self._rows.table["position"]))
             joining = self._take_joining()
             ended += [self._end(group) for group in joining if not group.num_rows]
+            if self._waiting and not joining and not len(self._rows):
+                ended.append(self._fail_too_large(self._waiting.popleft()))
             if sequences := [sequence for group in joining for sequence in group.prefill_sequences()]:
                 parts.append(self._join(sequences))
             if parts:
@@ -247,23 +275,53 @@ class TransformersEngine:
         """Continue after `pause`."""
         self._paused = False
 
+    def _make_room(self) -> list[GroupFailed]:
+        """Preempt groups, the last ones first, until the next tokens of all rows fit into the KV cache."""
+        while len(self._rows) and self._forward.cache.num_missing_blocks():
+            group, partials = self._stop(max(self._running))
+            group = group.preempted(partials)
+            if not self._running:
+                return [self._fail_too_large(group)]
+            log.info("preempted a group: the KV cache is full", lease=group.request.lease)
+            self._waiting.appendleft(group)
+        return []
+
+    def _fail_too_large(self, group: EmbeddedGroup) -> GroupFailed:
+        """Fail a group that does not fit into the KV cache alone."""
+        request = group.request
+        self._leases.remove(request.lease)
+        longest = max((len(partial.token_ids) for partial in request.partial), default=0)
+        reason = (
+            f"{request.num_completions} completions of a prompt of {len(request.prompt_ids)} tokens fill the KV cache "
+            f"of {self._kv_cache_mb} MiB when the longest has {longest} tokens; raise rollout.kv_cache_mb, or lower "
+            "the number of completions or max_tokens"
+        )
+        return GroupFailed(request.lease, reason)
+
     def _take_joining(self) -> list[EmbeddedGroup]:
         """Dequeue, in order, the waiting groups whose rows fit and whose prompts may be prefilled together."""
         joining: list[EmbeddedGroup] = []
+        taken: list[PrefillSequence] = []
         room = self._max_rows - len(self._rows)
-        longest = num_sequences = 0
         while self._waiting and not (self._exclusive and (joining or len(self._rows))):
             group = self._waiting[0]
-            sequences = group.prefill_sequences()
-            longest, num_sequences = (
-                max([longest, *(len(sequence.ids) for sequence in sequences)]),
-                num_sequences + len(sequences),
-            )
-            if group.num_rows > room or (joining and longest * num_sequences > PREFILL_TOKENS):
+            sequences = [*taken, *group.prefill_sequences()]
+            if group.num_rows > room or (joining and num_packed_tokens(sequences) > PREFILL_TOKENS):
+                break
+            if not self._has_blocks(sequences, alone=not joining and not len(self._rows)):
                 break
             room -= group.num_rows
+            taken = sequences
             joining.append(self._waiting.popleft())
         return joining
+
+    def _has_blocks(self, sequences: Sequence[PrefillSequence], *, alone: bool) -> bool:
+        """Return whether the KV cache has the blocks of `sequences`, and one more for each row unless `alone`."""
+        free = self._forward.cache.num_free_blocks
+        if free is None:
+            return True
+        growth = 0 if alone else len(self._rows) + sum(len(sequence.indices) for sequence in sequences)
+        return self._forward.num_blocks_of(sequences) + growth <= free
 
     def _join(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
         """Prefill `sequences` and add their rows; return the logits of the rows' next tokens."""
@@ -310,6 +368,8 @@ class TransformersEngine:
             # Rows that replay an ended completion leave with their group.
             removed |= ~np.isin(table["group"], list(self._running))
             self._remove_rows(removed)
+            if broken.any():
+                self._forward.cache.clear_free()
         return ended
 
     def _call_listeners(

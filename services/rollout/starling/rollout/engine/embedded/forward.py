@@ -1,4 +1,7 @@
-"""Forward passes of the embedded engine: prefill and decode over the KV cache of the running rows.
+"""Forward passes of the embedded engine: packed prefill, and decode over the paged KV cache of the running rows.
+
+A prefill is one row of tokens without padding or mask: the prompt of each group once, followed by the partial
+completions that resume it (decision 0034). Models that cannot compute such a row prefill one sequence after the other.
 
 Vision-language models of the Qwen family are prefilled with the pixels of a prompt's images and three-dimensional
 positions; afterwards their rows decode like those of text prompts, with positions continuing from the prompt's last.
@@ -12,21 +15,30 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import PromptLogprobs
-from starling.rollout.engine.embedded.attention import GROUPED_DECODE, use_grouped_decode
-from starling.rollout.engine.embedded.batch import PrefillSequence, last_position
-from starling.rollout.engine.embedded.cache import RowCache
+from starling.rollout.engine.embedded.attention import (
+    FULL,
+    PAGED,
+    WINDOWED,
+    unread_mask,
+    use_paged_attention,
+    why_unpacked,
+)
+from starling.rollout.engine.embedded.batch import PrefillSequence
+from starling.rollout.engine.embedded.cache import CachedSequence, LayerShape, PagedCache, PrefillCache
+from starling.rollout.engine.embedded.packing import Packing, Places
 from starling.rollout.engine.embedded.sampling import join_prompt_logprobs, score_prompt_tokens
 
-PREFILL_TOKENS: Final = 4096
-"""Maximum number of tokens of one prefill, with padding: bounds the mask's memory and the gap between decode steps."""
+log = structlog.get_logger(__name__)
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+PREFILL_TOKENS: Final = 4096
+"""Maximum number of tokens of one prefill: bounds its memory and the gap between decode steps."""
 
 
 class Forward:
@@ -35,20 +47,34 @@ class Forward:
     Used under `torch.inference_mode`, by one thread.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, max_cache_bytes: int = 0) -> None:
         """Prepare `model` for decoding, with no rows.
+
+        Args:
+            model: the model.
+            max_cache_bytes: limit on the KV cache; 0 for none.
 
         Raises:
             ConfigError: the model cannot be decoded this way.
         """
         self._sliding = _attention_kinds(model)
-        use_grouped_decode(model)
+        use_paged_attention(model)
         self._model = model
         first = next(model.parameters())
         self.device, self._dtype = first.device, first.dtype
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._window: int | None = model.config.get_text_config().sliding_window if self._sliding else None
-        self.cache = RowCache(self._dtype, self._window)
+        self._max_cache_bytes = max_cache_bytes
+        self._shapes = _layer_shapes(model, self.device)
+        reason = why_unpacked(model)
+        if reason is not None:
+            log.info(
+                "prompts are prefilled one after the other: the model cannot compute packed ones",
+                model=type(model).__name__,
+                reason=reason,
+            )
+        self._packs = reason is None
+        self.cache = self._new_cache()
 
     def decode(self, last: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> torch.Tensor:
         """Feed every row its newest token, at `position`; return the logits of the next token.
@@ -58,18 +84,29 @@ class Forward:
 
         Returns:
             [rows, vocabulary].
+
+        Raises:
+            CacheFullError: the KV cache reaches its limit; nothing has changed.
         """
-        self.cache.begin()
-        full, sliding = self.cache.masks(self.device)
+        self.cache.begin(replaceable=self._packs)
+        arguments: dict[str, Any]
+        if self.cache.in_place:
+            arguments = {"blocks": self.cache, "attention_mask": unread_mask(self._model)}
+        else:
+            arguments = {"attention_mask": self._by_kind(*self.cache.masks(self._dtype))}
         logits = self._model(
             input_ids=self.to_device(last)[:, None],
             position_ids=self.to_device(position)[:, None],
-            attention_mask=self._by_kind(full, sliding),
             past_key_values=self.cache,
             use_cache=True,
+            **arguments,
         ).logits
-        self.cache.advance()
-        return _last(logits)
+        found: torch.Tensor = logits[:, -1]
+        return found
+
+    def num_blocks_of(self, sequences: Sequence[PrefillSequence]) -> int:
+        """Return the blocks of the KV cache that `prefill` needs."""
+        return self.cache.num_blocks_of([_cached(sequence) for sequence in sequences])
 
     def prefill(self, sequences: Sequence[PrefillSequence], version: int) -> torch.Tensor:
         """Prefill `sequences` and add their rows to the cache, in order; return the logits after each row's last token.
@@ -78,55 +115,94 @@ class Forward:
 
         Returns:
             [new rows, vocabulary].
+
+        Raises:
+            CacheFullError: the KV cache reaches its limit; nothing has changed.
         """
-        parts = [self._prefill(chunk, version) for chunk in _chunks(sequences)]
+        places = self.cache.join([_cached(sequence) for sequence in sequences])
+        parts = []
+        for some in _chunks(sequences):
+            parts.append(self._prefill(sequences[some], places[some], version))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recompute(self, sequences: Sequence[PrefillSequence], version: int) -> None:
         """Recompute the KV cache of all rows; `sequences` has one row each, in batch order."""
-        self.cache = RowCache(self._dtype, self._window)  # frees the old one first: both may not fit into memory
+        self.cache = self._new_cache()  # frees the old one first: both may not fit into memory
         self.prefill(sequences, version)
 
     def to_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """Return `values` as a tensor on the model's device."""
         return torch.from_numpy(values).to(self.device)
 
-    def _prefill(self, sequences: Sequence[PrefillSequence], version: int) -> torch.Tensor:
+    def _new_cache(self) -> PagedCache:
+        return PagedCache(self._shapes, self.device, window=self._window, max_bytes=self._max_cache_bytes)
+
+    def _prefill(self, sequences: Sequence[PrefillSequence], places: Places, version: int) -> torch.Tensor:
         first = sequences[0].group
         if len(sequences[0].ids) > PREFILL_TOKENS and first.needs_prompt_logprobs and not first.request.tensors:
-            return self._prefill_in_parts(sequences[0], version)
-        lengths = np.array([len(sequence.ids) for sequence in sequences])
-        counts = np.array([len(sequence.indices) for sequence in sequences])
-        limits = np.array([sequence.group.max_cached_tokens for sequence in sequences])
-        columns = int(lengths.max())
-        ids = np.zeros((len(sequences), columns), np.int64)
-        for row, sequence in zip(ids, sequences, strict=True):
-            row[columns - len(sequence.ids) :] = sequence.ids
-        starts = columns - lengths
-        prefilled = DynamicCache()
-        scored = [number for number, sequence in enumerate(sequences) if sequence.group.needs_prompt_logprobs]
-        keep = max((len(sequences[number].ids) for number in scored), default=1)
-        extra = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
+            last = self._prefill_in_parts(sequences[0], places[0], version)
+        elif self._packs:
+            last = self._prefill_packed(Packing(sequences, places), version)
+        else:
+            last = torch.cat([self._prefill_alone(*one, version) for one in zip(sequences, places, strict=True)])
+        which = np.repeat(np.arange(len(sequences)), [len(sequence.indices) for sequence in sequences])
+        return last.index_select(0, self.to_device(which))
+
+    def _prefill_packed(self, packing: Packing, version: int) -> torch.Tensor:
+        """Prefill one packed row; return the logits after the last token of each sequence."""
+        tokens = packing.logit_tokens()
+        extra = {"logits_to_keep": self.to_device(tokens)} if self._takes_logits_to_keep else {}
         logits = self._model(
-            input_ids=self.to_device(ids),
-            position_ids=self.to_device(_positions(sequences, starts, columns)),
-            attention_mask=self._prefill_mask(starts, columns) if starts.any() else None,
+            input_ids=self.to_device(packing.ids)[None],
+            position_ids=self.to_device(packing.positions()),
+            past_key_values=PrefillCache(self.cache, packing.places),
+            use_cache=True,
+            structure=packing.forest,
+            attention_mask=unread_mask(self._model),
+            **{name: self.to_device(array) for name, array in _pixels(packing.sequences).items()},
+            **extra,
+        ).logits[0]
+        if not extra:
+            logits = logits.index_select(0, self.to_device(tokens))
+        begin = len(packing.sequences)
+        for sequence in packing.scored:
+            prompt = sequence.group.request.prompt_ids
+            rows = logits[begin : begin + len(prompt) - 1]
+            sequence.group.prompt_logprobs = score_prompt_tokens(rows, prompt, version)
+            begin += len(rows)
+        last: torch.Tensor = logits[: len(packing.sequences)]
+        return last
+
+    def _prefill_alone(
+        self,
+        sequence: PrefillSequence,
+        places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+        version: int,
+    ) -> torch.Tensor:
+        """Prefill one sequence as transformers does; return the logits after its last token, [1, vocabulary]."""
+        packing, prefilled, group = Packing([sequence], [places]), DynamicCache(), sequence.group
+        prompt = group.request.prompt_ids
+        extra = {"logits_to_keep": len(prompt) if group.needs_prompt_logprobs else 1}
+        logits = self._model(
+            input_ids=self.to_device(packing.ids)[None],
+            position_ids=self.to_device(packing.positions()),
             past_key_values=prefilled,
             use_cache=True,
-            **{name: self.to_device(array) for name, array in _pixels(sequences).items()},
-            **extra,
-        ).logits
-        for number in scored:
-            group, start = sequences[number].group, logits.shape[1] - len(sequences[number].ids)
-            prompt = group.request.prompt_ids
-            group.prompt_logprobs = score_prompt_tokens(
-                logits[number, start : start + len(prompt) - 1], prompt, version
-            )
-        which = np.repeat(np.arange(len(sequences)), counts)
-        self.cache.join(prefilled, which, lengths[which], limits[which])
-        return _last(logits).index_select(0, self.to_device(which))
+            **{name: self.to_device(array) for name, array in _pixels([sequence]).items()},
+            **(extra if self._takes_logits_to_keep else {}),
+        ).logits[0]
+        if group.needs_prompt_logprobs:
+            group.prompt_logprobs = score_prompt_tokens(logits[-len(prompt) : -1], prompt, version)
+        self._write(prefilled, packing.places)
+        found: torch.Tensor = logits[-1:]
+        return found
 
-    def _prefill_in_parts(self, sequence: PrefillSequence, version: int) -> torch.Tensor:
+    def _prefill_in_parts(
+        self,
+        sequence: PrefillSequence,
+        places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+        version: int,
+    ) -> torch.Tensor:
         """Prefill a long sequence that needs prompt log-probabilities: all its logits at once would take gigabytes."""
         ids, prefilled, columns = np.array([sequence.ids], np.int64), DynamicCache(), len(sequence.ids)
         found: list[PromptLogprobs] = []
@@ -141,77 +217,65 @@ class Forward:
             prompt = sequence.group.request.prompt_ids[begin : begin + PREFILL_TOKENS + 1]
             found.append(score_prompt_tokens(logits[0, : len(prompt) - 1], prompt, version))
         sequence.group.prompt_logprobs = join_prompt_logprobs(found)
-        which = np.zeros(len(sequence.indices), np.int64)
-        self.cache.join(
-            prefilled, which, np.full(len(which), columns), np.full(len(which), sequence.group.max_cached_tokens)
-        )
-        return _last(logits).index_select(0, self.to_device(which))
+        self._write(prefilled, np.concatenate(places))
+        last: torch.Tensor = logits[:, -1]
+        return last
 
-    def _prefill_mask(
-        self, starts: npt.NDArray[np.int64], columns: int
-    ) -> torch.Tensor | dict[str, torch.Tensor | None]:
-        """Return the additive masks of sequences aligned right, [sequences, 1, columns, columns]."""
-        at = torch.arange(columns, device=self.device)
-        behind = at[:, None] - at
-        # A padding position attends to itself: a softmax over nothing would be NaN, and stay in the cache.
-        seen = (behind >= 0) & (at >= self.to_device(starts)[:, None, None, None]) | (behind == 0)
-
-        def additive(visible: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(visible.shape, dtype=self._dtype, device=self.device).masked_fill_(~visible, -torch.inf)
-
-        sliding = additive(seen & (behind < self._window)) if self._window else None
-        return self._by_kind(additive(seen), sliding)
+    def _write(self, prefilled: DynamicCache, places: npt.NDArray[np.int64]) -> None:
+        """Copy the keys and values of one sequence into the cache."""
+        for number, layer in enumerate(prefilled.layers):
+            self.cache.write(number, places, layer.keys[0], layer.values[0])
 
     def _by_kind(
         self, full: torch.Tensor, sliding: torch.Tensor | None
     ) -> torch.Tensor | dict[str, torch.Tensor | None]:
         """Return the masks in the form that the model takes: by layer type if it mixes layer types."""
         if self._sliding == "some":
-            return {FULL: full, SLIDING: sliding}
+            return {FULL: full, WINDOWED: sliding}
         return full if sliding is None else sliding
 
 
-def _chunks(sequences: Sequence[PrefillSequence]) -> Iterator[Sequence[PrefillSequence]]:
-    """Split `sequences` into chunks of at most `PREFILL_TOKENS` padded tokens, or of one sequence."""
-    begin, longest = 0, 0
+def _cached(sequence: PrefillSequence) -> CachedSequence:
+    """Return what the cache is told of a sequence."""
+    prompt = len(sequence.group.request.prompt_ids)
+    return CachedSequence(sequence.group.number, prompt, len(sequence.ids) - prompt, len(sequence.indices))
+
+
+def _chunks(sequences: Sequence[PrefillSequence]) -> Iterator[slice]:
+    """Divide `sequences` into chunks of at most `PREFILL_TOKENS` packed tokens, or of one sequence."""
+    begin = total = 0
+    groups: set[int] = set()
     for end, sequence in enumerate(sequences):
-        longest = max(longest, len(sequence.ids))
-        if end > begin and longest * (end - begin + 1) > PREFILL_TOKENS:
-            yield sequences[begin:end]
-            begin, longest = end, len(sequence.ids)
-    yield sequences[begin:]
-
-
-def _positions(
-    sequences: Sequence[PrefillSequence], starts: npt.NDArray[np.int64], columns: int
-) -> npt.NDArray[np.int64]:
-    """Return the positions of sequences aligned right: [sequences, columns]; with images [3, sequences, columns]."""
-    positions: npt.NDArray[np.int64] = np.maximum(np.arange(columns) - starts[:, None], 0)
-    if not any(sequence.group.request.tensors for sequence in sequences):
-        return positions
-    positions = np.repeat(positions[None], 3, axis=0)
-    for row, sequence in enumerate(sequences):
-        request = sequence.group.request
-        if request.tensors:
-            sampled = starts[row] + len(request.prompt_ids)
-            positions[:, row, starts[row] : sampled] = request.tensors["position_ids"]
-            positions[:, row, sampled:] = last_position(request) + 1 + np.arange(columns - sampled)
-    return positions
+        prompt = len(sequence.group.request.prompt_ids)
+        new = len(sequence.ids) - (prompt if sequence.group.number in groups else 0)
+        if end > begin and total + new > PREFILL_TOKENS:
+            yield slice(begin, end)
+            begin, total, new = end, 0, len(sequence.ids)
+            groups.clear()
+        total += new
+        groups.add(sequence.group.number)
+    yield slice(begin, len(sequences))
 
 
 def _pixels(sequences: Sequence[PrefillSequence]) -> dict[str, npt.NDArray[Any]]:
-    """Return the model's arguments for all images and videos by name, in the order of the sequences."""
+    """Return the model's arguments for all images and videos by name, in the order of the groups."""
     named: dict[str, list[npt.NDArray[Any]]] = {}
-    for sequence in sequences:
-        for name, array in sequence.group.request.tensors.items():
+    for group in {sequence.group.number: sequence.group for sequence in sequences}.values():
+        for name, array in group.request.tensors.items():
             if name != "position_ids":
                 named.setdefault(name, []).append(array)
     return {name: np.concatenate(arrays) for name, arrays in named.items()}
 
 
-def _last(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the last position, [rows, vocabulary]."""
-    return logits[:, -1]
+@torch.inference_mode()
+def _layer_shapes(model: PreTrainedModel, device: torch.device) -> list[LayerShape]:
+    """Return the shapes of the keys and values of each layer, observed on one token."""
+    token, observed = torch.zeros(1, 1, dtype=torch.int64, device=device), DynamicCache()
+    model(input_ids=token, position_ids=token, past_key_values=observed, use_cache=True)
+    return [
+        LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype)
+        for layer in observed.layers
+    ]
 
 
 def _attention_kinds(model: PreTrainedModel) -> str:
@@ -225,14 +289,14 @@ def _attention_kinds(model: PreTrainedModel) -> str:
     if missing:
         raise ConfigError(f"{name} takes no {', '.join(sorted(missing))}; choose another engine for this model")
     attention = model.config._attn_implementation
-    if attention not in ("sdpa", "eager", GROUPED_DECODE):
+    if attention not in ("sdpa", "eager", PAGED):
         raise ConfigError(f"{name} uses attention {attention!r}; load it with sdpa or eager attention")
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {FULL, SLIDING}:
+    if unknown := kinds - {FULL, WINDOWED}:
         raise ConfigError(f"{name} has {', '.join(sorted(unknown))} layers; choose another engine for this model")
     if not kinds:
         return "all" if getattr(config, "sliding_window", None) else ""
-    if SLIDING not in kinds:
+    if WINDOWED not in kinds:
         return ""
     return "some" if FULL in kinds else "all"
