@@ -62,9 +62,10 @@ imports: $(DEV)
 unit processes sim system vllm: $(DEV)
 	$(BIN)/python tests/shards.py run $@
 
-# What needs a GPU; skipped where there is none.
+# What needs a GPU, skipped where there is none; then tokens per second and MFU as JSON lines.
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu -rs tests/unit
+	$(BIN)/python bench/attention_gpu.py
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.
 explore: export HYPOTHESIS_PROFILE = explore

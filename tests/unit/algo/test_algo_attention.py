@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from starling.algo.attention.flex import BLOCK, visible_blocks
 from starling.algo.attention.forest import Forest
-from starling.algo.attention.interface import attention
+from starling.algo.attention.interface import Backend, attention, backends_for
 from starling.common.errors import ConfigError
 
 torch.set_num_threads(1)
@@ -34,6 +35,7 @@ def forests(draw: st.DrawFn, *, most: int = 12) -> Forest:
     return Forest(tuple(lengths), tuple(parents))
 
 
+LARGE = Forest((200, 170, 3, 2, 90, 110), (-1, 0, 1, 1, 0, -1))
 WINDOWS = st.none() | st.integers(1, 20)
 
 
@@ -69,6 +71,22 @@ def test_parts_cover_each_attended_pair_once(forest: Forest, window: int | None,
     assert forest.num_pairs(window) == expected.sum()
 
 
+@given(forests(), st.integers(1, 20))
+def test_parts_of_whole_segments_cover_each_attended_pair_once(forest: Forest, window: int) -> None:
+    """The first level is one causal part for each segment, with the window of the kernel."""
+    first, *others = forest.levels(window, whole_segments=True)
+    found = np.zeros((forest.num_tokens, forest.num_tokens), dtype=np.int64)
+    assert [(part.query, part.num_queries, part.mode) for part in first] == [
+        (start, length, "causal") for start, length in zip(forest.starts, forest.lengths, strict=True)
+    ]
+    for part in (*first, *(part for level in others for part in level)):
+        rows, columns = np.arange(part.num_queries)[:, None], np.arange(part.num_keys)[None]
+        own = (columns <= rows) & (rows - columns < window)
+        seen = {"causal": own, "full": columns >= 0, "reversed": columns >= rows}[part.mode]
+        found[part.query : part.query + part.num_queries, part.key : part.key + part.num_keys] += seen
+    assert (found == dense(forest, window)).all()
+
+
 @given(forests())
 def test_reach_of_a_sequence_adds_up_to_its_square(forest: Forest) -> None:
     for segment in range(len(forest.lengths)):
@@ -91,18 +109,42 @@ def results(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
 
 
-def plain(inputs: list[Tensor], seen: npt.NDArray[np.bool_], scale: float) -> Tensor:
+def plain(
+    inputs: list[Tensor],
+    seen: npt.NDArray[np.bool_],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     query, key, value = inputs
     repeats = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeats, 1)) * scale
-    weights = scores.masked_fill(~torch.from_numpy(seen), -torch.inf).softmax(-1)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~torch.from_numpy(seen), -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks[:, None, None].expand(-1, len(query), -1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(repeats, 1))
 
 
-def check(forest: Forest, window: int | None, heads: tuple[int, int], value_size: int = 8) -> None:
+def check(
+    forest: Forest,
+    window: int | None,
+    heads: tuple[int, int],
+    value_size: int = 8,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+    backend: Backend = "segments",
+) -> None:
     inputs = inputs_of(forest, heads, value_size, torch.float64)
-    found = results(attention(*inputs, forest, 0.3, window=window), inputs)
-    expected = results(plain(inputs, dense(forest, window), 0.3), inputs)
+    rows = inputs[:3]
+    sinks = torch.linspace(-2.0, 3.0, heads[0], dtype=torch.float64, requires_grad=True) if with_sinks else None
+    inputs += [sinks] if sinks is not None else []
+    found = results(attention(*rows, forest, 0.3, window=window, softcap=softcap, sinks=sinks, backend=backend), inputs)
+    expected = results(plain(rows, dense(forest, window), 0.3, softcap, sinks), inputs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-11)
 
@@ -115,10 +157,95 @@ def test_values_and_gradients_equal_a_dense_mask(
     check(forest, window, heads, value_size)
 
 
+@settings(max_examples=settings().max_examples // 4)
+@given(forests(most=40), WINDOWS, st.sampled_from([(3, 3), (6, 2)]), st.booleans())
+def test_cascade_over_levels_equals_a_dense_mask(
+    forest: Forest, window: int | None, heads: tuple[int, int], with_sinks: bool
+) -> None:
+    check(forest, window, heads, with_sinks=with_sinks, backend="varlen")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@settings(max_examples=settings().max_examples // 4)
+@given(forests(most=100), st.none() | st.integers(1, 300), st.sampled_from([None, 0.4]), st.booleans())
+def test_flex_attention_equals_a_dense_mask(
+    forest: Forest, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
+    inputs = [one.detach() for one in inputs_of(forest, (4, 2), 8, torch.float32)]
+    sinks = torch.linspace(-2.0, 3.0, 4) if with_sinks else None
+    found = attention(*inputs, forest, 0.3, window=window, softcap=softcap, sinks=sinks, backend="flex")
+    expected = plain(inputs, dense(forest, window), 0.3, softcap, sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(forests(most=400), st.none() | st.integers(1, 500))
+def test_blocks_of_the_mask_hold_what_is_seen(forest: Forest, window: int | None) -> None:
+    some, whole = visible_blocks(forest, window)
+    size = len(some) * BLOCK
+    seen = np.zeros((size, size), dtype=np.bool_)
+    seen[: forest.num_tokens, : forest.num_tokens] = dense(forest, window)
+    blocks = seen.reshape(len(some), BLOCK, len(some), BLOCK)
+    assert (some >= blocks.any((1, 3))).all()
+    if window is None:
+        assert (some == blocks.any((1, 3))).all()
+    assert (whole == blocks.all((1, 3))).all()
+
+
+def test_flex_attention_has_no_gradients_on_a_cpu() -> None:
+    inputs = inputs_of(LARGE, (2, 1), 8, torch.float32)
+    with pytest.raises(ConfigError, match=r"no backward pass on a CPU.*policy\.attention"):
+        attention(*inputs, LARGE, 0.3, backend="flex")
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "softcap", "expected"),
+    [
+        (CPU, torch.bfloat16, 128, None, ("segments",)),
+        (CUDA, torch.bfloat16, 128, None, ("varlen", "segments")),
+        (CUDA, torch.bfloat16, 512, None, ("segments",)),
+        (CUDA, torch.float32, 128, None, ("segments",)),
+        (CUDA, torch.bfloat16, 128, 50.0, ("flex", "segments")),
+    ],
+)
+def test_backends_are_chosen_by_device(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None, expected: tuple[str, ...]
+) -> None:
+    assert backends_for("auto", device, dtype, head_dim, softcap=softcap) == expected
+    assert backends_for("segments", device, dtype, head_dim, softcap=softcap) == ("segments",)
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "dtype", "softcap", "reason"),
+    [
+        ("flex", CPU, torch.float32, None, "'flex' has no backward pass on cpu"),
+        ("varlen", CUDA, torch.float32, None, "'varlen' has no kernel for float32 and heads of 64"),
+        ("varlen", CPU, torch.float32, 50.0, "'varlen' has no soft caps"),
+    ],
+)
+def test_backends_that_cannot_compute_a_model_are_refused(
+    choice: Any, device: torch.device, dtype: torch.dtype, softcap: float | None, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        backends_for(choice, device, dtype, 64, softcap=softcap)
+
+
 @pytest.mark.parametrize("window", [None, 33, 150])
 def test_large_segments_equal_a_dense_mask(window: int | None) -> None:
     """Parts too large for a batched call, and small ones beside them."""
-    check(Forest((200, 170, 3, 2, 90, 110), (-1, 0, 1, 1, 0, -1)), window, (2, 1))
+    check(LARGE, window, (2, 1))
+    check(LARGE, window, (2, 1), backend="varlen")
+
+
+@pytest.mark.parametrize("forest", [LARGE, Forest((1100, 30, 600), (-1, 0, 0)), Forest((5,), (-1,))])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(0.4, False), (None, True), (3.0, True)])
+def test_soft_caps_and_sinks_equal_a_dense_mask(
+    forest: Forest, window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
+    check(forest, window, (4, 2), 8, softcap, with_sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,7 +261,8 @@ def test_low_precision_is_as_exact_as_its_arithmetic(dtype: torch.dtype) -> None
         assert torch.linalg.vector_norm(one.double() - other) <= bound * torch.linalg.vector_norm(other)
 
 
-def test_memory_is_linear_in_tokens() -> None:
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_memory_is_linear_in_tokens(softcap: float | None) -> None:
     """A segment of 3,000 tokens over 6,000 of ancestors: no number for each pair exists, forward or backward."""
     forest = Forest((6000, 3000), (-1, 0))
     inputs = [one.detach().float().requires_grad_() for one in inputs_of(forest, (1, 1), 8, torch.float32)]
@@ -150,7 +278,7 @@ def test_memory_is_linear_in_tokens() -> None:
             return found
 
     with Largest() as largest:
-        results(attention(*inputs, forest, 0.3), inputs)
+        results(attention(*inputs, forest, 0.3, softcap=softcap), inputs)
     assert largest.elements <= 2 * 9000 * 8
 
 

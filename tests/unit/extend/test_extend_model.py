@@ -17,7 +17,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.messages import Sampling
 from starling.policy.train.data.packing import PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.loss.logprobs import token_logprobs
-from starling.policy.train.model.attention import layout_of
+from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.load import load_model, longest_sequence, version_tensors
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult
 from starling.rollout.engine.embedded.engine import TransformersEngine
@@ -74,7 +74,7 @@ def test_rollout_and_policy_agree_on_rows_of_a_user_model(folder: Path) -> None:
     ends = np.cumsum([len(completion.token_ids) for completion in completions]).tolist()
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
     prompted = [PromptBlock(result.prompt_ids, tuple(spans[3 * n : 3 * n + 3])) for n, result in enumerate(results)]
-    assert layout_of(policy) == "rows"  # its attention is not that of transformers
+    assert attention_plan(policy).layout == "rows"  # its attention is not that of transformers
     batch = pack_sequences(prompted, token_ids, 1000, layout="rows")
     (microbatch,) = batch.plan
     inputs = to_tensors(batch, microbatch)

@@ -16,7 +16,7 @@ from starling.algo.architecture import placeholders
 from starling.common.wire.messages import Media, ScoredTrajectory, TrainGroup
 from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
 from starling.policy.train.data.packing import PackedBatch, PromptBlock, pack_sequences, to_tensors
-from starling.policy.train.model.attention import layout_of
+from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import trained_logits
 from starling.rollout.engine.base import GroupResult
 from starling.rollout.shell.results import generated_message
@@ -111,7 +111,7 @@ def test_policy_logprobs_equal_those_of_the_rollout(tmp_path: Path, family: str)
     with torch.no_grad():
         plain = plain_logprobs(sampled.model, prompted, token_ids)
         torch.testing.assert_close(sampled.logprobs, plain, rtol=0, atol=1e-5)
-        assert layout_of(sampled.model) == "forest"
+        assert attention_plan(sampled.model).layout == "forest"
         for batch in (
             pack_sequences(prompted, token_ids, 10_000),
             pack_sequences(prompted, token_ids, 70),

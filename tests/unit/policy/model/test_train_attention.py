@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -27,13 +31,16 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from starling.common.errors import ConfigError
+from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.supervised import SftStepSettings
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.groups import IntArray
 from starling.policy.train.data.packing import PackedBatch, PromptBlock, pack_sequences, to_tensors
-from starling.policy.train.model.attention import PACKED, layout_of
+from starling.policy.train.model.attention import PACKED
+from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import trained_logits
 from starling.policy.train.sft import SftTrainer
 
@@ -61,13 +68,17 @@ CONFIGS: dict[str, Any] = {
     "qwen3 with windows": Qwen3Config(**SIZES, head_dim=8, **WINDOW),
     "mistral": MistralConfig(**SIZES, head_dim=8, sliding_window=9),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=5, query_pre_attn_scalar=8, attn_logit_softcapping=0.5),
+    "gpt_oss": GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, rope_scaling=None
+    ),
 }
 
 
 def make(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
+        model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[kind])).eval()
     return in_double(model) if dtype == torch.float64 else model
 
 
@@ -145,7 +156,9 @@ def packed(model: Any, batch: PackedBatch, weights: Tensor) -> Gradients:
 
 def check(kind: str, dtype: torch.dtype, sequences: Sequence[tuple[IntArray, IntArray]], budget: int) -> None:
     plain, model = make(kind, dtype), make(kind, dtype)
-    assert layout_of(model) == "forest"
+    if kind in ("gemma2", "gpt_oss"):  # only the eager attention of transformers has soft caps and sinks
+        plain.set_attn_implementation("eager")
+    assert attention_plan(model).layout == "forest"
     token_ids = np.concatenate([completion for _, completion in sequences])
     ends = np.cumsum([len(completion) for _, completion in sequences]).tolist()
     blocks = [
@@ -184,7 +197,7 @@ def conversation() -> list[tuple[IntArray, IntArray]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["qwen3 with windows", "mistral", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3 with windows", "mistral", "gemma3", "gemma2", "gpt_oss"])
 def test_sliding_windows_are_trained_beyond_their_length(kind: str) -> None:
     check(kind, torch.float32, conversation(), 1000)
 
@@ -210,7 +223,6 @@ STATEFUL = {
         ),
         "linear_attention",
     ),
-    "gemma2": (Gemma2Config(**SIZES, head_dim=8, sliding_window=16), "softcap"),
 }
 
 
@@ -225,7 +237,7 @@ def test_models_that_cannot_attend_by_segments_train_one_sequence_per_row(kind: 
         torch.manual_seed(0)
         plain = AutoModelForCausalLM.from_config(config).eval()
     with capture_logs() as logs:
-        assert layout_of(model) == layout_of(model) == "rows"
+        assert attention_plan(model).layout == attention_plan(model).layout == "rows"
     (warning,) = logs
     assert reason in warning["reason"]
     assert model.config._attn_implementation == before
@@ -237,27 +249,84 @@ def test_models_that_cannot_attend_by_segments_train_one_sequence_per_row(kind: 
         assert error <= 1e-3 * torch.linalg.vector_norm(gradient) + 1e-8, (name, float(error))
 
 
+def leaky(kind: str) -> Any:
+    """Return a model with a layer that mixes neighbours of a row, which no configuration names."""
+    model = make(kind)
+
+    def mix(_: Any, __: Any, output: Any) -> Any:
+        return output + torch.nn.functional.pad(output[:, :-1], (0, 0, 1, 0))
+
+    model.model.layers[1].input_layernorm.register_forward_hook(mix)
+    return model
+
+
 def test_a_leak_between_tokens_is_observed() -> None:
-    """A layer that mixes neighbours of a row, which no configuration names."""
-    model = make("llama")
-    model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: output + torch.roll(output, 1, dims=1))
+    model = leaky("llama")
     with capture_logs() as logs:
-        assert layout_of(model) == "rows"
+        assert attention_plan(model).layout == "rows"
     assert [line["reason"] for line in logs] == ["a forest of segments and its sequences alone differ"]
 
 
-def test_a_window_that_the_attention_function_does_not_get_is_observed() -> None:
+def test_a_window_that_the_attention_function_does_not_get_bounds_the_sequences() -> None:
+    """Transformers would make a mask with an element for each pair of tokens."""
     model = make("qwen3 with windows")
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
     with capture_logs() as logs:
-        assert layout_of(model) == "rows"
+        assert attention_plan(model).layout == "rows"
     assert "windows" in logs[0]["reason"]
+    assert model.config._attn_implementation != PACKED
+    sft_gradients(model, [(np.arange(3, dtype=np.int32), np.arange(4, dtype=np.int32))])
+    with pytest.raises(ConfigError, match="exceeds the 7 that the model can attend to"):
+        sft_gradients(model, [(np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32))])
+
+
+def test_chunked_attention_bounds_the_sequences() -> None:
+    sizes = SIZES | {"num_hidden_layers": 2, "intermediate_size_mlp": 40, "num_local_experts": 2}
+    config = Llama4TextConfig(**sizes, head_dim=8, attention_chunk_size=30)
+    with capture_logs() as logs:
+        plan = attention_plan(AutoModelForCausalLM.from_config(config).eval())
+    assert (plan.layout, plan.longest) == ("rows", 30)
+    assert "chunked_attention" in logs[0]["reason"]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, Tensor):
+                self.elements = max(self.elements, one.untyped_storage().nbytes() // one.element_size())
+        return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2", "gemma3", "gpt_oss", "leaky windows", "leaky gemma2", "qwen3_next"]
+)
+def test_training_makes_no_tensor_with_an_element_for_each_pair_of_tokens(kind: str) -> None:
+    """In packed rows and in those of one sequence, far beyond the windows."""
+    model = {
+        "leaky windows": lambda: leaky("qwen3 with windows"),
+        "leaky gemma2": lambda: leaky("gemma2"),
+        "qwen3_next": lambda: AutoModelForCausalLM.from_config(STATEFUL["qwen3_next"][0]).eval(),
+    }.get(kind, lambda: make(kind))()
+    model.config.max_position_embeddings = 2000
+    generator = np.random.default_rng(0)
+    prompt = generator.integers(VOCABULARY, size=1400).astype(np.int32)
+    responses = [generator.integers(VOCABULARY, size=size).astype(np.int32) for size in (90, 100)]
+    settings = PolicySettings(memory=MemorySettings(logprob_chunk_tokens=64))
+    trainer = SftTrainer(model, settings, total_steps=1)
+    with Largest() as largest:
+        trainer.step([SftExample(prompt, response) for response in responses])
+    assert largest.elements < 1400 * 1400 // 2
 
 
 def test_observing_a_model_leaves_no_gradient_and_draws_no_random_number() -> None:
     model, before = make("qwen3_moe"), torch.random.get_rng_state()
-    assert layout_of(model) == "forest"
+    assert attention_plan(model).layout == "forest"
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -295,18 +364,33 @@ def test_compiled_blocks_take_structures_of_any_size() -> None:
 def test_forward_pass_without_a_structure_computes_as_before() -> None:
     """Padding and windows of transformers' own masks stay in force."""
     plain, model = make("qwen3 with windows"), make("qwen3 with windows")
-    assert layout_of(model) == "forest"
+    assert attention_plan(model).layout == "forest"
     assert model.config._attn_implementation == PACKED
     ids = torch.arange(40).view(2, 20)
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
     with torch.no_grad():
-        for arguments in ({}, {"attention_mask": mask}):
-            assert torch.equal(model(ids, **arguments).logits, plain(ids, **arguments).logits)
+        assert torch.equal(model(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["segments", "varlen"])
+def test_backend_is_that_of_the_settings(backend: Literal["segments", "varlen"]) -> None:
+    plain, model = make("gemma3"), make("gemma3")
+    expected = sft_gradients(plain, conversation(), share_prompts=False)
+    found = sft_gradients(model, conversation(), attention=backend)
+    assert attention_plan(model).backend == backend
+    for name, gradient in found.items():
+        assert torch.linalg.vector_norm(gradient - expected[name]) <= 5e-6 * torch.linalg.vector_norm(expected[name])
+
+
+def test_backend_that_the_device_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'flex' has no backward pass on cpu"):
+        sft_gradients(make("llama"), conversation(), attention="flex")
 
 
 def test_saved_model_does_not_name_the_attention_function(tmp_path: Any) -> None:
     model = make("llama")
-    layout_of(model)
+    attention_plan(model)
     model.save_pretrained(tmp_path)
     assert PACKED not in (tmp_path / "config.json").read_text()

@@ -153,7 +153,9 @@ class Forest:
             seen &= positions[:, None] - positions[None] < window
         return seen
 
-    def levels(self, window: int | None = None, masked_tokens: int = 0) -> tuple[tuple[Part, ...], ...]:
+    def levels(
+        self, window: int | None = None, masked_tokens: int = 0, *, whole_segments: bool = False
+    ) -> tuple[tuple[Part, ...], ...]:
         """Return the parts of the attention in levels; those of a level have no query in common.
 
         The parts of the first level hold each token once as a query, and its own key.
@@ -161,17 +163,30 @@ class Forest:
         Args:
             window: tokens of a sequence that each token sees, itself included; None for all up to itself.
             masked_tokens: most tokens of a square with a mask; 0 for none.
+            whole_segments: make the first level one causal part for each segment, even one that is longer than the
+                window, which is then to be computed with the window.
         """
         if window is not None and window >= max(self.reach, default=0):
             window = None
-        return _levels(self, window, masked_tokens)
+        return _levels(self, window, masked_tokens, whole_segments)
 
 
 @lru_cache(maxsize=64)
-def _levels(forest: Forest, window: int | None, masked_tokens: int) -> tuple[tuple[Part, ...], ...]:
+def _levels(
+    forest: Forest,
+    window: int | None,
+    masked_tokens: int,
+    whole_segments: bool,
+) -> tuple[tuple[Part, ...], ...]:
     squares = _masked_squares(forest, masked_tokens)
     found = [Part(start, end - start, start, end - start, "masked") for start, end in squares.values()]
-    found += _tree_parts(forest, squares) if window is None else _window_parts(forest, window, squares)
+    if window is None:
+        found += _tree_parts(forest, squares)
+    else:
+        if whole_segments:
+            sizes = zip(forest.starts, forest.lengths, strict=True)
+            found += [Part(start, length, start, length, "causal") for start, length in sizes]
+        found += _window_parts(forest, window, squares, ancestors_only=whole_segments)
     # What holds a token's own key comes first, so that the first level can be written and the others merged into it.
     found.sort(key=lambda part: (part.query, part.num_queries) != (part.key, part.num_keys))
     levels: list[list[Part]] = []
@@ -226,11 +241,13 @@ def _tree_parts(forest: Forest, squares: _Squares) -> Iterator[Part]:
             yield Part(behind, end - behind, start, length, "full")
 
 
-def _window_parts(forest: Forest, window: int, squares: _Squares) -> Iterator[Part]:
+def _window_parts(forest: Forest, window: int, squares: _Squares, *, ancestors_only: bool) -> Iterator[Part]:
     outside = set(_outside(forest, squares))
     for segment, (start, depth, length) in enumerate(zip(forest.starts, forest.depths, forest.lengths, strict=True)):
         # The ancestors of a segment within a square are either in the same one or in none.
         for ancestor in outside.intersection(forest.path(segment)):
+            if ancestors_only and ancestor == segment:
+                continue
             key_depth, key_start = forest.depths[ancestor], forest.starts[ancestor]
             keys = key_depth, key_depth + forest.lengths[ancestor]
             for first, last, key_first, key_last, mode in _band((depth, depth + length), keys, window):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from starling.algo.attention.capped import CappedKernel
 from starling.common.errors import ConfigError
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -23,8 +24,9 @@ FLASH_HEAD_DIM = 256
 class Kernel(Protocol):
     """A fused attention."""
 
-    takes_bias: bool
-    """Whether it can hide keys by a bias."""
+    @property
+    def takes_bias(self) -> bool:
+        """Whether it can hide keys by a bias."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool, scale: float
@@ -162,13 +164,15 @@ class _CudaEfficient:
 _CPU, _FLASH, _EFFICIENT = _Cpu(), _CudaFlash(), _CudaEfficient()
 
 
-def kernel_for(query: Tensor) -> Kernel:
-    """Return the kernel for tensors like `query`, [..., D].
+def kernel_for(query: Tensor, softcap: float | None = None) -> Kernel:
+    """Return the kernel for tensors like `query`, [..., D], and a soft cap on the scores; None for no cap.
 
     Raises:
         ConfigError: there is none for its device and type.
     """
     device, dtype = query.device.type, query.dtype
+    if softcap is not None:
+        return CappedKernel(softcap)
     if device == "cpu":
         return _CPU
     if device == "cuda" and dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= FLASH_HEAD_DIM:

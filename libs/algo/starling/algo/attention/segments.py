@@ -1,140 +1,71 @@
-"""Attention by segments: fused kernels on parts of the row, merged by log-sum-exp, on every device.
+"""Attention by segments: fused kernels on parts of the row, many small ones to a call, on every device.
 
-A query's attention to two sets of keys, with outputs o1, o2 and log-sum-exps l1, l2, merges exactly into that to both:
-
-    l = log(exp(l1) + exp(l2)),   o = o1 exp(l1 - l) + o2 exp(l2 - l)
-
-as in ring attention (Liu et al., arXiv:2310.01889). The backward pass calls each kernel's own with the merged o and l,
-which gives the gradients of the merged attention; they add up over the parts. Legend of shapes: T tokens, H query
-heads, G key heads, D head dimension; each key head serves H / G query heads.
+Legend of shapes: T tokens, H query heads, G key heads, D head dimension; each key head serves H / G query heads.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from starling.algo.attention.calls import KernelCall, kernel_calls
 from starling.algo.attention.forest import Forest
-from starling.algo.attention.kernels import kernel_for
+from starling.algo.attention.kernels import Kernel, kernel_for
+from starling.algo.attention.merge import merged_attention
 
 
 def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float, window: int | None = None
+    inputs: tuple[Tensor, Tensor, Tensor],
+    forest: Forest,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of a packed row, [T, H, D]; see `starling.algo.attention.interface.attention`."""
-    if query.dtype != key.dtype or query.dtype != value.dtype:
-        key, value = key.to(query.dtype), value.to(query.dtype)
-    output: Tensor = _SegmentAttention.apply(query, key, value, forest, scale, window)  # type: ignore[no-untyped-call]
-    return output
+    query, key, _ = inputs
+    kernel = kernel_for(query, softcap)
+    levels = kernel_calls(forest, window, query.device, with_bias=kernel.takes_bias)
+    return merged_attention(inputs, levels, _Padded(kernel, (query.shape[1], key.shape[1]), scale), sinks)
 
 
-class _SegmentAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float, window: int | None
-    ) -> Tensor:
-        kernel = kernel_for(query)
-        levels = kernel_calls(forest, window, query.device, with_bias=kernel.takes_bias)
-        merged = _Merged(query, is_merged=len(levels) > 1)
-        heads = query.shape[1], key.shape[1]
-        for number, calls in enumerate(levels):
-            for call in calls:
-                output, logsumexp = kernel.forward(
-                    _queries(call, query, heads),
-                    _keys(call, key, heads),
-                    _keys(call, value, heads),
-                    call.bias(query.dtype),
-                    causal=call.causal,
-                    scale=scale,
-                )
-                own = _rows(call, output), _rows(call, logsumexp)
-                if number == 0:
-                    merged.write(call, *own)
-                else:
-                    merged.add(call, *own)
-        result = merged.output[: len(query)].to(query.dtype)
-        ctx.kernel, ctx.levels, ctx.scale = kernel, levels, scale
-        ctx.save_for_backward(query, key, value, result, merged.logsumexp)
-        return result
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """Runs calls on parts that are padded to one size; see `Runner`."""
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        heads = query.shape[1], key.shape[1]
-        sums = [_Sum(one, is_merged=len(ctx.levels) > 1) for one in (query, key, value)]
-        for number, calls in enumerate(ctx.levels):
-            for call in calls:
-                found = ctx.kernel.backward(
-                    _queries(call, gradient, heads, clear_padding=True),
-                    (_queries(call, query, heads), _keys(call, key, heads), _keys(call, value, heads)),
-                    (_queries(call, output, heads), _queries(call, logsumexp, heads)),
-                    call.bias(query.dtype),
-                    causal=call.causal,
-                    scale=ctx.scale,
-                )
-                sums[0].add(call.query, call.queries, call.targets, _rows(call, found[0]), first=number == 0)
-                for total, own in zip(sums[1:], found[1:], strict=True):
-                    rows = _rows(call, _sum_heads(call, own, heads))
-                    total.add(call.key, call.keys, call.targets, rows, first=number == 0)
-        return *(total.total(query.dtype) for total in sums), None, None, None
+    kernel: Kernel
+    heads: tuple[int, int]
+    """H and G."""
+    scale: float
 
+    def forward(self, call: KernelCall, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        query, key, value = inputs
+        output, logsumexp = self.kernel.forward(
+            _queries(call, query, self.heads),
+            _keys(call, key, self.heads),
+            _keys(call, value, self.heads),
+            call.bias(query.dtype),
+            causal=call.causal,
+            scale=self.scale,
+        )
+        return _rows(call, output), _rows(call, logsumexp)
 
-class _Merged:
-    """Output and log-sum-exp of the calls so far; one more row, which takes the padding of batched calls."""
-
-    def __init__(self, query: Tensor, *, is_merged: bool) -> None:
-        shape = len(query) + 1, *query.shape[1:]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        self.output = query.new_empty(shape, dtype=wide if is_merged else query.dtype)
-        self.logsumexp = query.new_empty(shape[:2], dtype=wide)
-
-    def write(self, call: KernelCall, output: Tensor, logsumexp: Tensor) -> None:
-        """Set the rows of the call's queries."""
-        for total, own in ((self.output, output), (self.logsumexp, logsumexp)):
-            if call.targets is None:
-                total[call.query : call.query + call.num_queries] = own
-            else:
-                total.index_copy_(0, call.targets, own.to(total.dtype))
-
-    def add(self, call: KernelCall, output: Tensor, logsumexp: Tensor) -> None:
-        """Merge the call into the rows of its queries."""
-        if call.targets is None:
-            rows = slice(call.query, call.query + call.num_queries)
-            old_output, old = self.output[rows], self.logsumexp[rows]
-        else:
-            old_output, old = (one.index_select(0, call.targets) for one in (self.output, self.logsumexp))
-        both = torch.logaddexp(old, logsumexp)
-        old_output.mul_((old - both).exp_()[:, :, None])
-        old_output.addcmul_(output.to(old_output.dtype), (logsumexp - both).exp_()[:, :, None])
-        self.write(call, old_output, both)
-
-
-class _Sum:
-    """Gradient of one input, summed over the calls."""
-
-    def __init__(self, like: Tensor, *, is_merged: bool) -> None:
-        wide = torch.promote_types(like.dtype, torch.float32) if is_merged else like.dtype
-        self._sum = like.new_empty((len(like) + 1, *like.shape[1:]), dtype=wide)
-
-    def add(self, start: int, rows: Tensor | None, targets: Tensor | None, own: Tensor, *, first: bool) -> None:
-        """Add the gradient of a call at its rows; the calls of the `first` level hold each row once."""
-        own = own.to(self._sum.dtype)
-        if rows is None and first:
-            self._sum[start : start + len(own)] = own
-        elif rows is None:
-            self._sum[start : start + len(own)] += own
-        elif first:
-            assert targets is not None
-            self._sum.index_copy_(0, targets, own)
-        else:
-            self._sum.index_add_(0, rows, own)
-
-    def total(self, dtype: torch.dtype) -> Tensor:
-        return self._sum[:-1].to(dtype)
+    def backward(
+        self, call: KernelCall, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], outputs: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (query, key, value), (output, logsumexp), heads = inputs, outputs, self.heads
+        found = self.kernel.backward(
+            _queries(call, gradient, heads, clear_padding=True),
+            (_queries(call, query, heads), _keys(call, key, heads), _keys(call, value, heads)),
+            (_queries(call, output, heads), _queries(call, logsumexp, heads)),
+            call.bias(query.dtype),
+            causal=call.causal,
+            scale=self.scale,
+        )
+        of_keys, of_values = (_rows(call, _sum_heads(call, one, heads)) for one in found[1:])
+        return _rows(call, found[0]), of_keys, of_values
 
 
 def _queries(call: KernelCall, rows: Tensor, heads: tuple[int, int], *, clear_padding: bool = False) -> Tensor:

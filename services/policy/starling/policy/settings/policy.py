@@ -40,6 +40,10 @@ class PolicySettings(SettingsSection):
     """Maximum token slots of a microbatch, shared tokens counted once; bounds the memory of activations."""
     share_prompts: bool = True
     """Compute once what sequences of a microbatch begin with in common: prompts, turns of a conversation, documents."""
+    attention: Literal["auto", "segments", "flex", "varlen"] = "auto"
+    """Computation of attention: `segments`, fused kernels on parts of a row, on every device; `varlen`,
+    variable-length flash attention, and `flex`, FlexAttention, both on CUDA devices. `auto`: the first that computes
+    the model, of `varlen`, `flex` and `segments` on CUDA devices; `segments` elsewhere."""
     transport: TransportChoice = "auto"
     """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
     `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends. `auto`:

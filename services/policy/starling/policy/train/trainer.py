@@ -24,7 +24,7 @@ from starling.policy.train.data.packing import (
 from starling.policy.train.loss.router import RouterLoss
 from starling.policy.train.memory.setup import optimizer_device
 from starling.policy.train.metrics.flops import model_cost, step_flops
-from starling.policy.train.model.attention import layout_of
+from starling.policy.train.model.layout import AttentionPlan, attention_plan
 from starling.policy.train.model.load import longest_sequence
 from starling.policy.train.model.reference import ReferenceModel
 from starling.policy.train.optim.optimizer import ModelOptimizer, UpdateResult
@@ -67,22 +67,31 @@ class Trainer:
         turn_off_router_logits(model.config)
         self._router_loss = RouterLoss(model, settings.router_aux_coefficient)
         self._model, self._settings = model.eval(), settings
-        self._longest = longest_sequence(model)
         self._clock, self._cost = clock or NullClock(), model_cost(model)
         device = optimizer_device(model, settings.memory)
         self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device)
         self.reference = reference
 
     @property
+    def _plan(self) -> AttentionPlan:
+        return attention_plan(self._model, self._settings.attention)
+
+    @property
     def _layout(self) -> Layout:
         """Of the microbatches: what the model can compute."""
-        return layout_of(self._model)
+        return self._plan.layout
+
+    @property
+    def _longest(self) -> int | None:
+        """Maximum length of a sequence in tokens; None for no limit."""
+        limits = longest_sequence(self._model), self._plan.longest
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _microbatches(self, batch: PackedBatch, trained: Flags | None = None) -> Iterator[MicrobatchInputs]:
         """Yield one microbatch's tensors at a time: the pixels of all could be larger than the model."""
         for microbatch in batch.plan:
             self._clock.enter("forward")
-            yield to_tensors(batch, microbatch, self._model.device, trained)
+            yield to_tensors(batch, microbatch, self._model.device, trained, self._plan.backend)
 
     def _backward(self, loss: Tensor) -> Tensor:
         """Accumulate the gradient of `loss`. Returns its detached value."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from starling.algo import packing
 from starling.algo.attention.forest import Forest
+from starling.algo.attention.interface import Backend
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.tensors import POSITION_IDS
@@ -132,6 +133,8 @@ class MicrobatchInputs:
     """int64 [M, 2], on the CPU: sequences, numbered from 0, each with every segment that it consists of."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Further model arguments by name: the pixels of all prompts, end to end."""
+    backend: Backend = "segments"
+    """Of the attention."""
 
 
 def shared_token_fraction(batches: Sequence[PackedBatch]) -> float:
@@ -200,6 +203,7 @@ def to_tensors(
     microbatch: Microbatch,
     device: torch.device | str = "cpu",
     trained: Flags | None = None,
+    backend: Backend = "segments",
 ) -> MicrobatchInputs:
     """Return the tensors of one microbatch.
 
@@ -208,6 +212,7 @@ def to_tensors(
         microbatch: one of its plan.
         device: of the model.
         trained: which of the C tokens are the T trained ones; the others are context. None where all are.
+        backend: of the attention.
     """
     rows = _forest_rows(batch, microbatch) if microbatch.prefixes is not None else _padded_rows(batch, microbatch)
     spans = np.array([batch.sequences[number].span for number in microbatch.sequences], dtype=np.int64)
@@ -228,6 +233,7 @@ def to_tensors(
         segments=rows.segments,
         sequences=rows.sequences,
         extra={name: torch.from_numpy(array).to(device) for name, array in _join_extra(rows.images).items()},
+        backend=backend,
     )
 
 
