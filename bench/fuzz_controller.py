@@ -2,20 +2,24 @@
 
     python bench/fuzz_controller.py [--quick | --lies N] [--seed S]
 
-One rollout and one reward replica lie: they answer with valid types and false contents, under their own leases, those
-of others and made-up ones, early, late and twice (`starling.sim.replicas.lies`). When the controller evicts one, it
-comes back, at last under another name, as a thief of many keys would. Two rollouts, two reward replicas and the policy
-tell the truth. The controller is killed and restarted from its journal now and then.
+One rollout, one reward replica and one teacher lie: they answer with valid types and false contents, under their own
+leases, those of others and made-up ones, early, late and twice, and they send messages that answer nothing
+(`starling.sim.replicas.lies`). When the controller evicts one, it comes back, at last under another name, as a thief of
+many keys would. Two of each role and the policy tell the truth. The controller is killed and restarted from its journal
+now and then, and an operator asks it why it waits.
 
     crashes             exceptions of the controller, and runs that failed
     unproven_versions   versions or roots that no policy brought, in the journal or in a command
-    poisoned_steps      dispatched steps that the policy's decoder does not read
-    lost_prompts        prompts that were admitted and neither trained, nor discarded, nor are live; or trained twice
+    poisoned_steps      dispatched steps that the policy's decoder does not read, or of unlike teachers' data
+    lost_prompts        prompts that were admitted and neither trained, nor discarded, nor are live; or trained twice;
+                        or leased to no replica
+    bad_lines           notes that are no JSON
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import struct
 import tempfile
@@ -24,14 +28,17 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from figure import machine, print_figure, progress, rounded, versions
 from msgspec.structs import replace
 
 from starling.common.errors import StarlingError
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Prune, Send, Ticked
+from starling.common.wire.telemetry import RunSnapshot
+from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Note, Prune, Send, Ticked
 from starling.controller.core.events import Write as WriteRecord
 from starling.controller.core.groups.arrival import received
+from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.core.records import (
@@ -44,17 +51,21 @@ from starling.controller.core.records import (
 )
 from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.journal.resume import start_incarnation
+from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.policy.train.data.groups import groups_from_wire
-from starling.sim.replicas.lies import lie
+from starling.sim.replicas.lies import lie, strange_hello, unasked
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, offer_of, published
 
 GROUP_SIZE, TOKENS = 2, 3
 FLIPPED = bytes(15) + b"!"
 """Weights that no policy has published."""
 RESTARTS_PER_HEARTBEAT = 0.3
-HONEST = ("policy-0", "rollout-0", "rollout-1", "reward-0", "reward-1")
+STRANGE_HELLOS = 0.3
+"""Share of the hellos of liars."""
+HONEST = ("policy-0", "rollout-0", "rollout-1", "reward-0", "reward-1", "teacher-0", "teacher-1")
 TAKEN: dict[str, tuple[type, ...]] = {
-    "rollout": (wire.GenerateGroup, wire.PublishWeights, wire.AdoptWeights), "reward": (wire.ScoreGroup,)
+    "rollout": (wire.GenerateGroup, wire.PublishWeights, wire.AdoptWeights), "reward": (wire.ScoreGroup,),
+    "teacher": (wire.ScoreTokens,),
 }  # fmt: skip
 """Commands that each of the roles that lie is sent."""
 TOGETHER = 64
@@ -73,8 +84,11 @@ PLAN = RunPlan(
     evaluate_every=50,
     heartbeat_s=HEARTBEAT_S,
     lease_s=30.0,
-    timeouts=LeaseTimeouts(generate_s=20.0, score_s=20.0),
+    num_teachers=1,
+    teacher_top_k=1,
+    timeouts=LeaseTimeouts(generate_s=20.0, score_s=20.0, teach_s=20.0),
 )
+LIMITS = wire.ModelLimits(vocabulary_size=1000, longest=64)
 METAS = tuple(
     wire.TensorMeta(dtype=dtype, shape=(num,), nbytes=4 * num)
     for dtype, num in (("int32", 1), *((kind, GROUP_SIZE * TOKENS) for kind in ("int32", "float32", "int32")))
@@ -124,9 +138,19 @@ class Findings:
                 self.note("unproven_versions", f"version {version} is to be adopted")
             case Send(message=wire.TrainStep() as message, buffers=buffers):
                 try:
-                    groups_from_wire(message.groups, buffers)
+                    groups = groups_from_wire(message.groups, buffers, LIMITS)
+                    if len({one.teacher.top_ids.shape[1] if one.teacher and one.teacher.top_ids is not None else 0
+                            for one in groups} | {1}) > 1:  # fmt: skip
+                        self.note("poisoned_steps", "teachers sent other numbers of likeliest tokens")
+                    if {one.temperature for one in groups} != {PLAN.sampling.temperature}:
+                        self.note("poisoned_steps", f"temperatures {[one.temperature for one in groups]}")
                 except StarlingError as error:
                     self.note("poisoned_steps", str(error))
+            case Note(kind=kind, fields=fields):
+                try:
+                    json.dumps(fields, allow_nan=False)
+                except ValueError:
+                    self.note("bad_lines", f"{kind}: {fields}")
             case FinishRun(ok=False, reason=reason):
                 self.note("crashes", f"the run failed: {reason}")
             case _:
@@ -148,7 +172,7 @@ class Fuzzer:
         self._seen: deque[Send] = deque(maxlen=200)
         """Commands that some replica was sent."""
         self._told: deque[tuple[wire.Up, tuple[bytes, ...]]] = deque(maxlen=100)
-        self.liars = {"rollout": 2, "reward": 2}
+        self.liars = {"rollout": 2, "reward": 2, "teacher": 2}
         """Numbers of the liars' present names."""
         self._accused: set[str] = set()
         """Honest rollouts that were evicted because a liar says that they sent it other weights: each once at most."""
@@ -156,7 +180,7 @@ class Fuzzer:
         """Honest rollouts whose weights, which a liar sent them, are not those of their version."""
         self._wanted = -1
         self._open()
-        for name in (*HONEST, "rollout-2", "reward-2"):
+        for name in (*HONEST, "rollout-2", "reward-2", "teacher-2"):
             self._join(name)
 
     def _open(self) -> None:
@@ -205,7 +229,8 @@ class Fuzzer:
                 self._handle(Fetched(self.now, step, self._journal.fetch(step)))
 
     def _receive(self, name: str, message: wire.Up, buffers: tuple[bytes, ...] = ()) -> None:
-        self._handle(received(self.controller.state, self.now, name, self._incarnations[name], message, buffers))
+        incarnation = self._incarnations.get(name, 1)
+        self._handle(received(self.controller.state, self.now, name, incarnation, message, buffers))
 
     # --- replicas ---
 
@@ -226,11 +251,17 @@ class Fuzzer:
             version=self._versions[name],
             has_layout=has_layout,
             serves=has_layout,
+            limits=LIMITS if role == "policy" else None,
         )
-        self._receive(name, hello, (encoded_layout(name),) if has_layout else ())
+        if name not in HONEST and self._rng.random() < STRANGE_HELLOS:
+            hello = strange_hello(hello, self._rng)
+            role = self._rng.choice(("rollout", "policy"))
+        self._receive(name, hello, (encoded_layout(f"{role}-0" if name not in HONEST else name),) if has_layout else ())
 
     def _deliver(self, send: Send) -> None:
         name, message = send.peer, send.message
+        if name == "operator-0":
+            return
         match message:
             case wire.ReleaseLeases(leases=leases):
                 for lease in leases:
@@ -275,6 +306,16 @@ class Fuzzer:
             case wire.ScoreGroup(lease=lease, completions=completions):
                 rewards = tuple(float(index % 2) for index in range(len(completions)))
                 return wire.GroupScored(lease=lease, rewards=rewards, statuses=(wire.Status.OK,) * len(rewards)), ()
+            case wire.ScoreTokens(lease=lease, lengths=lengths):
+                num = sum(lengths)
+                shapes = {"teacher_logprobs": (num,), "teacher_top_ids": (num, 1), "teacher_top_logprobs": (num, 1)}
+                metas = tuple(
+                    wire.TensorMeta(
+                        dtype="int32" if "ids" in kind else "float32", shape=shape, nbytes=4 * num, name=kind
+                    )
+                    for kind, shape in shapes.items()
+                )
+                return wire.TokensScored(lease=lease, tensors=metas), (bytes(4 * num),) * 3
             case wire.TrainStep(lease=lease, step=step):
                 self._versions[name] = step
                 return wire.StepTrained(lease=lease, step=step, metrics={}), ()
@@ -311,6 +352,10 @@ class Fuzzer:
                 if name in self._versions:
                     self._receive(name, self._heartbeat(name))
             self._handle(Ticked(self.now))
+            for about in ("status", "why"):
+                self._receive("operator-0", wire.QueryRun(request="", about=about))  # type: ignore[arg-type]
+            view = snapshot(self.controller.state, MetricsHistory(0.0), self.now, 0)
+            msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=RunSnapshot)
 
     def _heartbeat(self, name: str) -> wire.Heartbeat:
         held = tuple(wire.HeldLease(lease=lease, phase="answered") for lease in self._held[name])
@@ -322,13 +367,19 @@ class Fuzzer:
     def tell_lie(self) -> None:
         """Let one of the liars send a false message."""
         rng = self._rng
-        role = rng.choice(("rollout", "rollout", "reward"))
+        role = rng.choice(("rollout", "rollout", "reward", "teacher"))
         name = f"{role}-{self.liars[role]}"
         if name not in self._versions:
             self._join(name)
         held = list(self._held[name].values())
         if self._told and rng.random() < 0.1:
             message, buffers = rng.choice(self._told)
+        elif rng.random() < 0.2:
+            message, buffers = unasked(role, [send.message.lease for send in held], rng)  # type: ignore[union-attr]
+        elif rng.random() < 0.01:
+            self.num_lies += 1
+            self._hello(name)
+            return
         else:
             others = [send for send in self._seen if type(send.message) in TAKEN[role]]
             if held and rng.random() < 0.7:
@@ -345,7 +396,7 @@ class Fuzzer:
             self._told.append((message, buffers))
         if type(message) not in wire.ALLOWED_MESSAGES[role]:  # type: ignore[index]
             return
-        is_group = isinstance(message, wire.GroupGenerated)
+        is_group = isinstance(message, wire.GroupGenerated | wire.TokensScored | wire.GroupInterrupted)
         if is_group and [len(b) for b in buffers] != [meta.nbytes for meta in message.tensors]:
             return  # the codec refuses it
         self.num_lies += 1
@@ -357,11 +408,14 @@ def count_lost(fuzzer: Fuzzer) -> int:
     """Return how many admitted prompts are unaccounted for, or were trained twice or out of order."""
     found, buffer = fuzzer.found, fuzzer.controller.state.buffer
     trained = found.trained
+    leases = fuzzer.controller.state.replicas.leases
+    held = {lease.split(":")[1] for lease in leases._leases if lease.startswith("generate:")}
+    orphans = [group.key for group in buffer.within(GroupState.LEASED) if group.key not in held]
     live = {group.ordinal for group in buffer.live()}
     accounted = set(trained) | found.discarded | live
     missing = set(range(buffer.num_admitted)) - accounted
     wrong = len(trained) - len(set(trained)) + (trained != sorted(trained)) + len(set(trained) & found.discarded)
-    return len(missing) + wrong
+    return len(missing) + wrong + len(orphans)
 
 
 def main() -> None:
@@ -400,7 +454,7 @@ def main() -> None:
         **machine(),
         **versions("msgspec", "numpy"),
     }
-    for figure in ("crashes", "unproven_versions", "poisoned_steps"):
+    for figure in ("crashes", "unproven_versions", "poisoned_steps", "bad_lines"):
         value = fuzzer.found.counts[figure]
         print_figure("fuzz_controller", figure, value, unit="findings", goal=0, better="lower", detail=detail)
     print_figure("fuzz_controller", "lost_prompts", lost, unit="prompts", goal=0, better="lower", detail=detail)

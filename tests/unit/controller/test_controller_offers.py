@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
 from starling.controller.core.compaction import compact
-from starling.controller.core.events import Send
+from starling.controller.core.events import Note, Send
 from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
 from starling.controller.core.records import JournalEntry, VersionPublished
@@ -430,6 +431,28 @@ def test_offer_of_a_rollout_by_a_transport_that_the_run_does_not_allow_is_refuse
     lines = offers(script, 0, encode(make_offer(0, [changed])))
     assert ("rollout-0" in script.state.weights.offers) == is_taken
     assert ("(invalid rollout-0)" in lines) == (not is_taken)
+
+
+def test_measurements_of_an_adoption_are_json_whatever_a_rollout_reports() -> None:
+    script = offering()
+    script.joins("rollout-2")
+    [lease] = script.state.replicas.leases.of("rollout-2", "adopt")
+    adoption = wire.WeightsAdopted(
+        lease=lease,
+        version=0,
+        root="",
+        pull_s=float("nan"),
+        pause_s=float("inf"),
+        size_bytes=-1,
+        sent_bytes=1 << 63,
+        transport="tcp",
+        split={"read_s": float("-inf")},
+        drain_s=2.5,
+    )
+    script.receive("rollout-2", adoption)
+    [note] = [command for command in script.commands if isinstance(command, Note) and command.kind == "adopted"]
+    json.dumps(note.fields, allow_nan=False)
+    assert (note.fields["pull_s"], note.fields["size_bytes"], note.fields["drain_s"]) == (0.0, 0, 2.5)
 
 
 def test_rollout_that_never_offers_does_not_keep_the_policy_from_it() -> None:

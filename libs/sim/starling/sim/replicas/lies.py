@@ -6,9 +6,10 @@ make the run learn something else.
 
 from __future__ import annotations
 
+import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec.structs import replace
@@ -148,3 +149,127 @@ _OF_REWARDS: Final[tuple[Callable[[wire.GroupScored, random.Random], wire.GroupS
     _other_scores,
     _for_another_group,
 )
+
+
+# --- messages that answer nothing -------------------------------------------------------------------------------------
+
+EXTREME: Final = (NAN, ENDLESS, -ENDLESS, 0.0, -1.0, 1e300, 5e-324)
+WHOLE: Final = (-(1 << 63), -2, -1, 0, 1, 7, 1 << 31, (1 << 64) - 1)
+TEXTS: Final = ("", "x", "\x1b[31m", "a\nb", "[/green]", "x" * 5000, "\u0000")
+
+
+def unasked(role: str, leases: Sequence[str], rng: random.Random) -> Lie:
+    """Return a message that no true one led to, about one of `leases` or a made-up one, of a type that `role` may send.
+
+    A `Hello` is not among them: the caller knows the layouts.
+    """
+    lease = rng.choice(leases) if leases and rng.random() < 0.8 else _made_up(rng)
+    kinds: list[Callable[[str, random.Random], Lie]] = [_failure, _strange_heartbeat]
+    if role == "rollout":
+        kinds += [_partial, _device_answer, _strange_adoption]
+    if role == "teacher":
+        kinds += [_tokens_scored]
+    if rng.random() < 0.005:
+        return wire.Leave(reason=rng.choice(TEXTS)), ()
+    return rng.choice(kinds)(lease, rng)
+
+
+def _failure(lease: str, rng: random.Random) -> Lie:
+    message = wire.LeaseFailed(
+        lease=lease,
+        status=rng.choice(list(wire.Status)),
+        reason=rng.choice(TEXTS),
+        fatal=rng.random() < 0.5,
+        version=rng.choice(WHOLE),
+        rejected=tuple(f"train/0/{rng.randint(0, 30)}" for _ in range(rng.randint(0, 3))),
+    )
+    return message, ()
+
+
+def _strange_heartbeat(lease: str, rng: random.Random) -> Lie:
+    progress = wire.LeaseProgress(
+        bytes_done=rng.choice(WHOLE), bytes_total=rng.choice(WHOLE), seconds_left=rng.choice((None, *EXTREME))
+    )
+    held = wire.HeldLease(lease=lease, phase="working", progress=progress)
+    waits = tuple(
+        wire.Wait(
+            what=rng.choice(TEXTS), on=rng.choice(("controller", "policy-0", "rollout-0", *TEXTS)),
+            since_s=rng.choice(EXTREME), seconds_left=rng.choice(EXTREME),
+        )
+        for _ in range(rng.randint(0, 3))
+    )  # fmt: skip
+    gauges = {rng.choice(TEXTS): rng.choice(EXTREME), "tokens_per_s": rng.choice(EXTREME)}
+    version, offered = rng.choice(WHOLE), rng.choice(WHOLE)
+    return wire.Heartbeat(leases=(held,), version=version, gauges=gauges, offered=offered, waits=waits), ()
+
+
+def _partial(lease: str, rng: random.Random) -> Lie:
+    lengths = [rng.choice((-1, 0, 1, 2, 3, 4, 1 << 40)) for _ in range(rng.choice((0, 1, 2, 2, 2, 3)))]
+    total = min(16, max(0, sum(lengths)))
+    kinds = [("int32", ""), ("float32", ""), ("int32", "")]
+    if rng.random() < 0.2:
+        kinds += [("int32", "kept_counts"), ("int32", "kept_ids")]
+    tensors = tuple(wire.TensorMeta(dtype=dtype, shape=(total,), nbytes=4 * total, name=name) for dtype, name in kinds)
+    statuses = (None, None, None, wire.Status.OK, wire.Status.INFRA_LOST)
+    message = wire.GroupInterrupted(
+        lease=lease,
+        reason=rng.choice(TEXTS),
+        partial=tuple(wire.PartialCompletionMeta(num_tokens=num, status=rng.choice(statuses)) for num in lengths),
+        tensors=tensors,
+        temperature=rng.choice((-1.0, 1.0, *EXTREME)),
+        lost=rng.random() < 0.2,
+    )
+    version = struct.pack("<i", rng.choice((-1, 0, rng.randint(0, 30))))
+    return message, tuple(version * total if index == 2 else bytes(4 * total) for index in range(len(tensors)))
+
+
+def _device_answer(lease: str, rng: random.Random) -> Lie:
+    return rng.choice((wire.Slept, wire.Woken))(lease=lease), ()
+
+
+def _strange_adoption(lease: str, rng: random.Random) -> Lie:
+    message = wire.WeightsAdopted(
+        lease=lease,
+        version=rng.choice(WHOLE),
+        root=rng.choice(TEXTS),
+        pull_s=rng.choice(EXTREME),
+        pause_s=rng.choice(EXTREME),
+        size_bytes=rng.choice(WHOLE),
+        transport=rng.choice(TEXTS),
+        sent_bytes=rng.choice(WHOLE),
+        lanes=TEXTS,
+        split={"read_s": rng.choice(EXTREME), rng.choice(TEXTS): rng.choice(EXTREME)},
+        source=rng.choice(("policy-0", "rollout-0", *TEXTS)),
+        layout=rng.choice(TEXTS),
+    )
+    return message, ()
+
+
+def _tokens_scored(lease: str, rng: random.Random) -> Lie:
+    num, k = rng.choice((0, 1, 6, 6, 6)), rng.choice((0, 1, 2))
+    forms = (("teacher_logprobs", "float32", (num,)), ("teacher_top_ids", "int32", (num, k)),
+             ("teacher_top_logprobs", "float32", (num, k)))[: rng.choice((0, 1, 1, 2, 3, 3))]  # fmt: skip
+    tensors, buffers = [], []
+    for name, dtype, shape in forms:
+        count = math.prod(shape)
+        value = rng.choice((0.0, -1.0, 3e38, -3e38, NAN))
+        element = struct.pack("<f", value) if dtype == "float32" else struct.pack("<i", rng.choice((0, -1, 1 << 30)))
+        tensors.append(wire.TensorMeta(dtype=dtype, shape=shape, nbytes=4 * count, name=name))
+        buffers.append(element * count)
+    return wire.TokensScored(lease=lease, tensors=tuple(tensors)), tuple(buffers)
+
+
+def strange_hello(hello: wire.Hello, rng: random.Random) -> wire.Hello:
+    """Return `hello` with some false contents."""
+    changes = {
+        "host": rng.choice(("h", "0", "x" * 300, "\x1b[31m")),
+        "pid": rng.choice(WHOLE),
+        "num_slots": rng.choice((1, 2, 4, 4096, 4097, 0, -1, 1 << 62)),
+        "version": rng.choice(WHOLE),
+        "serves": rng.random() < 0.5,
+        "shares_steps": rng.random() < 0.5,
+        "checkpoint": rng.choice(("", "0" * 32, "x")),
+        "limits": rng.choice((None, wire.ModelLimits(vocabulary_size=1, longest=1))),
+    }
+    names = rng.sample(sorted(changes), rng.randint(1, 3))
+    return replace(hello, **{name: changes[name] for name in names})

@@ -21,6 +21,8 @@ from starling.controller.core.weights.versions import check_outdated, set_held_v
 
 MAX_GAUGES: Final = 64
 """Gauges of one replica that are kept: each snapshot of the telemetry repeats them."""
+MAX_GAUGE: Final = 1e15
+"""Largest absolute value of a gauge; others are left out, because the screen adds those of all replicas up."""
 MAX_WAITS: Final = 256
 """Waits of one replica that are kept; a reward replica has one for each of its workers."""
 MAX_HELD: Final = 4 * MAX_SLOTS
@@ -32,7 +34,8 @@ MAX_NAME_CHARACTERS: Final = 512
 
 def on_heartbeat(state: ControllerState, member: Member, message: wire.Heartbeat) -> None:
     """Apply the reported state of a replica: its version, then its leases."""
-    member.gauges = {name[:MAX_NAME_CHARACTERS]: value for name, value in islice(message.gauges.items(), MAX_GAUGES)}
+    gauges = islice(message.gauges.items(), MAX_GAUGES)
+    member.gauges = {name[:MAX_NAME_CHARACTERS]: value for name, value in gauges if abs(value) <= MAX_GAUGE}
     member.waits = tuple(map(_with_short_texts, message.waits[:MAX_WAITS]))
     _update_version(state, member, message.version)
     welcome(state, member)

@@ -6,7 +6,7 @@ Stops 9 and 10 of the walk.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from starling.common.errors import WeightsError
 from starling.common.ids import lease_subject, whole_number
@@ -31,6 +31,9 @@ from starling.weightsync.transports.endpoints import check_offered_transports
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
+MAX_MEASURED: Final = 1 << 62
+"""Largest number of bytes, tokens or seconds that a replica may report of an adoption."""
+Number = TypeVar("Number", int, float)
 MAX_LISTED: Final = 64
 """Lanes, and parts of the time of a pull, that are noted. A replica may send any number."""
 
@@ -290,16 +293,16 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         version=message.version,
         attested=proven,
         root=message.root,
-        pull_s=message.pull_s,
-        pause_s=message.pause_s,
-        size_bytes=message.size_bytes,
-        sent_bytes=message.sent_bytes,
+        pull_s=_within_range(message.pull_s),
+        pause_s=_within_range(message.pause_s),
+        size_bytes=_within_range(message.size_bytes),
+        sent_bytes=_within_range(message.sent_bytes),
         transport=message.transport,
         lanes=message.lanes[:MAX_LISTED],
-        split=dict(islice(message.split.items(), MAX_LISTED)),
+        split={name: _within_range(seconds) for name, seconds in islice(message.split.items(), MAX_LISTED)},
         mode=message.mode,
-        recomputed_tokens=message.recomputed_tokens,
-        drain_s=message.drain_s,
+        recomputed_tokens=_within_range(message.recomputed_tokens),
+        drain_s=_within_range(message.drain_s),
     )
     if proven:
         state.weights.note_success(member.name)
@@ -324,6 +327,14 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         take_back_groups(state, member)
         set_held_version(state, member, -1)
         note_failed_adoption(state, member, lease, "it holds something else than was published")
+
+
+def _within_range(measured: Number) -> Number:
+    """Return a measurement of a replica, as far as it can be one: no number is negative or infinite, or not a number.
+
+    A line of metrics.jsonl with another would be no JSON, and means would be wrong.
+    """
+    return type(measured)(min(measured, MAX_MEASURED)) if measured >= 0 else type(measured)(0)  # NaN is 0
 
 
 def note_failed_adoption(state: ControllerState, rollout: Member, lease: Lease, reason: str) -> None:
