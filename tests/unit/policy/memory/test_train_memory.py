@@ -18,7 +18,7 @@ from starling.policy.train.memory.blocks import compile_blocks, find_blocks
 from starling.policy.train.memory.offload import offload_activations
 from starling.policy.train.memory.peak import PeakMemory
 from starling.policy.train.memory.setup import apply_memory_settings
-from starling.policy.train.model.attention import layout_of
+from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import LmHead, LogitTransform
 from starling.policy.train.model.load import version_tensors
 
@@ -64,7 +64,7 @@ def test_checkpointing_keeps_gradients_and_names(
 def test_checkpointing_keeps_shared_prefixes(tiny: Callable[..., Any], checkpointing: Any) -> None:
     model = tiny()
     apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
-    assert layout_of(model) == "forest"
+    assert attention_plan(model).layout == "forest"
 
 
 def test_checkpointing_reduces_peak_memory(tiny: Callable[..., Any]) -> None:

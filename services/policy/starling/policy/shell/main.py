@@ -405,7 +405,7 @@ def load_version_0(path: Path, settings: PolicyProcess) -> Any:
     model = place(model, settings.model.device)
     if settings.policy.liger:
         use_liger(model)
-    apply_memory_settings(model, settings.policy.memory)
+    apply_memory_settings(model, settings.policy.memory, settings.policy.attention)
     return model
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from starling.algo.attention.interface import BackendChoice
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.train.memory.blocks import compile_blocks
 from starling.policy.train.memory.checkpointing import checkpoint_blocks
 from starling.policy.train.memory.offload import offload_activations
-from starling.policy.train.model.attention import layout_of
+from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 
 if TYPE_CHECKING:
@@ -23,20 +24,27 @@ else:
 log = structlog.get_logger(__name__)
 
 
-def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings) -> None:
+def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings, attention: BackendChoice = "auto") -> None:
     """Change how `model` computes, in place; its tensors and their names stay the same.
 
     Call it once, on the model's final device and after adapters have been added.
 
+    Args:
+        model: to be trained.
+        settings: to apply.
+        attention: backend of the attention, which is tried before blocks are changed.
+
     Raises:
-        ConfigError: the model has no blocks to checkpoint or compile.
+        ConfigError: the model has no blocks to checkpoint or compile, or the device lacks the attention backend.
     """
     if settings.compile:
-        import_module("torch._dynamo")  # the attention that `layout_of` registers is then excluded from compilation
+        import_module(
+            "torch._dynamo"
+        )  # the attention that `attention_plan` registers is then excluded from compilation
     # Before blocks are compiled: these run the model on a few tokens, shapes that never come again. Before they are
     # checkpointed, because a block that computes twice would look like two to an observer of its attention.
     find_lm_head(model)
-    layout_of(model)
+    attention_plan(model, attention)
     on_cpu = next(model.parameters()).device.type == "cpu"
     if settings.offload_activations and on_cpu:
         log.warning("policy.memory.offload_activations has no effect: the model is on the CPU")
