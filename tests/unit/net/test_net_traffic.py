@@ -22,6 +22,7 @@ from test_net_restart import hub_process
 from starling.common.net import connections, curve, traffic
 from starling.common.net.keyring import make_keys
 from starling.common.net.telemetry import TelemetrySubscriber
+from starling.common.net.traffic import MAX_SUBSCRIBERS
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 
@@ -150,6 +151,20 @@ def test_subscriber_with_more_than_one_subscription_is_closed(open_hub: HubHarne
                         return
                 except ConnectionError:
                     return
+
+
+def test_subscribers_use_up_no_files_of_the_controller(open_hub: HubHarness) -> None:
+    """An observer may connect as often as it likes, and replicas need files to connect, too."""
+    with contextlib.ExitStack() as stack:
+        before = len(os.listdir("/proc/self/fd"))
+        lines = []
+        for _ in range(MAX_SUBSCRIBERS + 50):
+            host, _, port = open_hub.hub.telemetry_address.removeprefix("tcp://").rpartition(":")
+            lines.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S)))
+        accepted = MAX_SUBSCRIBERS + len(lines)
+        open_hub.poll_until(lambda: open_hub.hub._subscribers.num_closed >= 50)
+        open_hub.poll_until(lambda: len(os.listdir("/proc/self/fd")) <= before + accepted + 10)
+        assert len(open_hub.hub._subscribers._connections) == MAX_SUBSCRIBERS
 
 
 def test_newest_snapshot_is_published_while_the_hub_works(open_hub: HubHarness) -> None:

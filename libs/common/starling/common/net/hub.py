@@ -29,7 +29,7 @@ from starling.common.net.connections import PeerConnection, PeerConnections, clo
 from starling.common.net.frames import receive, send
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, MAX_FRAMES, PeerAllowance, RateLimits, RoleRules, rules_of
 from starling.common.net.publishing import SnapshotPublisher
-from starling.common.net.traffic import SUBSCRIBER_BYTES, TrafficGuard
+from starling.common.net.traffic import MAX_SUBSCRIBERS, SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.wire import codec
 from starling.common.wire.messages import (
     PROTOCOL_VERSION,
@@ -148,7 +148,7 @@ class Hub:
         self._publisher.maxmsgsize = MAX_SUBSCRIPTION_BYTES
         self._publisher.sndhwm = SNAPSHOTS
         self._publisher.rcvhwm = 0  # libzmq (4.3) aborts when a connection ends whose subscriptions wait for room
-        self._subscribers = TrafficGuard(self._publisher, SUBSCRIBER_BYTES)
+        self._subscribers = TrafficGuard(self._publisher, SUBSCRIBER_BYTES, MAX_SUBSCRIBERS)
         self._snapshots = SnapshotPublisher(self._publisher)
         try:
             bind(self._socket, address)

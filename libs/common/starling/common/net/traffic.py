@@ -39,6 +39,8 @@ ALL_FIRST_BYTES: Final = 512 * _MIB
 SUBSCRIBER_BYTES: Final = 16 << 10
 """Bytes that a subscriber of the telemetry may send besides pings: its handshake, and one subscription. libzmq uses
 some 50 bytes of memory for each byte of a topic."""
+MAX_SUBSCRIBERS: Final = 256
+"""Connections to the telemetry: with any number, a subscriber could use up the files that replicas need to connect."""
 PING_BYTES_PER_S: Final = 16.0
 """Bytes that a connection may send in no message: pings and their answers."""
 CHECKED_AT_ONCE: Final = 256
@@ -85,10 +87,11 @@ class TrafficGuard:
     Args:
         monitored: a socket that is not bound yet.
         fixed_limit: limit for each connection of a socket that delivers no messages; 0 for the limits by role.
+        most: connections that may be open at a time, beyond which new ones are closed; 0 for any number.
     """
 
-    def __init__(self, monitored: zmq.Socket[Any], fixed_limit: int = 0) -> None:
-        self._socket, self._fixed_limit = monitored, fixed_limit
+    def __init__(self, monitored: zmq.Socket[Any], fixed_limit: int = 0, most: int = 0) -> None:
+        self._socket, self._fixed_limit, self._most = monitored, fixed_limit, most
         self._monitor = monitored.get_monitor_socket(_EVENTS)
         self._connections: dict[int, ConnectionTraffic] = {}
         self._unknown: dict[int, ConnectionTraffic] = {}
@@ -153,6 +156,12 @@ class TrafficGuard:
     def _add(self, descriptor: int, now: float) -> None:
         address = peer_address(descriptor)
         if address is None:  # it has closed again
+            return
+        if 0 < self._most <= len(self._connections):
+            self.num_closed += 1
+            if self.num_closed & (self.num_closed - 1) == 0:
+                log.warning("closed a connection beyond the limit", address=address, limit=self._most)
+            close_connection(descriptor, address)
             return
         try:
             line = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
