@@ -382,6 +382,24 @@ def test_new_version_is_no_reason_to_try_again_at_once_after_many_failures() -> 
     assert script.state.weights.retry_in_s("rollout-9", script.now) > 10.0
 
 
+def test_rollouts_do_not_wait_for_one_that_was_fast_and_does_not_answer() -> None:
+    script = run_of("rollout-0", "rollout-9", timeouts=LeaseTimeouts(generate_s=1e5, score_s=1e5), num_steps=1000)
+    script.state.replicas.membership.members["rollout-9"].num_slots = 1
+    for _ in range(40):
+        script.wait(0.01)
+        for lease in script.held_by("rollout-9", "generate"):
+            script.generates("rollout-9", lease)
+        for lease in script.held_by("reward-0", "score"):
+            script.fails("reward-0", lease)
+    script.wait(60.0)
+    for lease in script.held_by("rollout-0", "generate"):
+        script.generates("rollout-0", lease)
+    assert script.held_by("rollout-9", "generate"), "it keeps its last group"
+    script.wait(600.0)
+    assert script.held_by("rollout-0", "generate")
+    assert script.state.buffer.count(GroupState.WAITING) == 0
+
+
 # --- answers of another kind than the work --------------------------------------------------------------------------
 
 OTHER_ANSWERS: dict[str, Callable[[str], wire.Up]] = {

@@ -41,8 +41,12 @@ def dispatch(state: ControllerState) -> None:
         tokens = group.expected_tokens
         routing = refreshed_slots(state, "rollout").routing
         route = routing.soonest(required, tokens)
-        if route is None or routing.should_wait(route, required, tokens, buffer.waiting_tokens):
+        if route is None:
             return  # the groups behind it need at least as new a version
+        if routing.should_wait(route, required, tokens, buffer.waiting_tokens):
+            if state.replicas.slots.slow_down_late(state.now):
+                continue
+            return
         _generate(state, route.member, buffer, group, required)
 
 

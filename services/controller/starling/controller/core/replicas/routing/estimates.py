@@ -97,6 +97,22 @@ class RateEstimates:
             known = self._known[name] = _Rate()
         known.tokens = DECAY * known.tokens + num_tokens
         known.seconds = DECAY * known.seconds + seconds
+        self._classify(known)
+
+    def note_unfinished(self, name: str, num_tokens: int, seconds: float) -> bool:
+        """Note that `name` has not finished a group of about `num_tokens` after `seconds`. Returns whether it is slower
+        than it seemed to be: its rate is no more than that, whatever it was before.
+        """
+        known = self._known.get(name)
+        if num_tokens <= 0 or seconds <= 0 or num_tokens / seconds >= (self._median if known is None else known.low):
+            return False
+        if known is None:
+            known = self._known[name] = _Rate()
+        known.tokens, known.seconds = float(num_tokens), seconds
+        self._classify(known)
+        return True
+
+    def _classify(self, known: _Rate) -> None:
         rate = known.tokens / known.seconds
         if not known.low < rate < known.high:
             self._remove_class(known)

@@ -17,6 +17,8 @@ from starling.controller.core.replicas.routing.estimates import RateEstimates
 from starling.controller.core.replicas.time_sharing import TimeSharing
 
 Entry = tuple[float, str, int, Member]
+LATE_EVERY_S: Final = 1.0
+"""How often, at most, rollouts are looked for that are slower than they were."""
 SLOT_KINDS: Final = frozenset({"generate", "score", "teach"})
 """The kinds of work that take a slot of a replica."""
 
@@ -98,6 +100,8 @@ class SlotIndex:
         self.rates = RateEstimates()
         self.cooldowns: dict[str, float] = {}
         """Rollouts in cooldown, and until when."""
+        self._late_at = float("-inf")
+        """When rollouts that are late are looked for again."""
         self._changed: dict[Role, dict[str, Member]] = {role: {} for role in REPLICA_ROLES}
         """By role: members whose leases or version changed since the last refresh of the role."""
 
@@ -143,6 +147,24 @@ class SlotIndex:
         num = sum(lease_subject(lease).startswith("e") for lease in held) if busy < member.num_slots else slots
         queued, speed = self._leases.held_by(member.name).tokens, slots * self.rates.rate(member.name)
         evaluation.routing.put(member, num, slots, queued=queued, speed=speed)
+
+    def slow_down_late(self, now: float) -> bool:
+        """Lower the speeds of rollouts that are slower with the groups that they have than they were before.
+
+        Returns whether any was. Others wait for the fast ones to have a free slot, which one that stopped to answer
+        never has.
+        """
+        if now < self._late_at:
+            return False
+        self._late_at = now + LATE_EVERY_S
+        late = False
+        for member in self._membership.of("rollout"):
+            held = self._leases.held_by(member.name).leases.values()
+            oldest = next((lease for lease in held if lease.kind == "generate" and lease.send is not None), None)
+            if oldest and self.rates.note_unfinished(member.name, oldest.tokens, now - oldest.begun_at):
+                self.mark(member)
+                late = True
+        return late
 
     def cool_down(self, member: Member, until: float) -> None:
         """Give a rollout no group for a while: it is about to leave, or has lost its engine."""
