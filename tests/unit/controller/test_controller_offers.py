@@ -17,6 +17,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
 from starling.controller.core.records import JournalEntry, VersionPublished
 from starling.controller.core.weights import publications
+from starling.controller.core.weights.distribution import MAX_OFFER_BYTES
 from starling.controller.core.weights.publications import RETRY_S, Publications
 from starling.sim.replicas.weights import adopted, content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
@@ -431,6 +432,15 @@ def test_offer_of_a_rollout_by_a_transport_that_the_run_does_not_allow_is_refuse
     lines = offers(script, 0, encode(make_offer(0, [changed])))
     assert ("rollout-0" in script.state.weights.offers) == is_taken
     assert ("(invalid rollout-0)" in lines) == (not is_taken)
+
+
+def test_offer_of_a_rollout_that_is_too_large_is_not_decoded() -> None:
+    script = offering()
+    [rank] = offer_of(0).ranks
+    large = encode(make_offer(0, [replace(rank, address="x" * MAX_OFFER_BYTES)]))
+    lines = offers(script, 0, large)
+    assert "rollout-0" not in script.state.replicas.membership.members
+    assert any("bytes, and" in line for line in lines)
 
 
 def test_measurements_of_an_adoption_are_json_whatever_a_rollout_reports() -> None:

@@ -31,6 +31,8 @@ from starling.weightsync.transports.endpoints import check_offered_transports
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
+MAX_OFFER_BYTES: Final = 4 << 20
+"""An offer has some 250 bytes for each rank, of which a layout has at most 4,096; a MiB takes 70 ms to decode."""
 MAX_MEASURED: Final = 1 << 62
 """Largest number of bytes, tokens or seconds that a replica may report of an adoption."""
 Number = TypeVar("Number", int, float)
@@ -100,11 +102,13 @@ def on_published(
 
 
 def _check_transports(state: ControllerState, encoded: bytes) -> None:
-    """Check that the offer of a rollout does not make its readers open what the settings of the run do not allow.
+    """Check that the offer of a rollout is not too large, and that its readers open only what the run allows.
 
     Raises:
         WeightsError: it would, or it cannot be decoded.
     """
+    if len(encoded) > MAX_OFFER_BYTES:
+        raise WeightsError(f"It has {len(encoded)} bytes, and {MAX_OFFER_BYTES} are allowed.")
     plan = state.plan
     check_offered_transports(decode_offer(encoded), plan.rollout_transport, plan.host, encrypt=plan.encrypt_weights)
 
