@@ -176,12 +176,31 @@ def test_allowance_bounds_the_time_of_messages() -> None:
     for _ in range(1000):
         now += 0.1
         if allowance.is_within() or allowance.refill(now):
-            allowance.num_seconds -= 1.0
+            allowance.take_time(1.0)
             taken += 1
     assert 10 + 0.5 * 100 - 2 <= taken <= 10 + 0.5 * 100 + 2, "messages that take a second each, ten a second"
 
 
-def test_messages_of_a_peer_that_takes_too_much_time_are_dropped(harness: HubHarness, keys: Path) -> None:
+def test_one_long_message_leaves_a_short_debt() -> None:
+    allowance = PeerAllowance(RateLimits(seconds_per_s=0.5, burst_seconds=10.0), 0.0)
+    allowance.take_time(1000.0)
+    assert not allowance.refill(1.9)
+    assert allowance.refill(2.1), "it would seem to be silent"
+
+
+def test_policy_is_not_charged_for_work_that_others_may_have_caused(keys: Path) -> None:
+    harness = HubHarness(keys, limits=RateLimits(seconds_per_s=0.0))
+    with socket_of(harness.hub.address, keys, "policy-0") as policy:
+        policy.send_multipart(codec.pack(envelope("policy-0"), wire.Heartbeat()))
+        harness.next(wire.Heartbeat, "policy-0")
+        harness.hub.charge("policy-0", 1e6)
+        policy.send_multipart(codec.pack(envelope("policy-0", seq=2), wire.Heartbeat()))
+        harness.next(wire.Heartbeat, "policy-0")
+    harness.hub.close(0.0)
+
+
+def test_messages_of_a_peer_that_takes_too_much_time_are_dropped(keys: Path) -> None:
+    harness = HubHarness(keys, limits=RateLimits(seconds_per_s=0.0))
     with running_link(harness.hub.address, keys) as link, socket_of(harness.hub.address, keys) as slow:
         harness.welcome("rollout-0", heartbeat_s=0.1)
         slow.send_multipart(codec.pack(envelope(), wire.Heartbeat()))
@@ -192,6 +211,7 @@ def test_messages_of_a_peer_that_takes_too_much_time_are_dropped(harness: HubHar
         harness.hub.send("rollout-0", score("score:1:1.1"))
         assert received(link, ReceivedCommand).message.lease == "score:1:1.1"
         harness.next(wire.Heartbeat, "rollout-0")
+    harness.hub.close(0.0)
 
 
 def test_time_to_decode_a_large_message_counts(harness: HubHarness, keys: Path) -> None:

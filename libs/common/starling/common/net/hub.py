@@ -310,15 +310,18 @@ class Hub:
         if len(parts) > 1 and len(parts[1]) > LARGE_BYTES:
             begin = time.monotonic()
             arrival = self._decode(route, parts, last, peer, allowance, size)
-            allowance.num_seconds -= time.monotonic() - begin
+            allowance.take_time(time.monotonic() - begin)
             return arrival
         return self._decode(route, parts, last, peer, allowance, size)
 
     def charge(self, name: str, seconds: float) -> None:
-        """Count the time that a message of a peer has taken after `poll` returned it."""
+        """Count the time that a message of a peer has taken after `poll` returned it.
+
+        A policy is trusted, and what it says may make work due that others have caused.
+        """
         peer = self._peers.by_name.get(name)
-        if peer is not None:
-            peer.allowance.num_seconds -= seconds
+        if peer is not None and peer.rules.role != "policy":
+            peer.allowance.take_time(seconds)
 
     def _decode(
         self,

@@ -37,6 +37,10 @@ MAX_BYTES: Final = {
 """Maximum bytes of one message of each role, over all its frames. The limits of the codec apply too."""
 
 
+MAX_DEBT_S: Final = 1.0
+"""Most seconds by which a peer may exceed its time: two seconds of its messages are dropped then."""
+
+
 @dataclass(frozen=True)
 class RateLimits:
     """Rate limits of one peer. Messages beyond them are dropped: those that matter are sent again.
@@ -89,6 +93,11 @@ class PeerAllowance:
         if self.over and 2 * self.num_messages >= limits.burst_messages and 2 * self.num_bytes >= limits.burst_bytes:
             self.over, self.dropped = False, 0
         return self.is_within()
+
+    def take_time(self, seconds: float) -> None:
+        """Count the time that a message has taken. One that takes long, as a hello whose layout needs new plans, leaves
+        a debt of no more than `MAX_DEBT_S`: its sender must not seem to be silent."""
+        self.num_seconds = max(min(self.num_seconds, -MAX_DEBT_S), self.num_seconds - seconds)
 
     def is_within(self) -> bool:
         """Return whether no bucket is empty."""
