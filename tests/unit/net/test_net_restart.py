@@ -108,8 +108,11 @@ def test_results_wait_in_the_lease_table_and_not_in_the_socket(keys: Path) -> No
     lease = "generate:t1:1.1"
     with hub_process(keys, "tcp://127.0.0.1:0", 1, lease) as (first, address), running_link(address, keys) as link:
         assert received(link, ReceivedCommand).message.lease == lease
-        first.kill()
         deadline = time.monotonic() + DEADLINE_S
+        while not link.connected:  # the heartbeat thread may note that after the first command has come
+            assert time.monotonic() < deadline, "the link did not notice its connection"
+            link.receive(0.05)
+        first.kill()
         while link.connected:
             assert time.monotonic() < deadline, "the link did not notice the loss"
             link.receive(0.05)
