@@ -26,7 +26,7 @@ from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
 from starling.common.net.binding import bind
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
-from starling.common.net.frames import receive, send
+from starling.common.net.frames import receive_routed, send
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, MAX_FRAMES, PeerAllowance, RateLimits, RoleRules, rules_of
 from starling.common.net.publishing import SnapshotPublisher
 from starling.common.net.traffic import MAX_SUBSCRIBERS, SUBSCRIBER_BYTES, TrafficGuard
@@ -79,6 +79,8 @@ SILENT_MS: Final = 60_000
 """Time without a ZeroMQ ping after which a connection is closed: the machine of the peer is gone."""
 _USER: Final[Any] = b"User-Id"
 """Property of a frame: the public key of its connection, set by the authenticator."""
+_RCVTIMEO: Final = int(zmq.RCVTIMEO)
+"""As a number for `setsockopt`: to assign `rcvtimeo` takes four times as long, and releases change it every ms."""
 STRANGER: Final = "an unknown peer"
 
 
@@ -232,7 +234,8 @@ class Hub:
         if not self._releases:
             self._release_at = time.monotonic() + RELEASE_WITHIN_S
         waiting = self._releases.setdefault(name, {})
-        waiting.update(dict.fromkeys(leases))
+        for lease in leases:
+            waiting[lease] = None
         if len(waiting) >= MAX_RELEASES:
             self._send_releases(name)
 
@@ -283,17 +286,17 @@ class Hub:
     def _last_endpoint(self, socket: zmq.Socket[Any]) -> str:
         return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
-    def _next(self, timeout_s: float) -> tuple[list[bytes], zmq.Frame] | None:
-        """Return the next message, or None after `timeout_s`."""
+    def _next(self, timeout_s: float) -> tuple[bytes, list[bytes], zmq.Frame] | None:
+        """Return the next message with its routing id, or None after `timeout_s`."""
         # Waiting in `recv` costs a third of a poller of two sockets; therefore closed connections are checked for
         # periodically.
         timeout_ms = int(timeout_s * 1000) + 1 if timeout_s > 0 else 0
         if timeout_ms != self._timeout_ms:
-            self._timeout_ms = self._socket.rcvtimeo = timeout_ms
-        return receive(self._socket, 0, MAX_FRAMES + 2)
+            self._timeout_ms = timeout_ms
+            self._socket.setsockopt(_RCVTIMEO, timeout_ms)
+        return receive_routed(self._socket, 0, MAX_FRAMES + 1)
 
-    def _admit(self, frames: list[bytes], last: zmq.Frame) -> ReceivedMessage | None:
-        route, *parts = frames
+    def _admit(self, route: bytes, parts: list[bytes], last: zmq.Frame) -> ReceivedMessage | None:
         size = sum(map(len, parts))
         peer = self._peers.by_route.get(route)
         allowance = self._allowance(self._owner(last) or STRANGER) if peer is None else peer.allowance
