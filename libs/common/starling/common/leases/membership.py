@@ -75,7 +75,7 @@ class MembershipLease:
 
     def forbids(self, lease: str, now: float) -> bool:
         """Whether `lease` is a command to wake that may be out of date, because the membership lease has expired."""
-        return lease_kind(lease) == "wake" and not self.is_valid(now)
+        return not self.is_valid(now) and lease_kind(lease) == "wake"
 
     def must_exit(self, role: Role, now: float) -> bool:
         """Whether a replica of `role` that still has its devices must exit, to release them."""

@@ -8,8 +8,8 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -31,15 +31,6 @@ type_names: Final = {
 M = TypeVar("M")
 
 Buffers = Sequence[bytes | memoryview]
-
-_WITH_BUFFERS: Final[frozenset[type]] = frozenset(
-    {
-        messages.GroupGenerated, messages.GroupInterrupted, messages.GenerateGroup, messages.TokensScored,
-        messages.ScoreTokens, messages.TrainStep, messages.Hello, messages.WeightsPublished, messages.AdoptWeights,
-        messages.PublishWeights,
-    }
-)  # fmt: skip
-"""Messages that buffers may follow; the others skip `expected_sizes`."""
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _envelope: Final = msgspec.msgpack.Decoder(Envelope)
@@ -92,41 +83,35 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], frame: bytes | memoryview) -> M
         raise WireError(f"a message does not decode: {error}") from None
 
 
+def _tensors(message: Any) -> Sequence[TensorMeta]:
+    tensors: Sequence[TensorMeta] = message.tensors
+    return tensors
+
+
+_BUFFERS_AFTER: Final[dict[type, Callable[[Any], int | Sequence[TensorMeta]]]] = {
+    messages.GroupGenerated: _tensors,
+    messages.GroupInterrupted: _tensors,
+    messages.GenerateGroup: _tensors,
+    messages.ScoreTokens: _tensors,
+    messages.TokensScored: _tensors,
+    messages.TrainStep: lambda message: [meta for group in message.groups for meta in group.tensors],
+    messages.Hello: lambda message: int(message.has_layout),
+    messages.WeightsPublished: lambda message: 1,
+    messages.PublishWeights: lambda message: len(message.layouts),
+    messages.AdoptWeights: lambda message: 3 if message.has_root_plan else 2,
+}
+"""What follows a message, by its type: tensors that it describes, or a number of buffers; nothing follows others."""
+
+
 def _checked(message: M, buffers: Buffers) -> M:
-    if not buffers and type(message) not in _WITH_BUFFERS:
+    expected_after = _BUFFERS_AFTER.get(type(message))
+    if expected_after is None and not buffers:
         return message
-    expected = expected_sizes(message)
+    expected = expected_after(message) if expected_after is not None else 0
     if isinstance(expected, int):
         if len(buffers) != expected:
             raise WireError(f"{type(message).__name__} has {len(buffers)} buffers instead of {expected}", "buffers")
-        return message
-    sizes = [len(b) for b in buffers]
-    if sizes != [meta.nbytes for meta in expected]:
+    elif [len(buffer) for buffer in buffers] != [meta.nbytes for meta in expected]:
         name = type(message).__name__
-        raise WireError(f"{name} does not describe the sizes of the {len(sizes)} buffers after it", "buffers")
+        raise WireError(f"{name} does not describe the sizes of the {len(buffers)} buffers after it", "buffers")
     return message
-
-
-def expected_sizes(message: object) -> int | list[TensorMeta]:
-    """Return what must follow `message`: described tensors, or a number of buffers."""
-    match message:
-        case (
-            messages.GroupGenerated(tensors=tensors)
-            | messages.GroupInterrupted(tensors=tensors)
-            | messages.GenerateGroup(tensors=tensors)
-            | messages.ScoreTokens(tensors=tensors)
-            | messages.TokensScored(tensors=tensors)
-        ):
-            return list(tensors)
-        case messages.TrainStep(groups=groups):
-            return [meta for group in groups for meta in group.tensors]
-        case messages.Hello(has_layout=has_layout):
-            return 1 if has_layout else 0
-        case messages.WeightsPublished():
-            return 1
-        case messages.PublishWeights(layouts=layouts):
-            return len(layouts)
-        case messages.AdoptWeights(has_root_plan=has_root_plan):
-            return 3 if has_root_plan else 2
-        case _:
-            return 0
