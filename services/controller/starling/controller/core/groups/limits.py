@@ -32,9 +32,9 @@ class GroupLimits:
         The context of the model that is trained bounds only the groups of steps. `model`: None if it is not known.
         """
         trained = model.longest if model is not None and message.lease.startswith(OF_TRAINING) else 0
-        prompt_tokens = message.tensors[0].shape[0]
+        prompt_tokens, completion_tokens = message.tensors[0].shape[0], message.tensors[1].shape[0]
         return (
-            self._length_problem(message.trajectories, prompt_tokens, trained)
+            self._length_problem(message.trajectories, prompt_tokens, completion_tokens, trained)
             or (len(message.tensors) > len(GROUP_TENSORS) and self._media_problem(message.tensors))
             or ""
         )
@@ -52,14 +52,16 @@ class GroupLimits:
                 )
         return ""
 
-    def _length_problem(self, trajectories: Sequence[TrajectoryMeta], prompt_tokens: int, trained: int) -> str:
+    def _length_problem(
+        self, trajectories: Sequence[TrajectoryMeta], prompt_tokens: int, completion_tokens: int, trained: int
+    ) -> str:
         if len(trajectories) > self.num_completions:
             return f"{len(trajectories)} completions came, and a group has at most {self.num_completions}"
         longest = self.longest or MAX_TOKENS
         if trained:
             longest = min(longest, trained)
         # Nearly always the sum of all is within the limit already.
-        if prompt_tokens + sum([one.num_tokens for one in trajectories]) <= longest:
+        if prompt_tokens + completion_tokens <= longest:
             return ""
         most = prompt_tokens + max([one.num_tokens for one in trajectories], default=0)
         if most <= longest:

@@ -91,7 +91,8 @@ def on_generated(
     trajectories = _with_known_names(state, member, message.trajectories)
     groups.store_completions(group, trajectories, tensors, buffers, message.lease)
     group.generator = member.name
-    _update_estimates(state, member, lease, group)
+    # The form of its tensors was checked: there is one token id for each token of its completions.
+    _update_estimates(state, member, lease, group, message.tensors[1].shape[0])
     record = CompletionsStored(
         key=group.key,
         trajectories=trajectories,
@@ -213,12 +214,11 @@ def _reject(state: ControllerState, member: Member, groups: Groups, group: Group
         distrust(state, member, f"{member.name} answered for prompt {group.prompt.id}: {error}")
 
 
-def _update_estimates(state: ControllerState, member: Member, lease: Lease, group: Group) -> None:
-    """Update the estimates of the length of a group and of the speed of its rollout.
+def _update_estimates(state: ControllerState, member: Member, lease: Lease, group: Group, num_tokens: int) -> None:
+    """Update the estimates of the length of a group, of `num_tokens`, and of the speed of its rollout.
 
     Work from before this controller gives no speed, because it is not known when it began.
     """
-    num_tokens = group.num_tokens
     state.replicas.lengths.note(group.prompt.id, group.purpose, num_tokens / len(group.trajectories))
     if lease.send is not None and isinstance(lease.send.message, wire.GenerateGroup):
         resumed = sum([completion.num_tokens for completion in lease.send.message.partial])
