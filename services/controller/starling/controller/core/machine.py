@@ -27,7 +27,7 @@ ones it makes due. One that a handler forgot would run at the next tick, which m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from starling.common.ids import LEASE_KINDS, LeaseKind, lease_kind
@@ -236,13 +236,12 @@ def _received(state: ControllerState, event: Received) -> None:
             state.outbox.send(sender, wire.RequestHello())
         return
     membership.note_heard(member, event.now)
-    match message:
-        case wire.Heartbeat():
-            on_heartbeat(state, member, message)
-        case wire.Leave(reason=reason):
-            depart(state, member, f"it left: {reason}", ended=True)
-        case _:
-            _ended(state, member, message, event)
+    if type(message) is wire.Heartbeat:
+        on_heartbeat(state, member, message)
+    elif type(message) is wire.Leave:
+        depart(state, member, f"it left: {message.reason}", ended=True)
+    else:
+        _ended(state, member, message, event)
 
 
 def _received_from_anybody(state: ControllerState, event: Received) -> None:
@@ -269,36 +268,27 @@ def _ended(state: ControllerState, member: Member, message: Result, event: Recei
     if lease is not None and lease.peer == member.name:  # else the result comes too late
         leases.end(lease)
         state.replicas.slots.mark(member, lease.kind)
-        _result(state, member, lease, message, event)
+        RESULTS[type(message)](state, member, lease, message, event)
     elif isinstance(message, wire.StepTrained):
         # Whatever happened to its lease: this policy has made the step, and that cannot be undone.
         note_repeated(state, member, message)
         on_policy_version(state, member, message.step)
 
 
-def _result(state: ControllerState, member: Member, lease: Lease, message: Result, event: Received) -> None:
-    """Handle the result of a lease that was in force; the most frequent ones come first."""
-    match message:
-        case wire.GroupGenerated():
-            on_generated(state, member, lease, message, event)
-        case wire.GroupScored():
-            on_scored(state, member, lease, message)
-        case wire.WeightsAdopted():
-            on_adopted(state, member, lease, message)
-        case wire.GroupInterrupted():
-            on_interrupted(state, member, lease, message, event)
-        case wire.TokensScored():
-            on_tokens_scored(state, member, lease, message, event)
-        case wire.StepTrained():
-            on_trained(state, member, message)
-        case wire.WeightsPublished():
-            on_published(state, member, lease, message, event)
-        case wire.Slept() | wire.Woken():
-            on_switched(state, member, asleep=isinstance(message, wire.Slept))
-        case wire.CheckpointSaved():
-            on_saved(state, member, message)
-        case wire.LeaseFailed():
-            on_failed(state, member, lease, message)
+RESULTS: Final[dict[type, Callable[[ControllerState, Member, Lease, Any, Received], None]]] = {
+    wire.GroupGenerated: on_generated,
+    wire.GroupInterrupted: on_interrupted,
+    wire.GroupScored: lambda state, member, lease, message, event: on_scored(state, member, lease, message),
+    wire.TokensScored: on_tokens_scored,
+    wire.StepTrained: lambda state, member, lease, message, event: on_trained(state, member, message),
+    wire.WeightsPublished: on_published,
+    wire.WeightsAdopted: lambda state, member, lease, message, event: on_adopted(state, member, lease, message),
+    wire.Slept: lambda state, member, lease, message, event: on_switched(state, member, asleep=True),
+    wire.Woken: lambda state, member, lease, message, event: on_switched(state, member, asleep=False),
+    wire.CheckpointSaved: lambda state, member, lease, message, event: on_saved(state, member, message),
+    wire.LeaseFailed: lambda state, member, lease, message, event: on_failed(state, member, lease, message),
+}
+"""The handler of the result of a lease that was in force, by the type of the message."""
 
 
 # --- derivations ------------------------------------------------------------------------------------------------------

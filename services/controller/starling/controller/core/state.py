@@ -146,10 +146,12 @@ class ControllerState:
     def find_group(self, key: str) -> tuple[Groups, Group] | None:
         """Return the live group of this key, and the groups that it belongs to."""
         groups: Groups | None = self.buffer if key[:1] == "t" else self.evaluations.current
-        group = groups.get(whole_number(key[1:])) if groups is not None else None
-        return (groups, group) if groups is not None and group is not None else None
+        if groups is None:
+            return None
+        group = groups.get(whole_number(key[1:]))
+        return None if group is None else (groups, group)
 
     def group_of_lease(self, lease: str) -> tuple[Groups, Group] | None:
         """Return the live group of a lease to generate or score it, and the groups that it belongs to."""
-        kind, *subject = lease.split(":", 2)
-        return self.find_group(subject[0]) if subject and kind in SLOT_KINDS else None
+        kind, _, rest = lease.partition(":")
+        return self.find_group(rest.partition(":")[0]) if kind in SLOT_KINDS else None

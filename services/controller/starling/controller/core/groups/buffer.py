@@ -18,7 +18,7 @@ from starling.algo.staleness import num_slots
 from starling.common.kinds import RunKind
 from starling.common.wire.messages import Prompt
 from starling.controller.core.groups.digest import digest_of_prompts
-from starling.controller.core.groups.group import Group, Groups, GroupState
+from starling.controller.core.groups.group import FROZEN, SCORED, TRAINED, Group, Groups, GroupState
 from starling.controller.core.records import BufferSummary, StepFrozen
 
 
@@ -178,7 +178,7 @@ class GroupBuffer(Groups):
 
     def regenerate(self, group: Group, tries: int, floor: tuple[int, int]) -> None:
         """Let a group wait again, whose completions were thrown away for the `tries`-th time."""
-        if group.state is GroupState.SCORED:
+        if group.state is SCORED:
             self._num_ready = min(self._num_ready, bisect.bisect_left(self._unfrozen, group.ordinal))
         super().regenerate(group, tries, floor)
 
@@ -203,7 +203,7 @@ class GroupBuffer(Groups):
         del self._unfrozen[: len(groups)]
         for group in groups:
             group.step = step
-            self.move(group, GroupState.FROZEN)
+            self.move(group, FROZEN)
         # All groups admitted before the last of these are gone or frozen. So this step passed over the filtered ones
         # among them, also while the records of a journal are replayed.
         num = bisect.bisect_left(self._filtered, (groups[-1].ordinal, 0.0)) if groups else 0
@@ -220,7 +220,7 @@ class GroupBuffer(Groups):
         groups = self._frozen.pop(step)
         for group in groups:
             group.step = 0
-            self.move(group, GroupState.SCORED)
+            self.move(group, SCORED)
         self._unfrozen[:0] = [group.ordinal for group in groups]
         self._filtered[:0] = self._passed_over.pop(step)
         self.num_frozen_steps -= 1
@@ -257,7 +257,7 @@ class GroupBuffer(Groups):
         self._passed_over.pop(step, None)
         self.num_trained_groups += len(groups)
         for group in groups:
-            self.move(group, GroupState.TRAINED)
+            self.move(group, TRAINED)
         if groups:
             # No live group was admitted before these.
             num = bisect.bisect_left(self._discarded, groups[-1].ordinal)
@@ -266,7 +266,7 @@ class GroupBuffer(Groups):
 
     def _count_ready(self) -> None:
         end = min(self.prompts_per_step, len(self._unfrozen))
-        while self._num_ready < end and self._live[self._unfrozen[self._num_ready]].state is GroupState.SCORED:
+        while self._num_ready < end and self._live[self._unfrozen[self._num_ready]].state is SCORED:
             self._num_ready += 1
 
     def filtered_rewards(self, step: int) -> list[float]:
@@ -308,7 +308,7 @@ class GroupBuffer(Groups):
         self._filtered = list(summary.filtered)
         self._passed_over = {step: list(filtered) for step, filtered in summary.passed_over.items()}
         groups = [self.restore_group(one, prompt(one.ordinal)) for one in summary.groups]
-        self._unfrozen = [group.ordinal for group in groups if group.state is not GroupState.FROZEN]
+        self._unfrozen = [group.ordinal for group in groups if group.state is not FROZEN]
         for frozen in summary.frozen:
             self._frozen[frozen.step] = [self._live[ordinal] for ordinal in frozen.ordinals]
             for group in self._frozen[frozen.step]:
@@ -334,7 +334,7 @@ class AnswerBuffer(GroupBuffer):
         self.num_discarded += 1
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
         group.score_lease = group.teacher_lease = ""
-        self.move(group, GroupState.SCORED)
+        self.move(group, SCORED)
         self._count_ready()
 
     def is_full(self) -> bool:

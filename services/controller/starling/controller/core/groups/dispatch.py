@@ -7,7 +7,7 @@ import msgspec
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.controller.core.groups.admission import newest_allowed, num_completions, required_version, sampling
-from starling.controller.core.groups.group import Group, Groups, GroupState
+from starling.controller.core.groups.group import GENERATED, Group, Groups
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
 from starling.controller.core.groups.results import store_zero_rewards
 from starling.controller.core.plan import draw_seed
@@ -130,7 +130,7 @@ def _drop_if_stale(state: ControllerState, group: Group, min_version: int) -> Pa
 
 
 def _score(state: ControllerState, member: Member, group: Group) -> None:
-    assert group.state is GroupState.GENERATED
+    assert group.state is GENERATED
     completions = [
         wire.CompletionText(text=t.text, status=t.status, num_tokens=t.num_tokens - t.num_masked, reward=t.reward)
         for t in group.trajectories
@@ -145,7 +145,7 @@ def _score(state: ControllerState, member: Member, group: Group) -> None:
 
 
 def _score_tokens(state: ControllerState, member: Member, group: Group) -> None:
-    assert group.state is GroupState.GENERATED
+    assert group.state is GENERATED
     group.teacher_lease = grant(
         state,
         member,

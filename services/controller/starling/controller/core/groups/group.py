@@ -47,7 +47,11 @@ class GroupState(enum.StrEnum):
 
 
 WAITING: Final = GroupState.WAITING
+LEASED: Final = GroupState.LEASED
 GENERATED: Final = GroupState.GENERATED
+SCORED: Final = GroupState.SCORED
+FROZEN: Final = GroupState.FROZEN
+TRAINED: Final = GroupState.TRAINED
 """States by names of their own: each look at a member of an enumeration takes as long as a call."""
 GONE: Final = frozenset({GroupState.TRAINED, GroupState.DISCARDED})
 
@@ -160,7 +164,7 @@ class Groups:
         group = Group(self.num_admitted, prompt, self.purpose, expected_tokens=expected_tokens)
         self.num_admitted += 1
         self._live[group.ordinal] = group
-        self._counts[GroupState.WAITING] += 1
+        self._counts[WAITING] += 1
         self._push(group)
         return group
 
@@ -245,7 +249,7 @@ class Groups:
     def lease(self, group: Group, min_version: int) -> None:
         """Note that a rollout generates the group, with weights of `min_version` or newer."""
         group.min_version = min_version
-        self.move(group, GroupState.LEASED)
+        self.move(group, LEASED)
 
     def store_completions(
         self,
@@ -258,7 +262,7 @@ class Groups:
         """Store the completions of a group, which were generated under `lease`."""
         group.trajectories, group.tensors, group.buffers = trajectories, tensors, buffers
         group.generated_by, group.partial = lease, None
-        self.move(group, GroupState.GENERATED)
+        self.move(group, GENERATED)
         heapq.heappush(self._to_score, group.ordinal)
         if self.needs_teacher:
             heapq.heappush(self._to_teacher, group.ordinal)
@@ -279,7 +283,7 @@ class Groups:
     def _complete(self, group: Group) -> None:
         """Note that a group is scored, if it is complete."""
         if group.rewards and (group.has_teacher_logprobs or not self.needs_teacher):
-            self.move(group, GroupState.SCORED)
+            self.move(group, SCORED)
 
     def requeue(self, group: Group, kind: LeaseKind) -> None:
         """Put a group back whose replica was lost with work of this kind.

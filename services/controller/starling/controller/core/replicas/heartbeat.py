@@ -28,6 +28,7 @@ MAX_WAITS: Final = 256
 MAX_HELD: Final = 4 * MAX_SLOTS
 """Leases of one heartbeat that are looked at. A replica has no more, besides those of results that wait for their
 release, and each takes some ten microseconds."""
+DRAINING: Final = RunStage.DRAINING
 MAX_NAME_CHARACTERS: Final = 512
 """Characters of the name of a gauge, and of each text of a wait, that are kept."""
 
@@ -49,7 +50,7 @@ def on_heartbeat(state: ControllerState, member: Member, message: wire.Heartbeat
     if membership.awaited:
         membership.awaited.discard(member.name)
         state.dirty = Dirty.ALL
-    if state.lifecycle.stage is RunStage.DRAINING:
+    if state.lifecycle.stage is DRAINING:
         state.outbox.send(member.name, wire.Drain(reason=state.lifecycle.reason))
 
 
