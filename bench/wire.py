@@ -43,6 +43,7 @@ from starling.common.net.keyring import make_keys
 from starling.common.net.limits import RateLimits
 from starling.common.net.link import ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.net.settings import LinkSettings
+from starling.common.observe.process import collect_seldom
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import PROTOCOL_VERSION, Envelope
 
@@ -266,6 +267,7 @@ class HubController:
 def measure(num: int, rounds: int) -> dict[int, dict[str, list[Trial]]]:
     """Return the trials of all sides, by window and side."""
     replicas: list[subprocess.Popen[bytes]] = []
+    collect_seldom()  # as the controller's process does
     with tempfile.TemporaryDirectory(prefix="starling-wire-") as temporary:
         folder = Path(temporary)
         make_keys(folder, list(NAMES.values()))
