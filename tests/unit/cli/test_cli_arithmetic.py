@@ -78,11 +78,10 @@ def test_dry_run_says_how_much_memory_the_policy_takes() -> None:
         r"memory of the policy: about (\d+\.?\d*) MiB of cpu at its peak, in microbatches of 4,096 tokens", peak
     )
     assert found
-    assert 4.54 < float(found[1]) < 60
+    assert 40 < float(found[1]) < 80
     assert always == "always: 4.54 MiB = 1.13 MiB of weights + 1.13 MiB of gradients + 2.27 MiB of the optimizer"
     assert activations.startswith("activations: 3.5 MiB of 2 blocks (checkpointing = full), and up to ")
     assert following.startswith("weight sync: ")
-    assert not any(line.startswith("memory") for line in dry_run("quickstart.toml", "--run.kind", "generate"))
 
 
 def small_model(folder: Path) -> Path:

@@ -332,6 +332,17 @@ def environment_variables(names: Collection[str], prefixes: tuple[str, ...] = ()
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(prefixes)}
 
 
+def set_variable(name: str, value: str) -> None:
+    """Set a variable of the environment of this process, and of those that it starts."""
+    os.environ[name] = value
+
+
+def user_cache(name: str) -> Path:
+    """Return a folder for files that later processes of this user can do without; it need not exist."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "starling" / name
+
+
 def _environment_tree(schema: type[BaseModel]) -> Tree:
     """Return the keys that ``STARLING_SECTION__KEY=value`` variables name, to find misspelt ones.
 

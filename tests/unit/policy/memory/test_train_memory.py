@@ -14,7 +14,8 @@ from torch import Tensor
 from starling.common.errors import ConfigError
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.train.loss.logprobs import head_logprobs
-from starling.policy.train.memory.blocks import compile_blocks, find_blocks
+from starling.policy.train.memory.blocks import find_blocks
+from starling.policy.train.memory.compiled import compile_blocks
 from starling.policy.train.memory.offload import offload_activations
 from starling.policy.train.memory.peak import PeakMemory
 from starling.policy.train.memory.setup import apply_memory_settings
@@ -199,7 +200,7 @@ def test_offload_activations_on_cpu_warns(tiny: Callable[..., Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_share_code_for_all_sizes(tiny: Callable[..., Any], checkpointing: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -212,7 +213,7 @@ def test_compiled_blocks_share_code_for_all_sizes(tiny: Callable[..., Any], chec
         for name, expected in train(plain, ids).items():
             assert (found[name] - expected).norm() <= 2e-6 * expected.norm(), name
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[0] == counts[1] == counts[2] <= 4  # before and after the attention, with a break in between
+    assert 0 < counts[0] == counts[1] == counts[2] <= 4  # before and after the attention, with a break in between
     assert version_tensors(model).keys() == version_tensors(plain).keys()
 
 

@@ -165,6 +165,7 @@ def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
     """
     # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.fit import check_fit
+    from starling.policy.train.memory.compiled import check_compiler
     from starling.policy.train.model.load import check_liger, find_device, freeze, outline
     from starling.policy.train.model.lora import load_adapters
     from starling.weightsync.tensors.adapters import add_adapters
@@ -186,6 +187,8 @@ def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
     device = find_device(recipe.model.device)
     if recipe.policy.liger:
         check_liger(model.config.model_type, device)
+    if recipe.policy.memory.compile:
+        check_compiler(device)
     check_fit(model, recipe.policy, trainer)
     return size, _memory(recipe, model, trainer, device)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from starling.common.ranges import MAX_COUNT, MAX_TOKENS
 from starling.common.settings import SettingsSection
@@ -31,3 +31,12 @@ class MemorySettings(SettingsSection):
     """Compile each transformer block (`torch.compile`), once for all sizes of microbatches: faster steps after a first
     one that takes a minute or more, or some seconds when `~/.cache/starling` has the code of an earlier run. On a CPU
     this needs a C++ compiler."""
+
+    @model_validator(mode="after")
+    def _compiled_code_is_not_selective(self) -> Self:
+        if self.compile and self.checkpointing == "selective":
+            raise ValueError(
+                'compile = true with checkpointing = "selective": compiled code does not keep single products; '
+                'set checkpointing = "full" or "none"'
+            )
+        return self

@@ -1,10 +1,10 @@
-"""Transformer blocks of a model, independent of their names: finding, replacing their forward, compiling."""
+"""Transformer blocks of a model, independent of their names: finding them, and replacing their forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -51,16 +51,20 @@ def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Non
 
 
 def class_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the `forward` of the module's class."""
-    return type(module).forward(module, *args, **kwargs)
+    """Call the `forward` of the module's class, compiled where `use_compiled` has said so."""
+    forward = vars(module).get(_COMPILED) or type(module).forward
+    return forward(module, *args, **kwargs)
 
 
-def compile_blocks(model: torch.nn.Module, backend: str = "inductor") -> None:
-    """Compile each block of `model`, in place: its tensors keep their names.
+def use_compiled(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    """Make `class_forward` of this one module call `forward`, the compiled one of its class.
 
-    Blocks and not the whole model: all blocks share one compiled code. The sizes of microbatches vary from step to
-    step, so the code is made for any size at once; else the second size would be compiled again. A copy of the model
-    runs uncompiled.
+    What replaces the module's forward stays uncompiled around it: a break in code that is compiled together with its
+    checkpointing leaves all of it uncompiled.
     """
-    for block in find_blocks(model):
-        block.compile(backend=backend, dynamic=True)
+    setattr(module, _COMPILED, forward)
+    if "forward" not in vars(module):
+        replace_forward(module, class_forward)
+
+
+_COMPILED: Final = "_compiled_forward"

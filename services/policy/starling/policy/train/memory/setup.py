@@ -10,8 +10,8 @@ import torch
 
 from starling.algo.attention.interface import BackendChoice
 from starling.policy.settings.memory import MemorySettings
-from starling.policy.train.memory.blocks import compile_blocks
 from starling.policy.train.memory.checkpointing import checkpoint_blocks
+from starling.policy.train.memory.compiled import check_compiler, compile_blocks
 from starling.policy.train.memory.offload import offload_activations
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
@@ -35,12 +35,13 @@ def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings, atte
         attention: backend of the attention, which is tried before blocks are changed.
 
     Raises:
-        ConfigError: the model has no blocks to checkpoint or compile, or the device lacks the attention backend.
+        ConfigError: the model has no blocks to checkpoint or compile, there is no compiler, or the device lacks the
+            attention backend.
     """
     if settings.compile:
-        import_module(
-            "torch._dynamo"
-        )  # the attention that `attention_plan` registers is then excluded from compilation
+        check_compiler(model.device)
+        # The attention that `attention_plan` registers is then excluded from compilation.
+        import_module("torch._dynamo")
     # Before blocks are compiled: these run the model on a few tokens, shapes that never come again. Before they are
     # checkpointed, because a block that computes twice would look like two to an observer of its attention.
     find_lm_head(model)
