@@ -7,8 +7,9 @@ loss (mean over all response tokens), the same AdamW, one update per step. Their
 `transformers.Trainer` with its collator) and `GRPOTrainer`'s loss on prepared samples; both pad, since their packing
 needs an attention kernel for GPUs. Each is tried with microbatches of several sizes, and its fastest counts. Ours packs
 rows under a token budget, computes a prompt once for completions that share it, and leaves out the logits that nothing
-is learnt from. The sides run alternately; figures are ratios of medians. First both train a step from the same weights:
-their losses and gradient norms must agree, or nothing is measured.
+is learnt from. Prompts of GRPO are shorter than their completions, or ten times as long. The sides run alternately;
+figures are ratios of medians of processor time. First both train a step from the same weights: their losses and
+gradient norms must be equal, or nothing is measured.
 
 A GPU's figures, with the share of its peak that is reached (MFU), are in docs/performance.md when they were taken.
 """
@@ -62,8 +63,8 @@ FULL = Scale(7, 64, 8, 8)
 QUICK = Scale(3, 16, 3, 4)
 
 
-def write_work(folder: Path, scale: Scale) -> int:
-    """Write the model and the sequences that both sides train. Returns the response tokens of both kinds."""
+def write_work(folder: Path, scale: Scale) -> None:
+    """Write the model and the sequences that both sides train."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -79,24 +80,33 @@ def write_work(folder: Path, scale: Scale) -> int:
 
     prompts, answers = lengths(scale.num_examples, 300), lengths(scale.num_examples, 700)
     sft = [{"prompt": tokens(p), "response": tokens(r)} for p, r in zip(prompts, answers, strict=True)]
-    grpo = []
-    for prompt in lengths(scale.num_groups, 300):
-        completions = [tokens(length) for length in lengths(scale.group_size, 700)]
+
+    def group(prompt: int | None, most: int) -> dict[str, Any]:
+        """Return completions of up to `most` tokens of a prompt, by default of ten times their mean length."""
+        completions = [tokens(length) for length in lengths(scale.group_size, most)]
+        if prompt is None:
+            prompt = 10 * sum(map(len, completions)) // len(completions)
         rewards = generator.standard_normal(scale.group_size)
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         logprobs = [(-9.0 + 0.1 * generator.standard_normal(len(ids))).tolist() for ids in completions]
-        grpo.append(
-            {
-                "prompt": tokens(prompt),
-                "completions": completions,
-                "rewards": rewards.tolist(),
-                "advantages": advantages.tolist(),
-                "logprobs": logprobs,
-            }
-        )
-    work = {"sft": sft, "grpo": grpo, "learning_rate": LEARNING_RATE, "clip": CLIP}
+        return {
+            "prompt": tokens(prompt),
+            "completions": completions,
+            "rewards": rewards.tolist(),
+            "advantages": advantages.tolist(),
+            "logprobs": logprobs,
+        }
+
+    grpo = [group(prompt, 700) for prompt in lengths(scale.num_groups, 300)]
+    grpo_long_prompts = [group(None, 240) for _ in range(scale.num_groups)]
+    work = {
+        "sft": sft,
+        "grpo": grpo,
+        "grpo_long_prompts": grpo_long_prompts,
+        "learning_rate": LEARNING_RATE,
+        "clip": CLIP,
+    }
     (folder / "work.json").write_text(json.dumps(work))
-    return sum(len(one["response"]) for one in sft) + sum(len(c) for one in grpo for c in one["completions"])
 
 
 # --- the two sides ---------------------------------------------------------------------------------------------------
@@ -122,18 +132,24 @@ def ours(folder: Path) -> dict[str, Callable[[], dict[str, float]]]:
     algorithm = AlgorithmSettings(aggregate="token_mean", clip_low=CLIP, clip_high=CLIP, skip_zero_advantage=False)
     settings = PolicySettings(optimizer=optimizer, sft=SftStepSettings(optimizer=optimizer), algorithm=algorithm)
     sft = SftTrainer(load_model(folder / "model"), settings, total_steps=1000)
-    rl = RlTrainer(load_model(folder / "model"), settings, total_steps=1000)
+    rl, long_rl = (RlTrainer(load_model(folder / "model"), settings, total_steps=1000) for _ in range(2))
     examples = [
         SftExample(np.array(one["prompt"], np.int32), np.array(one["response"], np.int32)) for one in work["sft"]
     ]
-    groups = []
-    for one in work["grpo"]:
+
+    def group(one: dict[str, Any]) -> ScoredGroup:
         ids = np.concatenate(one["completions"]).astype(np.int32)
         lengths = tuple(len(completion) for completion in one["completions"])
         logprobs = np.concatenate(one["logprobs"]).astype(np.float32)
         prompt = np.array(one["prompt"], np.int32)
-        groups.append(ScoredGroup(prompt, ids, logprobs, np.zeros_like(ids), lengths, tuple(one["rewards"])))
-    return {"sft": lambda: sft.step(examples), "grpo": lambda: rl.step(groups, step=1)}
+        return ScoredGroup(prompt, ids, logprobs, np.zeros_like(ids), lengths, tuple(one["rewards"]))
+
+    groups, long_prompts = ([group(one) for one in work[kind]] for kind in ("grpo", "grpo_long_prompts"))
+    return {
+        "sft": lambda: sft.step(examples),
+        "grpo": lambda: rl.step(groups, step=1),
+        "grpo_long_prompts": lambda: long_rl.step(long_prompts, step=1),
+    }
 
 
 class Theirs:
@@ -172,7 +188,8 @@ class Theirs:
         self._log.close()
 
 
-SIZES = (4, 8, 16)
+SIZES = (2, 4, 8, 16)
+GOALS = {"sft": 2.2, "grpo": 2.0, "grpo_long_prompts": 4.0}
 
 
 def measure(scale: Scale) -> None:
@@ -189,9 +206,9 @@ def measure(scale: Scale) -> None:
                     raise SystemExit(f"{kind}: {name} is {one[name]} here and {other[name]} there: not the same step")
             seconds: dict[str, list[float]] = {}
             for number in range(scale.rounds):
-                begin = time.perf_counter()
+                begin = time.process_time()
                 metrics = step()
-                seconds.setdefault("ours", []).append(time.perf_counter() - begin)
+                seconds.setdefault("ours", []).append(time.process_time() - begin)
                 for size in SIZES:
                     seconds.setdefault(f"trl_{size}", []).append(theirs.step(kind, size)["seconds"])
                 progress(f"{kind}, round {number + 1} of {scale.rounds}")
@@ -202,7 +219,7 @@ def measure(scale: Scale) -> None:
                 f"{kind}_tokens_per_s_over_trl",
                 medians[best] / medians["ours"],
                 unit="ratio",
-                goal=1.3,
+                goal=GOALS[kind],
                 better="higher",
                 detail={
                     "seconds": {side: rounded(value) for side, value in medians.items()},

@@ -2,8 +2,8 @@
 
     python train_step_trl.py FOLDER
 
-Reads one JSON object per line, {"kind": "sft" | "grpo", "size": sequences of a microbatch}, makes one optimizer step of
-all sequences, and answers with {"seconds": ..., "loss": ..., "grad_norm": ...}.
+Reads one JSON object per line, {"kind": "sft" | "grpo" | "grpo_long_prompts", "size": sequences of a microbatch},
+makes one optimizer step of all sequences, and answers with {"seconds": ..., "loss": ..., "grad_norm": ...}.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Sft:
 class Grpo:
     """GRPO steps, through `GRPOTrainer._compute_loss` on samples that are there already."""
 
-    def __init__(self, folder: Path, work: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, work: dict[str, Any], kind: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         self.trainer = GRPOTrainer(
             model=model,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=GRPOConfig(
-                output_dir=str(folder / "grpo"),
+                output_dir=str(folder / kind),
                 learning_rate=work["learning_rate"],
                 loss_type="dapo",
                 epsilon=work["clip"],
@@ -108,7 +108,7 @@ class Grpo:
         self.trainer.current_gradient_accumulation_steps = 1
         self.rows = [
             (one["prompt"], ids, advantage, logprobs)
-            for one in work["grpo"]
+            for one in work[kind]
             for ids, advantage, logprobs in zip(one["completions"], one["advantages"], one["logprobs"], strict=True)
         ]
         self.num_tokens = sum(len(row[1]) for row in self.rows)
@@ -148,7 +148,7 @@ def step(side: Sft | Grpo, size: int) -> dict[str, float]:
     if trainer.optimizer is None:
         trainer.create_optimizer()
     trainer.model.train()
-    begin = time.perf_counter()
+    begin = time.process_time()
     trainer.optimizer.zero_grad()
     total = 0.0
     for inputs in batches:
@@ -157,7 +157,7 @@ def step(side: Sft | Grpo, size: int) -> dict[str, float]:
         total += float(loss.detach())
     norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
     trainer.optimizer.step()
-    return {"seconds": time.perf_counter() - begin, "loss": total, "grad_norm": float(norm)}
+    return {"seconds": time.process_time() - begin, "loss": total, "grad_norm": float(norm)}
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     work = json.loads((folder / "work.json").read_text())
-    sides = {"sft": Sft(folder, work), "grpo": Grpo(folder, work)}
+    sides = {"sft": Sft(folder, work), **{kind: Grpo(folder, work, kind) for kind in ("grpo", "grpo_long_prompts")}}
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(step(sides[asked["kind"]], asked["size"])), flush=True)
