@@ -107,6 +107,21 @@ def test_attention_that_cannot_be_replaced_reads_gathered_blocks(case: str, monk
     check(drain(engine), model)
 
 
+def test_soft_caps_are_computed_for_models_that_load_with_sdpa() -> None:
+    """Which would ignore them, unlike the policy."""
+    settings = {**FAMILIES["llama"][1], "attn_logit_softcapping": 0.05}
+    models = []
+    for attention in (None, "eager"):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("gemma2", **settings)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        models.append(model.requires_grad_(False))
+    assert models[0].config._attn_implementation == "sdpa"
+    engine = make_engine(models[0])
+    engine.add(request("0", random_prompt(0, 12), 3, max_tokens=10))
+    check(drain(engine), models[1])
+
+
 def test_rows_of_a_group_share_the_blocks_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "BLOCK_TOKENS", 4)
     engine = make_engine()

@@ -88,11 +88,12 @@ def paged_attention(
 
 
 def use_paged_attention(model: PreTrainedModel) -> None:
-    """Make `model` use `paged_attention` if it uses sdpa attention."""
+    """Make `model` use `paged_attention` if it uses sdpa attention; eager attention if that would ignore soft caps."""
     AttentionInterface.register(PAGED, paged_attention)
     AttentionMaskInterface.register(PAGED, sdpa_mask)
     if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-        model.set_attn_implementation(PAGED)
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        model.set_attn_implementation(PAGED if capped is None else "eager")
 
 
 def unread_mask(model: PreTrainedModel) -> torch.Tensor:
