@@ -9,6 +9,10 @@ ratios.
 The step of log-probabilities is the output layer, the log-probabilities and the entropy, and their backward pass, in
 bf16. Its peak does not count the gradients that it returns. Beside it: all logits, in float32, through
 `torch.log_softmax` and autograd. The training step is forward and backward of a Qwen3 over one microbatch.
+
+The formula is the one of `starling run --dry-run`, compared with all tensors of a policy: a supervised step on one
+sequence with all blocks recomputed, from the loading of its weights to the update. A figure is how far one is from the
+other.
 """
 
 from __future__ import annotations
@@ -26,15 +30,21 @@ from figure import machine, print_figure, progress, rounded, versions
 from torch import Tensor
 
 from starling.policy.settings.memory import MemorySettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
+from starling.policy.train.memory.budget import estimate_memory
 from starling.policy.train.memory.peak import PeakMemory
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, trained_logits
+from starling.policy.train.sft import SftTrainer
 
 BENCH = "memory"
 GOAL = 1.3
 MIB = 1 << 20
+LENGTHS = [(4096, 32), (8192, 32), (16384, 32), (32768, 32), (131072, 16)]
+"""Tokens of the sequences for which the formula is checked, and the size of the model's head."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunks": {},
     "chunks, selective checkpointing": {"checkpointing": "selective"},
@@ -205,6 +215,52 @@ def bench_step(num_tokens: int, num_layers: int, rounds: int) -> None:
         print_figure(BENCH, f"time of a training step over all logits at once: {name}", median(ratios), **show)
 
 
+def bench_formula(num_tokens: int, head_size: int) -> None:
+    """Print how far the formula is from the peak of a step on one sequence."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    progress(f"formula, {num_tokens} tokens ...")
+    config = Qwen3Config(
+        vocab_size=2048,
+        hidden_size=2 * head_size,
+        intermediate_size=6 * head_size,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=head_size,
+        max_position_embeddings=2 * num_tokens,
+    )
+    memory_settings = MemorySettings(checkpointing="full")
+    settings = PolicySettings(tokens_per_microbatch=num_tokens, share_prompts=False, memory=memory_settings)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    expected = estimate_memory(outline, settings, "sft", torch.device("cpu"), num_tokens)
+    tokens = np.random.default_rng(0).integers(2048, size=num_tokens + 1).astype(np.int32)
+    with PeakMemory() as memory:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        apply_memory_settings(model, settings.memory)
+        trainer = SftTrainer(model, settings, total_steps=1)
+        memory.restart()
+        trainer.step([SftExample(tokens[:1], tokens[1:])])
+    detail = {
+        "num_tokens": num_tokens,
+        "head_size": head_size,
+        "peak_mib": rounded(memory.peak_bytes / MIB),
+        "formula_mib": rounded(expected.peak / MIB),
+        "machine": machine(),
+        "versions": versions("torch", "transformers"),
+    }
+    print_figure(
+        BENCH,
+        f"distance of the formula from the peak of a step, {num_tokens} tokens",
+        abs(expected.peak / memory.peak_bytes - 1.0),
+        unit="ratio",
+        goal=0.1,
+        better="lower",
+        detail=detail,
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,6 +269,8 @@ def main() -> None:
     torch.set_num_threads(1)
     bench_logprobs(*((512, 16384, 5) if arguments.quick else (2048, 32768, 5)))
     bench_step(*((768, 4, 5) if arguments.quick else (3072, 12, 5)))
+    for num_tokens, head_size in [(4096, 32)] if arguments.quick else LENGTHS:
+        bench_formula(num_tokens, head_size)
 
 
 if __name__ == "__main__":
