@@ -21,7 +21,7 @@ from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
 from starling.controller.core.state import Outbox
 from starling.controller.core.training.dynamic_settings import SettingChanges
-from starling.controller.core.training.metrics import MAX_NAMES, MetricNames
+from starling.controller.core.training.metrics import MAX_CHARACTERS, MAX_NAMES, MetricNames
 from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
@@ -314,6 +314,16 @@ def test_made_up_names_of_one_replica_keep_no_names_of_others_out() -> None:
     for number in range(3):
         names.known("reward-0", {f"{number}/{index}": 1.0 for index in range(MAX_NAMES)})
     assert len(names.known("reward-9", made_up)) == MAX_NAMES // 2
+
+
+def test_long_names_of_metrics_leave_room_for_those_of_others() -> None:
+    names = MetricNames()
+    made_up = {f"{index:0200}": 1.0 for index in range(MAX_NAMES)}
+    known = names.known("reward-9", made_up)
+    assert sum(map(len, known)) <= MAX_CHARACTERS
+    right = {"right": 1.0, "x" * 200: 2.0}
+    assert names.known("reward-0", right) == right
+    assert sum(map(len, names._senders)) == names._num_characters <= MAX_CHARACTERS
 
 
 def test_made_up_names_of_metrics_are_not_stored() -> None:

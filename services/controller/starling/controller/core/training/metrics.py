@@ -15,6 +15,8 @@ from starling.controller.core.groups.group import Group
 MAX_NAMES: Final = 1000
 """Different names of scores and of environments' metrics in a run. Each may be in every step's line of metrics.jsonl,
 and in each snapshot of the telemetry."""
+MAX_CHARACTERS: Final = 1 << 16
+"""Characters of all these names together."""
 
 T = TypeVar("T")
 
@@ -31,11 +33,12 @@ class MetricNames:
     """By name: the replica that sent it first."""
     _nums: Counter[str] = field(default_factory=Counter)
     """By replica: the names of which it was the first."""
+    _num_characters: int = 0
     is_full: bool = False
     """A name was left out."""
 
     def known(self, replica: str, values: dict[str, T]) -> dict[str, T]:
-        """Return `values` without those whose names are beyond `MAX_NAMES`.
+        """Return `values` without those whose names are beyond `MAX_NAMES` and `MAX_CHARACTERS`.
 
         Where there is no room, the newest name of the replica with the most makes room for one of a replica with fewer.
         """
@@ -46,13 +49,20 @@ class MetricNames:
         for name in values:
             if name in senders:
                 continue
-            has_room = has_room and (len(senders) < MAX_NAMES or self._make_room(replica))
+            has_room = has_room and self._has_room(replica, name)
             if has_room:
                 senders[name] = replica
                 self._nums[replica] += 1
+                self._num_characters += len(name)
             else:
                 self.is_full = True
         return {name: value for name, value in values.items() if name in senders}
+
+    def _has_room(self, replica: str, name: str) -> bool:
+        while len(self._senders) >= MAX_NAMES or self._num_characters + len(name) > MAX_CHARACTERS:
+            if not self._make_room(replica):
+                return False
+        return True
 
     def _make_room(self, replica: str) -> bool:
         most, num = self._nums.most_common(1)[0]
@@ -61,6 +71,7 @@ class MetricNames:
         newest = next(name for name in reversed(self._senders) if self._senders[name] == most)
         del self._senders[newest]
         self._nums[most] -= 1
+        self._num_characters -= len(newest)
         return True
 
 
