@@ -33,6 +33,7 @@ from figure import machine, print_figure, progress, rounded, versions
 from msgspec.structs import replace
 
 from starling.common.errors import StarlingError
+from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
 from starling.common.wire.telemetry import RunSnapshot
 from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Note, Prune, Send, Ticked
@@ -192,7 +193,9 @@ class Fuzzer:
         self.controller = Controller(PLAN, Prompts(), Prompts(), held_out, journal=entries, incarnation=incarnation)
 
     def restart(self) -> None:
-        """Kill the controller, and start it again from its journal."""
+        """Kill the controller, and start it again from its journal, which holds no leases."""
+        for key in orphans(self.controller):
+            self.found.note("lost_prompts", f"{key} is leased to no replica")
         self._journal.commit()
         self._journal.close()
         self.num_restarts += 1
@@ -404,18 +407,27 @@ class Fuzzer:
         self._receive(name, message, buffers)
 
 
+def orphans(controller: Controller) -> list[str]:
+    """Return the groups that are leased to no replica: no result can come, and no deadline ends the wait."""
+    state = controller.state
+    leased = [group.key for group in state.buffer.within(GroupState.LEASED)]
+    held = {
+        lease_subject(lease)
+        for member in state.replicas.membership.of("rollout")
+        for lease in state.replicas.leases.of(member.name, "generate")
+    }
+    return [key for key in leased if key not in held]
+
+
 def count_lost(fuzzer: Fuzzer) -> int:
     """Return how many admitted prompts are unaccounted for, or were trained twice or out of order."""
     found, buffer = fuzzer.found, fuzzer.controller.state.buffer
     trained = found.trained
-    leases = fuzzer.controller.state.replicas.leases
-    held = {lease.split(":")[1] for lease in leases._leases if lease.startswith("generate:")}
-    orphans = [group.key for group in buffer.within(GroupState.LEASED) if group.key not in held]
     live = {group.ordinal for group in buffer.live()}
     accounted = set(trained) | found.discarded | live
     missing = set(range(buffer.num_admitted)) - accounted
     wrong = len(trained) - len(set(trained)) + (trained != sorted(trained)) + len(set(trained) & found.discarded)
-    return len(missing) + wrong + len(orphans)
+    return len(missing) + wrong + len(orphans(fuzzer.controller)) + found.counts["lost_prompts"]
 
 
 def main() -> None:
