@@ -351,7 +351,7 @@ def make_small() -> Any:
 
 
 def test_compiled_blocks_take_structures_of_any_size() -> None:
-    from starling.policy.train.memory.blocks import compile_blocks
+    from starling.policy.train.memory.compiled import compile_blocks
 
     plain, model = make_small(), make_small()
     compile_blocks(model, backend="aot_eager")
