@@ -31,10 +31,10 @@ from torch import Tensor
 
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.budget import estimate_memory
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.loss.logprobs import head_logprobs, token_logprobs
-from starling.policy.train.memory.budget import estimate_memory
 from starling.policy.train.memory.peak import PeakMemory
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, trained_logits

@@ -16,9 +16,9 @@ from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.budget import describe_memory, estimate_memory
 from starling.policy.train.data.packing import PromptBlock, pack_sequences, to_tensors
 from starling.policy.train.memory.blocks import find_blocks
-from starling.policy.train.memory.budget import describe_memory, estimate_memory
 from starling.policy.train.memory.estimate import TOKEN_BYTES, ActivationMemory, BlockMemory, PolicyMemory
 from starling.policy.train.memory.observed import observe_activations
 from starling.policy.train.memory.offload import offload_activations

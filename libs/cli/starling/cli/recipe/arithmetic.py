@@ -195,7 +195,7 @@ def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
 
 def _memory(recipe: Recipe, model: Any, trainer: TrainerKind, device: Any) -> list[str]:
     """Return lines on the peak memory of a policy with `model`, an outline."""
-    from starling.policy.train.memory.budget import describe_memory, estimate_memory
+    from starling.policy.train.budget import describe_memory, estimate_memory
 
     # A sequence that is longer than a microbatch has one to itself.
     longest = recipe.sampling.max_tokens if recipe.generates else 0
