@@ -30,7 +30,7 @@ from transport_peers import (
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, Transport
 from starling.weightsync.offers.tickets import prove, ticket
-from starling.weightsync.plan.layout import ShardPiece
+from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, MAX_SHARE, surplus
@@ -72,6 +72,10 @@ def read_of(**changes: object) -> bytes:
     return with_checksum(msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes)))
 
 
+def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
+    return ShardPiece(names=("a",), dtype="uint8", box=Box(offset=offset, size=size))
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
@@ -91,6 +95,9 @@ def read_of(**changes: object) -> bytes:
         (read_of(boxes=(piece("a", "uint8", (-1, 3)),)), "malformed box"),
         (read_of(boxes=(piece("a", "object", (0, 3)),)), "malformed box"),
         (read_of(boxes=(ShardPiece(names=(), dtype="uint8", box=PIECE.box),)), "malformed box"),
+        (read_of(boxes=(box_of((0,), (1, 1)),)), "malformed box"),
+        (read_of(boxes=(box_of((0,) * 2000, ((1 << 63) - 1,) * 2000),)), "malformed box"),
+        (read_of(boxes=(box_of((0,), (1 << 62,)),)), "malformed box"),
     ],
 )
 def test_malformed_request_is_refused_with_the_reason(data: bytes, sentence: str) -> None:
