@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.errors import WeightsError
-from starling.weightsync.memory.pools import BufferPool, GrowingBufferPool
+from starling.weightsync.memory.pools import BufferPool, GrowingBufferPool, SharedBufferPool
 
 TOO_MUCH = 1 << 60
 
@@ -87,3 +87,17 @@ def test_growing_pool_holds_no_more_blocks_than_were_used_at_once(steps: list[in
         most, largest = max(most, len(used)), max(largest, size or 0)
         total = pool.free_bytes + sum(block.nbytes for _, block in used)
         assert total <= min(most * largest, 12_000)
+
+
+def test_shared_pool_waits_for_a_block_until_it_is_cancelled() -> None:
+    pool = SharedBufferPool(4096)
+    asked = iter([False, False, True])
+    with pool.block(4096, lambda: False) as held:
+        assert held is not None
+        with pool.block(1, lambda: next(asked)) as other:
+            assert other is None
+    with pytest.raises(KeyError), pool.block(4096, lambda: True):
+        raise KeyError
+    with pool.block(4096, lambda: True) as again:
+        assert again is not None
+    assert next(asked, None) is None

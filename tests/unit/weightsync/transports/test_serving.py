@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import select
 import socket
 import struct
 import threading
@@ -256,6 +257,43 @@ def test_replica_that_takes_all_connections_keeps_no_other_away() -> None:
             (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
             assert not decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
         assert works(made)
+
+
+def ask(plain: socket.socket, request: OpenSnapshot | ReadBoxes) -> None:
+    plain.sendall(with_length(request))
+
+
+def answer_to(plain: socket.socket) -> SourceAnswer:
+    (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
+    return decode_answer(plain.recv(length, socket.MSG_WAITALL))
+
+
+def test_packing_for_one_replica_is_limited_over_all_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = piece("w", "uint8", (0, 1024), (0, 2048))
+    part = piece("w", "uint8", (0, 1024), (0, 1024))  # not contiguous: it must be packed
+    boxes = (part,) * 64
+    size = 64 << 20  # more than the sockets hold
+    monkeypatch.setattr("starling.weightsync.transports.sockets.server.MAX_PACKING_BYTES", size)
+    read = ReadBoxes(number=1, tag=1, segments=(64,), boxes=boxes, digests="off", salt=0)
+    with serving("tcp", [wide]) as made, ExitStack() as connections, reader("tcp") as honest:
+        own = ticket(made.offer.secret, "rollout-9", "adopt:1:1.1")
+        offer = msgspec.structs.replace(made.offer, secret="", ticket=own)
+        first, second, third = (stranger(made, connections) for _ in range(3))
+        for rank, plain in enumerate((first, second, third)):
+            proof = prove(offer, rank=rank, nonce="0").text
+            ask(plain, OpenSnapshot(number=rank, snapshot=offer.snapshot, proof=proof))
+            assert not answer_to(plain).reason
+        ask(first, read)
+        assert answer_to(first).number == 1
+        ask(second, read)
+        ask(third, read)
+        third.close()  # while it waits: its thread ends
+        assert not honest.connect(made.offer).reason
+        _, (array,) = honest.read([part])
+        assert array.tobytes() == content(part, (1024, 2048)).tobytes()
+        assert not select.select([second], [], [], 0.5)[0], "more was packed for the replica than the limit"
+        assert len(first.makefile("rb").read(size)) == size
+        assert answer_to(second).number == 1
 
 
 def test_full_server_closes_the_oldest_connection_of_the_replica_with_most() -> None:

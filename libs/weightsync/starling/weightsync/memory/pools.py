@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
 from starling.weightsync.memory.arrays import Memory, allocate
 from starling.weightsync.plan.layout import aligned
+
+_CHECK_S: Final = 0.05
+"""How often a thread that waits for a block checks whether it still has to."""
 
 
 class BufferPool:
@@ -98,3 +106,31 @@ class GrowingBufferPool:
         self._used_bytes -= block.nbytes
         if block.nbytes:
             self._free.append(block)
+
+
+class SharedBufferPool:
+    """A `GrowingBufferPool` of several threads, each of which waits until there is a block for it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._pool = GrowingBufferPool(limit_bytes)
+        self._released = threading.Condition()
+
+    @contextmanager
+    def block(self, size_bytes: int, cancelled: Callable[[], bool]) -> Iterator[Memory | None]:
+        """Yield a block of at least that size, or None once `cancelled` returns True while there is none.
+
+        Raises:
+            WeightsError: it cannot be allocated.
+        """
+        with self._released:
+            while (block := self._pool.acquire(size_bytes)) is None:
+                if cancelled():
+                    break
+                self._released.wait(_CHECK_S)
+        try:
+            yield block
+        finally:
+            if block is not None:
+                with self._released:
+                    self._pool.release(block)
+                    self._released.notify_all()

@@ -71,6 +71,13 @@ class Channel:
         """Local address of the connection."""
         return str(self._connection.getsockname()[0])
 
+    @property
+    def ended(self) -> bool:
+        """Whether `stop` was set, or either end has shut the connection down."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLRDHUP)
+        return self.stop.is_set() or bool(poller.poll(0))
+
     def encrypt(self, *, sending: bytes, receiving: bytes) -> None:
         """Encrypt from here on what is sent, and decrypt what is received, with these keys. Neither is under way."""
         self._writer, self._reader = RecordWriter(sending), RecordReader(receiving)

@@ -7,10 +7,13 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from typing import Final, NamedTuple
 
 from starling.common.errors import WeightsError
-from starling.weightsync.memory.arrays import allocate, grouped, packing_bytes
+from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
+from starling.weightsync.memory.arrays import grouped, packing_bytes
+from starling.weightsync.memory.pools import SharedBufferPool
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
@@ -58,6 +61,9 @@ class SocketServer:
         self._ending: list[_Connection] = []
         """Those that were ended for others, until their threads have ended."""
         self._carriers: set[PayloadCarrier] = set()
+        self._packing: weakref.WeakValueDictionary[str, SharedBufferPool] = weakref.WeakValueDictionary()
+        """By replica; freed with its last connection."""
+        self._lock = threading.Lock()
         self._listener = Listener(host)
         self.address = self._listener.address
         """Address that readers connect to."""
@@ -140,7 +146,7 @@ class SocketServer:
     def _answer_requests(self, session: ReaderSession, channel: Channel, carrier: PayloadCarrier) -> None:
         """Answer until the reader leaves. Raises ChannelStopped, OSError, WeightsError."""
         end: float | None = time.monotonic() + IDLE_TIMEOUT_S
-        buffer = allocate(0)
+        packing = SharedBufferPool(0)
         while True:
             request = decode_request(channel.receive_message(REQUEST_BYTES, end))  # malformed: the connection ends
             try:
@@ -153,12 +159,13 @@ class SocketServer:
             end = None
             if isinstance(request, ReadBoxes):
                 groups = grouped(grant.payload, request.segments)
-                needed = packing_bytes(groups)
-                if buffer.nbytes < needed:
-                    buffer = allocate(0)  # free the old buffer before the new one is allocated
-                    buffer = allocate(needed)
-                segments = grant.pack(groups, buffer)
-                carrier.send(framed(grant.answer(request.number)), segments)
+                packing = self._packing_of(session.reader)  # kept between two requests, with its memory
+                with packing.block(packing_bytes(groups), lambda: channel.ended) as buffer:
+                    if buffer is None:
+                        raise ChannelStopped
+                    segments = grant.pack(groups, buffer)
+                    carrier.send(framed(grant.answer(request.number)), segments)
+                    del segments
                 continue
             channel.send([framed(grant.answer(request.number))])
             if isinstance(request, OpenSnapshot):
@@ -166,6 +173,11 @@ class SocketServer:
                     keys = channel_keys(session.proof)
                     channel.encrypt(sending=keys.from_source, receiving=keys.from_reader)
                 carrier.opened()
+
+    def _packing_of(self, reader: str) -> SharedBufferPool:
+        """Return the packing memory of a replica: one that opens many connections and reads slowly has no more."""
+        with self._lock:
+            return self._packing.setdefault(reader, SharedBufferPool(MAX_PACKING_BYTES))
 
     def _grant(self, session: ReaderSession, request: Request) -> Grant:
         """Wait until all that is requested is there. Raises ChannelStopped, and WeightsError for a refusal."""
