@@ -236,3 +236,26 @@ def test_partial_completions_with_kept_tokens_are_thrown_away_where_none_are_rec
     group = script.state.buffer.get(0)
     assert group is not None
     assert group.partial is None
+
+
+def test_ended_completions_without_a_token_are_thrown_away() -> None:
+    """An answer has the versions of the tokens of each completion: a rollout that resumes from these would end."""
+    script = generating()
+    tensors = tuple(wire.TensorMeta(dtype=kind, shape=(3,), nbytes=12) for kind in ("int32", "float32", "int32"))
+    partial = (
+        wire.PartialCompletionMeta(num_tokens=3),
+        wire.PartialCompletionMeta(num_tokens=0, status=wire.Status.OK),
+    )
+    interrupted = wire.GroupInterrupted(lease="generate:t0:0", reason="", partial=partial, tensors=tensors)
+    script.receive("rollout-0", interrupted, *[bytes(12)] * 3)
+    assert not [write for write in script.journal if isinstance(write.record, PartialCompletionsStored)]
+    adopt_second(script)
+    assert [command.partial for command in dispatched_groups(script)] == [()]
+
+
+def test_partial_completions_without_kept_tokens_are_thrown_away_where_they_are_recorded() -> None:
+    """A rollout that finds them all complete would answer without kept tokens, and be blamed for it."""
+    script = generating(sampling=wire.Sampling(max_tokens=4, top_k=8, logprobs="truncated"))
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3)
+    adopt_second(script)
+    assert [command.partial for command in dispatched_groups(script)] == [()]

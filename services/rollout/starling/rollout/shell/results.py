@@ -114,7 +114,7 @@ def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[Par
             token_ids[index],
             logprobs[index],
             versions[index],
-            meta.status,
+            meta.status if meta.num_tokens else None,  # none has ended without a token: an answer needs its version
             None if kept is None else kept.take(slice(ends[index] - meta.num_tokens, ends[index])),
         )
         for index, meta in enumerate(message.partial)

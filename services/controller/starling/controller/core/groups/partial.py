@@ -8,7 +8,7 @@ from typing import Final
 
 from starling.common.wire.messages import TRAINABLE_STATUSES, ModelLimits, PartialCompletionMeta, TensorMeta
 from starling.controller.core.events import Buffers
-from starling.controller.core.groups.validation import InvalidResultError, check_partial_tensors
+from starling.controller.core.groups.validation import InvalidResultError, UnusableResultError, check_partial_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ def parse_partial(
     total = sum(lengths)
     if len(completions) != num or min(lengths) < 0:
         raise InvalidResultError(f"{len(completions)} completions of {total} tokens were returned for a group of {num}")
+    if any(completion.status is not None and not completion.num_tokens for completion in completions):
+        raise UnusableResultError("a partial completion has ended without a token")
     statuses = {completion.status for completion in completions} - {None, *TRAINABLE_STATUSES}
     if statuses:
         raise InvalidResultError(f"partial completions came with the status {', '.join(map(str, statuses))}")

@@ -155,15 +155,19 @@ def _problem(
     names = {tensor.name for tensor in message.tensors[len(GROUP_TENSORS) :]}
     if groups.needs_teacher and names - {LOSS_MASK, *KEPT_TENSORS}:
         return "its prompt has more than tokens, and a teacher reads nothing else", False, None
-    if group.purpose == "train" and state.plan.sampling.logprobs == "truncated" and KEPT_COUNTS not in names:
+    if _is_recorded(state, group) and KEPT_COUNTS not in names:
         return "its engine does not record kept tokens; set sampling.logprobs = 'full'", True, None
     return None
 
 
+def _is_recorded(state: ControllerState, group: Group) -> bool:
+    """Say whether the tokens that truncation keeps are recorded for a group."""
+    return group.purpose == "train" and state.plan.sampling.logprobs == "truncated"
+
+
 def _check_recording(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta]) -> None:
     """Check that kept tokens came only if they are recorded: no policy expects those of some groups only."""
-    is_recorded = group.purpose == "train" and state.plan.sampling.logprobs == "truncated"
-    if not is_recorded and not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
+    if not _is_recorded(state, group) and not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
         raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
 
 
@@ -275,6 +279,8 @@ def _store_partial(
     if partial is None:
         return 0
     _check_recording(state, group, partial.tensors)
+    if _is_recorded(state, group) and not any(tensor.name == KEPT_COUNTS for tensor in partial.tensors):
+        raise UnusableResultError("its engine does not record kept tokens")  # else the next rollout would be blamed
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise UnusableResultError(
