@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -112,6 +113,31 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
         weights.plan(source, here)
         weights.forget(name, source)
     assert size_of(weights._pairs) < 20
+
+
+def test_layouts_of_departed_incarnations_are_dropped() -> None:
+    """A layout of a rollout's own, another one in each hello, would fill the memory: each can take hundreds of MiB."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(one, Layout) and one.replica == "rollout-9" for one in gc.get_objects())
+
+    script = Script()
+    script.start_run("rollout-0")
+    before = kept()
+    for incarnation in range(1, 21):
+        layout = decode_layout(encoded_layout("rollout-9"))
+        [rank] = layout.ranks
+        other = msgspec.structs.replace(rank, shards=rank.shards * incarnation)
+        hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+        encoded = encode(msgspec.structs.replace(layout, ranks=(other,)))
+        script.receive("rollout-9", hello, encoded, incarnation=incarnation)
+        if script.state.replicas.leases.num("rollout-9", "adopt"):
+            lease = script.state.replicas.leases.of("rollout-9", "adopt")[0]
+            script.adopts("rollout-9", 0, int(script.aliases.short(lease).rpartition(":")[2]))
+    del layout, rank, other
+    assert kept() - before <= 2
+    assert len(script.state.weights._plans._plans) <= 3
 
 
 def test_layout_keys_of_policies_that_never_offered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,3 +211,17 @@ def test_plan_cache_plans_once_for_equal_replicas(monkeypatch: pytest.MonkeyPatc
         at = msgspec.structs.replace(near, place=Place(host=host))
         plans.plan(source, msgspec.structs.replace(destination, ranks=(at,)))
     assert len(made) == 2, "i and j are equally far from h, as far as the unknown one was; h is near"
+
+
+def test_plan_cache_forgets_plans_with_the_last_equal_layout() -> None:
+    plans = PlanCache()
+    source = whole("policy-0", (6, 3), rows=(2, 4))
+    one, equal = whole("rollout-0", (6, 3)), whole("rollout-1", (6, 3))
+    first = plans.plan(source, one)
+    assert plans.plan(source, equal).moves == first.moves
+    for _ in range(2):
+        plans.forget(one)
+    again = plans.plan(source, equal)
+    assert again.moves is first.moves, "the other replica still has this layout"
+    plans.forget(equal)
+    assert plans.plan(source, equal).moves is not first.moves

@@ -393,6 +393,20 @@ class PlanCache:
         """Return a key that is equal for plans that move the same boxes, whatever the replicas' names and places."""
         return f"{self._digest(source)}-{self._digest(destination)}"
 
+    def forget(self, layout: Layout | CompactLayout) -> None:
+        """Forget a layout whose replica is gone, and the plans from and to it, unless another replica has an equal one.
+
+        A layout may take hundreds of MiB, and a replica may come back with another one again and again.
+        """
+        _, digest = self._digests.pop(id(layout), (None, ""))
+        if not digest or any(digest == other for _, other in self._digests.values()):
+            return
+        for key in [key for key in self._plans if digest in key[:2]]:
+            del self._plans[key]
+        kept = {id(plan) for plan in self._plans.values()}
+        for name in [name for name in self._renamed if name[0] not in kept]:
+            del self._renamed[name]
+
     def _distance(self, sources: tuple[Place, ...], destinations: tuple[Place, ...]) -> bytes:
         """Return a digest of the distances between ranks. Replicas of one host often name their places equally."""
         digest = self._distances.pop((sources, destinations), None)

@@ -309,6 +309,8 @@ class Publications:
         if offered is not None:
             for pairs in self._pairs.values():
                 pairs.pop(id(layout), None)
+        if layout is not None and layout is not self.policy_layout:
+            self._plans.forget(layout)
 
     def _withdraw(self, name: str) -> PublishedOffer | None:
         offered = self.offers.pop(name, None)
