@@ -288,6 +288,44 @@ def test_replica_that_alone_leads_to_filtered_groups_is_evicted(culprit: str) ->
     assert script.state.replicas.membership.num_invalid == {culprit: 1}
 
 
+def test_rollout_that_leads_to_nearly_all_filtered_groups_is_evicted() -> None:
+    """Dynamic sampling also filters out a part of what other rollouts generate: one such group must not shield it."""
+    script = run_of("rollout-0", "rollout-9", dynamic_sampling=True, num_steps=100)
+    names = ["rollout-0"]
+    while script.state.buffer.num_filtered_in_a_row < script.plan.max_filtered:
+        for name in names or ["rollout-9"]:
+            lease = script.held_by(name, "generate")[0]
+            script.generates(name, lease)
+            script.scores(lease.replace("generate", "score"), 0.0, 0.0)
+        names = []
+    script.advance_time(0.25)
+    assert not script.state.lifecycle.failure
+    assert script.state.replicas.membership.num_invalid == {"rollout-9": 1}
+
+
+def test_rollout_that_fails_nearly_all_discarded_groups_is_evicted() -> None:
+    script = run_of("rollout-0", "rollout-9", max_tries=0)
+    script.fails("rollout-0", script.held_by("rollout-0", "generate")[0], fatal=True)
+    while script.state.buffer.num_discarded_in_a_row < script.plan.max_discarded:
+        script.fails("rollout-9", script.held_by("rollout-9", "generate")[0])
+    script.advance_time(0.25)
+    assert not script.state.lifecycle.failure
+    assert script.state.replicas.membership.num_invalid == {"rollout-9": 1}
+
+
+def test_rollouts_that_filter_out_alike_are_not_evicted() -> None:
+    """The prompts are at fault: the run ends."""
+    script = run_of("rollout-0", "rollout-1", dynamic_sampling=True, num_steps=100)
+    while script.state.buffer.num_filtered_in_a_row < script.plan.max_filtered:
+        name = f"rollout-{script.state.buffer.num_filtered % 2}"
+        lease = script.held_by(name, "generate")[0]
+        script.generates(name, lease)
+        script.scores(lease.replace("generate", "score"), 0.0, 0.0)
+    script.advance_time(0.25)
+    assert "were all filtered out" in script.state.lifecycle.failure
+    assert not script.state.replicas.membership.num_invalid
+
+
 # --- restarts of the controller --------------------------------------------------------------------------------------
 
 

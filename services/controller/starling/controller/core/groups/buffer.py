@@ -10,6 +10,7 @@ with other rules of admission: `AnswerBuffer` and `ReplayBuffer`. The groups of 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -51,12 +52,12 @@ class GroupBuffer(Groups):
         """Groups that were filtered out because all their rewards were equal."""
         self.num_filtered_in_a_row = 0
         """Groups filtered out since the last group that was kept."""
-        self.filtered_by: dict[str, set[str]] = {"rollout": set(), "reward": set()}
-        """By role: the replicas that generated and scored these; an empty name stands for unknown ones."""
+        self.filtered_by: dict[str, Counter[str]] = {"rollout": Counter(), "reward": Counter()}
+        """By role: how many of these each replica generated or scored; an empty name stands for unknown ones."""
         self.num_discarded_in_a_row = 0
         """Groups discarded, also those of an evaluation, since the last group that was scored."""
-        self.discarded_by: dict[str, set[str]] = {"answer": set(), "rollout": set()}
-        """The replicas whose answers led to that, and the rollouts that generated these; an empty name stands for all
+        self.discarded_by: dict[str, Counter[str]] = {"answer": Counter(), "rollout": Counter()}
+        """How many of these each replica's answer led to, and each rollout generated; an empty name stands for all
         other causes."""
         self.last_discarded = ""
         """The prompt that was discarded last, and why."""
@@ -146,8 +147,8 @@ class GroupBuffer(Groups):
 
     def note_discarded_by(self, generator: str, replica: str) -> None:
         """Note which rollout generated a group that is discarded, if one did, and whose answer led to that."""
-        self.discarded_by["rollout"].add(generator or replica)
-        self.discarded_by["answer"].add(replica)
+        self.discarded_by["rollout"][generator or replica] += 1
+        self.discarded_by["answer"][replica] += 1
 
     def note_not_discarded(self) -> None:
         """Begin to count discarded groups anew."""
@@ -157,8 +158,8 @@ class GroupBuffer(Groups):
 
     def note_filtered_by(self, rollout: str, reward: str) -> None:
         """Note which replicas generated and scored a group that is filtered out."""
-        self.filtered_by["rollout"].add(rollout)
-        self.filtered_by["reward"].add(reward)
+        self.filtered_by["rollout"][rollout] += 1
+        self.filtered_by["reward"][reward] += 1
 
     def filter(self, group: Group, reward: float) -> None:
         """Discard a group whose rewards are all equal: it has no advantage to learn from, and did not fail."""

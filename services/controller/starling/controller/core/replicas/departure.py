@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Final
+
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.records import MemberLeft
@@ -11,6 +14,9 @@ from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Conduct, Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import MAX_TEXT_CHARACTERS, ControllerState
+
+CULPRIT_SHARE: Final = 0.75
+"""Share of the groups that were discarded, or filtered out, in a row, from which on one replica is at fault."""
 
 
 def remove(state: ControllerState, name: str, reason: str, *, ended: bool = False) -> None:
@@ -36,6 +42,7 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
     if state.evaluations.current is not None:
         state.evaluations.current.pinned.discard(name)
     state.training.drop_share(name)
+    member.layout = None  # the index of free slots may keep the member for a while
     state.outbox.write(MemberLeft(name=name))
     state.outbox.note("left", replica=name, reason=reason, num_leases=len(dropped))
     state.dirty = Dirty.ALL
@@ -78,22 +85,24 @@ def distrust(state: ControllerState, member: Member, reason: str) -> None:
 
 
 def evict_culprit(state: ControllerState) -> None:
-    """Evict the replica that alone led to all groups that were discarded in a row, if another one has its role.
+    """Evict the replica that led to nearly all groups that were discarded in a row, if another one has its role.
 
     Otherwise one replica that fails whatever it is given, and fails it fast, would end the run. The same for groups
-    that were filtered out in a row, by completions that are all the same, or by equal rewards.
+    that were filtered out in a row, by completions that are all the same, or by equal rewards. A few of the groups may
+    be of others: they too fail a prompt now and then, and dynamic sampling filters out what they generate.
     """
     buffer, plan = state.buffer, state.plan
     num = buffer.num_discarded_in_a_row
     # A scorer that fails may be at fault, or the completions that it was given.
-    suspects = sorted(buffer.discarded_by.values(), key=lambda names: sum(_share_used(state, name) for name in names))
+    suspects = sorted(buffer.discarded_by.values(), key=lambda names: _share_used(state, _greatest_share(names)[0]))
     if num >= plan.max_discarded and any(
-        _evict_if_alone(state, names, f"{num} groups that were discarded") for names in suspects
+        _evict_if_culprit(state, names, f"{num} groups that were discarded") for names in suspects
     ):
         buffer.note_not_discarded()
     num = buffer.num_filtered_in_a_row
+    suspects = sorted(buffer.filtered_by.values(), key=lambda names: -_greatest_share(names)[1])
     if num >= plan.max_filtered and any(
-        _evict_if_alone(state, names, f"{num} groups that were filtered out") for names in buffer.filtered_by.values()
+        _evict_if_culprit(state, names, f"{num} groups that were filtered out") for names in suspects
     ):
         buffer.note_kept()
 
@@ -104,14 +113,20 @@ def _share_used(state: ControllerState, name: str) -> float:
     return conduct.num_used / max(1, conduct.num_used + conduct.num_spoiled)
 
 
-def _evict_if_alone(state: ControllerState, names: set[str], groups: str) -> bool:
-    """Evict and count the only one of `names`, because of `groups`, if another replica has its role."""
-    name = next(iter(names), "")
+def _greatest_share(names: Counter[str]) -> tuple[str, float]:
+    """Return the replica that led to the most of some groups, and to which share of them."""
+    [(name, num)] = names.most_common(1) or [("", 0)]
+    return name, num / max(1, names.total())
+
+
+def _evict_if_culprit(state: ControllerState, names: Counter[str], groups: str) -> bool:
+    """Evict and count the one of `names` that led to nearly all `groups`, if another replica has its role."""
+    name, share = _greatest_share(names)
     membership = state.replicas.membership
     member = membership.members.get(name)
-    if len(names) != 1 or not name or (member is not None and membership.num(member.role) == 1):
+    if share < CULPRIT_SHARE or not name or (member is not None and membership.num(member.role) == 1):
         return False
-    reason = f"{name} led to all of {groups} in a row"
+    reason = f"{name} led to {'all' if share == 1 else f'{share:.0%}'} of {groups} in a row"
     note_invalid(state, name, reason)
     if member is not None:
         evict(state, member, reason)
