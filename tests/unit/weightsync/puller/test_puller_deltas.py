@@ -331,6 +331,19 @@ def history_of(num_versions: int, limit_bytes: int = 1 << 30) -> tuple[DeltaHist
     return history, arrays
 
 
+def test_cuts_for_boxes_that_a_reader_makes_up_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("starling.weightsync.publisher.delta_history.MIN_CUT_BYTES", 0, raising=False)
+    limit = 1 << 17
+    history, _ = history_of(3, limit)
+    boxes = [Box(offset=(begin,), size=(20_000,)) for begin in range(500)]
+    found = [history.delta(5, 0, box, 3) for box in boxes]
+    assert found[0] is not None
+    assert history.cached_delta(5, 0, boxes[0], 3) is found[0]
+    assert found[-1] is None  # the whole box is sent
+    assert sum(data.nbytes for data in found if data is not None) <= limit
+    assert history.delta(4, 0, boxes[-1], 2) is not None
+
+
 def test_history_keeps_the_given_number_of_versions() -> None:
     history, _ = history_of(3)
     assert history.bases(5) == (1, 2, 3)

@@ -10,8 +10,9 @@ uses these functions, so the two cannot disagree. Without layouts, `Plan.peak_by
 destination that packs for its own readers too, as a publisher does.
 
 Deltas come on top, and are as large as the changes: at the publisher at most one snapshot, for the versions that it
-keeps; at the destination at most `Plan.peak_bytes` of a pull in place, only during the transfer, except for a relay,
-which keeps them until the next version.
+keeps, and for each snapshot as much again for the boxes of readers that are cut from them; at the destination at most
+`Plan.peak_bytes` of a pull in place, only during the transfer, except for a relay, which keeps them until the next
+version.
 
 Not counted is memory that grows neither with the model nor with the buckets: code, thread stacks, the transport's own
 buffers (of sockets, in the kernel; of UCX, a few MiB), and about a kilobyte of objects per box of a plan.

@@ -10,14 +10,22 @@ from typing import Final, Generic, TypeVar
 COMPUTE_TIMEOUT_S: Final = 600.0
 """Longest wait for a value that another thread computes."""
 
+MAX_VALUES: Final = 1 << 17
+"""Values that are kept, at about 1.5 KiB each: a reader chooses the keys."""
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class SingleFlight(Generic[K, V]):
-    """Values by key. Thread-safe."""
+    """Values by key. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        most: how many values are kept; beyond them each is computed whenever it is requested.
+    """
+
+    def __init__(self, most: int = MAX_VALUES) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._futures: dict[K, Future[V]] = {}
         self.num_computed = 0
@@ -28,8 +36,10 @@ class SingleFlight(Generic[K, V]):
         with self._lock:
             future = self._futures.get(key)
             if mine := future is None:
-                future = self._futures[key] = Future()
                 self.num_computed += 1
+                future = Future()
+                if len(self._futures) < self._most:
+                    self._futures[key] = future
         assert future is not None
         if mine:
             try:

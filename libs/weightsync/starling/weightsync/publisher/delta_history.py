@@ -39,8 +39,17 @@ MAX_PARTS: Final = 4096
 NOTIFY_INTERVAL_S: Final = 0.002
 """Minimum time between two notifications of readers that wait for deltas."""
 
+MIN_CUT_BYTES: Final = 64 << 20
+"""Memory for the deltas that are cut for the boxes of readers, also where the deltas themselves may take less."""
+ENTRY_BYTES: Final = 2 << 10
+"""Memory of a cut besides its bytes."""
+
 CutKey = tuple[int, Box, int]
 """Piece, box and base."""
+
+
+class _NoRoomError(Exception):
+    """The cuts of a snapshot take as much memory as they may."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ class DeltaHistory:
     Args:
         pieces: what the rank publishes.
         num_versions: most steps that are kept.
-        limit_bytes: most memory of their deltas.
+        limit_bytes: most memory of their deltas, and of those that are cut for the boxes of one snapshot's readers.
         is_readable: returns whether a snapshot can still be read.
     """
 
@@ -156,6 +165,7 @@ class DeltaHistory:
         self._running: DeltaStep | None = None
         self._versions: dict[int, int] = {}  # by snapshot
         self._cuts: dict[int, SingleFlight[CutKey, Memory | None]] = {}
+        self._cut_bytes: dict[int, int] = {}  # by snapshot
         self._boxes = [parts_of(piece, ()) for piece in pieces]  # in which they are compared
         self._requested: dict[int, set[Box]] = {}  # by piece, since the last step was begun
 
@@ -163,9 +173,9 @@ class DeltaHistory:
         """Announce the step from `base` to `version`, which lies in `snapshot`; there is none when `base` is -1."""
         with self._lock:
             self._versions[snapshot] = version
-            self._cuts[snapshot] = SingleFlight()
+            self._cuts[snapshot], self._cut_bytes[snapshot] = SingleFlight(), 0
             for old in [old for old in self._versions if not self._is_readable(old)]:
-                del self._versions[old], self._cuts[old]
+                del self._versions[old], self._cuts[old], self._cut_bytes[old]
             for index, requested in self._requested.items():
                 self._boxes[index] = parts_of(self._pieces[index], requested)
             self._requested = {}
@@ -244,7 +254,10 @@ class DeltaHistory:
             return None
         if len(parts) < len(steps):  # in one of the steps, the box spans several parts
             return None
-        return cuts.get_or_compute((index, box, base), partial(self._cut, parts, index, box))
+        try:
+            return cuts.get_or_compute((index, box, base), partial(self._cut_within, snapshot, parts, index, box))
+        except _NoRoomError:
+            return None
 
     def cached_delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
         """See `DeltaSource.cached_delta`."""
@@ -254,6 +267,27 @@ class DeltaHistory:
 
     def _all_steps(self) -> list[DeltaStep]:
         return [*self._steps, *([] if self._running is None else [self._running])]
+
+    def _cut_within(self, snapshot: int, parts: Sequence[DeltaPart], index: int, box: Box) -> Memory | None:
+        """Return `_cut`. Raises _NoRoomError when the cuts of the snapshot take as much memory as they may."""
+        piece = self._pieces[index]
+        most = ENTRY_BYTES + ShardPiece(names=piece.names, dtype=piece.dtype, box=box).size_bytes
+        with self._lock:
+            used = self._cut_bytes.get(snapshot, 0)
+            if used + most > max(self._limit_bytes, MIN_CUT_BYTES):
+                raise _NoRoomError
+            if snapshot in self._cut_bytes:
+                self._cut_bytes[snapshot] += most
+        taken = 0
+        try:
+            data = self._cut(parts, index, box)
+            is_new = data is not None and all(data is not part.data for part in parts)
+            taken = ENTRY_BYTES + (data.nbytes if data is not None and is_new else 0)
+        finally:
+            with self._lock:
+                if snapshot in self._cut_bytes:
+                    self._cut_bytes[snapshot] -= most - taken
+        return data
 
     def _cut(self, parts: Sequence[DeltaPart], index: int, box: Box) -> Memory | None:
         piece = self._pieces[index]
