@@ -17,7 +17,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
 from starling.controller.core.records import JournalEntry, VersionPublished
 from starling.controller.core.weights import publications
-from starling.controller.core.weights.distribution import MAX_OFFER_BYTES
+from starling.controller.core.weights.distribution import MAX_BAD_PULLS, MAX_OFFER_BYTES, MAX_STOPPED
 from starling.controller.core.weights.publications import RETRY_S, Publications
 from starling.sim.replicas.weights import adopted, content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
@@ -327,6 +327,33 @@ def test_reader_that_a_rollout_keeps_failing_pulls_elsewhere_although_others_suc
         script.advance_time(1.1)
         script.fails("rollout-1", f"adopt:0:{script.attempt_of('rollout-1', 'adopt:0')}", "the connection broke")
     assert not script.state.replicas.membership.members["rollout-0"].can_offer
+
+
+def test_reader_can_end_the_offers_of_a_few_rollouts_only() -> None:
+    """It fails its pulls from all of them: they would all pull from the policy."""
+    script, num = Script(), 3 * MAX_STOPPED
+    for number in range(num):
+        enters(script, f"rollout-{number}", f"h{number}")
+    enters(script, "policy-0", "a")
+    script.publishes(0)
+    for number in range(num):
+        script.adopts(f"rollout-{number}", 0, number)
+    ended = set[str]()
+    for number in range(num):
+        name = f"rollout-{number}"
+        enters(script, "rollout-99", f"h{number}", incarnation=number + 1)
+        if script.state.replicas.leases.num(name, "publish"):
+            offers(script, 0, encoded_offer(0), name)
+        for _ in range(MAX_BAD_PULLS):
+            for lease in script.state.replicas.leases.of("rollout-99", "adopt"):
+                failed = wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason="the connection broke")
+                script.receive("rollout-99", failed, incarnation=number + 1)
+            ended |= {
+                c.fields["replica"] for c in script.commands if isinstance(c, Note) and c.kind == "offers_no_more"
+            }
+            script.advance_time(RETRY_S)
+    assert len(ended) == MAX_STOPPED
+    assert "rollout-99" in script.state.replicas.membership.accusers
 
 
 def hangs(script: Script, incarnation: int) -> None:

@@ -124,6 +124,8 @@ class Membership:
     """Rollouts, also after they left, that were evicted because of that. They offer no more."""
     num_bad_offers: Counter[str] = field(default_factory=Counter)
     """By rollout, of all its incarnations: how often it was told to offer no more, because others waited in vain."""
+    num_stopped: Counter[str] = field(default_factory=Counter)
+    """By rollout, of all its incarnations: how many others were told to offer no more after a failed pull of it."""
     offer_wait_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By rollout, of all its incarnations: seconds for which it was to offer weights and did not, less those of its
     offers, never below 0."""
@@ -250,7 +252,14 @@ class Membership:
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
             by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct)
-            for known in (*by_name, self.accusers, self.accused, self.num_bad_offers, self.offer_wait_s):
+            for known in (
+                *by_name,
+                self.accusers,
+                self.accused,
+                self.num_bad_offers,
+                self.num_stopped,
+                self.offer_wait_s,
+            ):
                 known.pop(oldest, None)
 
     def forgive(self) -> None:

@@ -31,6 +31,8 @@ from starling.weightsync.transports.endpoints import check_offered_transports
 
 MAX_BAD_PULLS: Final = 3
 """Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
+MAX_STOPPED: Final = 3
+"""Number of rollouts that are no longer used as a source because of the failed pulls of one reader."""
 MAX_OFFER_BYTES: Final = 4 << 20
 """An offer has some 250 bytes for each rank, of which a layout has at most 4,096; a MiB takes 70 ms to decode."""
 MAX_MEASURED: Final = 1 << 62
@@ -428,7 +430,9 @@ def _command_of(lease: Lease) -> wire.AdoptWeights | None:
 def note_bad_pull(state: ControllerState, source: str, reader: str) -> None:
     """Count a pull that failed. A rollout that several such pulls in a row were from offers no more.
 
-    Those of one reader count by themselves as well: a source could fail it for ever, and serve others in between.
+    Those of one reader count by themselves as well: a source could fail it for ever, and serve others in between. But a
+    reader that has ended the offers of some pulls from policies from then on: it may be at fault itself, and would end
+    those of all.
     """
     member, num = state.replicas.membership.members.get(source), state.weights.num_bad_pulls
     if member is None or member.role != "rollout":
@@ -437,6 +441,10 @@ def note_bad_pull(state: ControllerState, source: str, reader: str) -> None:
         num[source, one] += 1
     if member.can_offer and max(num[source, reader], num[source, ""]) >= MAX_BAD_PULLS:
         stop_offering(state, member, f"{MAX_BAD_PULLS} pulls in a row from {source} failed")
+        membership = state.replicas.membership
+        membership.num_stopped[reader] += 1
+        if membership.num_stopped[reader] >= MAX_STOPPED:
+            membership.accusers.setdefault(reader, False)  # it pulls from policies only
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------
