@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from transport_peers import local_offer, proof_for
 
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.plan.layout import Box, ShardPiece
+from starling.weightsync.transports.source import MAX_LATE, LateReaders
 
 SIZE = 4096
+DEADLINE_S = 40.0
 
 
 @pytest.fixture
@@ -42,4 +45,21 @@ def test_no_other_descriptor_writes_to_an_arena(arena: Arena) -> None:
     )
     reader.close()
     arena.slots[slot][:SIZE] = 8  # its own process can still write
+    arena.close()
+
+
+def test_writer_waits_no_more_for_a_reader_that_is_always_late() -> None:
+    box = Box(offset=(0,), size=(SIZE,))
+    arena = Arena([ShardPiece(names=("weight",), dtype="uint8", box=box)], num_slots=1)
+    readers, lease = LateReaders(), ArenaMapping(arena.address)
+    for timeout_s in [0.0] * MAX_LATE + [DEADLINE_S]:
+        snapshot, secret = arena.commit(arena.claim(0.0))
+        lease.open(snapshot, proof_for(local_offer(snapshot, secret)))
+        readers.leased(1, "rollout-9", snapshot)
+        with ThreadPoolExecutor(1) as pool:
+            claimed = pool.submit(arena.claim, timeout_s, "revoke", readers)
+            assert claimed.result(DEADLINE_S / 2) == 0
+        assert not lease.valid()
+        lease.release()
+    lease.close()
     arena.close()

@@ -49,6 +49,7 @@ from starling.weightsync.transports.messages import (
     with_length,
 )
 from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.source import MAX_LATE
 from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
 
@@ -257,6 +258,24 @@ def test_replica_that_takes_all_connections_keeps_no_other_away() -> None:
             (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
             assert not decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
         assert works(made)
+
+
+@pytest.mark.parametrize("transport", [transport for transport in served_transports() if transport != "gloo"])
+def test_replica_that_is_late_again_and_again_is_waited_for_no_more(transport: Transport) -> None:
+    with serving(transport, [PIECE]) as made, reader(transport) as thief, reader(transport) as honest:
+        readers = made.source.readers
+        own = ticket(made.offer.secret, "rollout-9", "adopt:1:1.1")
+        assert not thief.connect(msgspec.structs.replace(made.offer, secret="", ticket=own)).reason
+        for _ in range(MAX_LATE):
+            assert readers.are_waited_for(made.offer.snapshot)
+            readers.note_late(made.offer.snapshot)
+        assert not readers.are_waited_for(made.offer.snapshot)
+        assert not honest.connect(made.offer).reason
+        assert readers.are_waited_for(made.offer.snapshot)  # for the other one
+        assert not honest.release().reason
+        assert not readers.are_waited_for(made.offer.snapshot)
+        assert not thief.release().reason
+        assert readers.are_waited_for(made.offer.snapshot)
 
 
 def ask(plain: socket.socket, request: OpenSnapshot | ReadBoxes) -> None:

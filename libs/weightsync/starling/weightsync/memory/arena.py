@@ -23,7 +23,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -55,6 +55,16 @@ log = logging.getLogger(__name__)
 
 class SnapshotsBusyError(WeightsError):
     """Every snapshot is being read, and `when_busy` forbids to revoke one."""
+
+
+class SnapshotReaders(Protocol):
+    """What a writer knows of the readers of its snapshots."""
+
+    def are_waited_for(self, snapshot: int) -> bool:
+        """Return whether a writer still waits for those of `snapshot`."""
+
+    def note_late(self, snapshot: int) -> None:
+        """Note that a writer has waited in vain for those of `snapshot`."""
 
 
 def _lock(fd: int, kind: int, snapshot: int) -> bool:
@@ -199,10 +209,11 @@ class Arena:
         size = collapse(self._bytes, stopped)
         log.debug("%d of %d bytes of snapshots are in huge pages", size, self._bytes.nbytes)
 
-    def claim(self, timeout_s: float, when_busy: WhenBusy = "revoke") -> int:
+    def claim(self, timeout_s: float, when_busy: WhenBusy = "revoke", readers: SnapshotReaders | None = None) -> int:
         """Claim a slot that is not being read, the oldest first, and return its index.
 
-        When all are being read for `timeout_s`, `when_busy` decides; with ``skip`` there is no wait.
+        When all are being read for `timeout_s`, `when_busy` decides; with ``skip`` there is no wait. With ``revoke`` it
+        ends when the `readers` of the oldest one are waited for no more.
 
         Raises:
             SnapshotsBusyError: `when_busy` is ``wait`` or ``skip`` and no slot is free.
@@ -214,6 +225,10 @@ class Arena:
                 if self._retire(slot):
                     return slot
             if time.monotonic() >= end:
+                if when_busy == "revoke" and readers is not None:
+                    readers.note_late(self._snapshots[slots[0]])
+                break
+            if when_busy == "revoke" and readers is not None and not readers.are_waited_for(self._snapshots[slots[0]]):
                 break
             time.sleep(_RETRY_S)
         if when_busy != "revoke":

@@ -50,8 +50,9 @@ class Publisher:
 
     Training waits for the local copy into a snapshot only, unless both snapshots are being read. Then `when_busy`
     decides: ``revoke`` waits for a reader to finish, at most `read_timeout_s`, and then revokes the older snapshot,
-    whose readers get a `WeightsError` and keep the version that they have; ``wait`` waits as long and then raises
-    `SnapshotsBusyError`; ``skip`` raises it at once. When it is raised, nothing has changed.
+    whose readers get a `WeightsError` and keep the version that they have; it waits no more for a replica that was late
+    three times within an hour. ``wait`` waits as long and then raises `SnapshotsBusyError`; ``skip`` raises it at once.
+    When it is raised, nothing has changed.
 
     Args:
         layout: what the replica holds.
@@ -103,6 +104,7 @@ class Publisher:
         self._views = tuple(packed_views(layout, rank, slot) for slot in self._arena.slots)
         self._arrays = tuple(packed_arrays(pieces, slot) for slot in self._arena.slots)
         source = SnapshotSource(self._arena, pieces)
+        self._readers = source.readers
         self._digests = SnapshotDigests(source, pieces, rank, digests)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
         self._digesting: dict[int, list[Future[Any]]] = {}
@@ -163,7 +165,7 @@ class Publisher:
         sources = live_views(self._layout, self._rank, tensors)
         # Before a slot is claimed: where claiming fails on one rank, the others do not wait for its maxima.
         fill = self._quantiser.measured(sources) if self._quantiser else partial(_copy, sources)
-        slot = self._arena.claim(self._read_timeout_s, self._when_busy)
+        slot = self._arena.claim(self._read_timeout_s, self._when_busy, self._readers)
         self._await_digests(slot)
         if self._comparison is not None:
             self._comparison.interrupt()

@@ -7,6 +7,8 @@ a lease on at most one snapshot at a time, granted for a ticket of that snapshot
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,10 @@ from starling.weightsync.transports.messages import (
     SourceAnswer,
 )
 
+MAX_LATE: Final = 3
+LATE_S: Final = 3600.0
+"""A publisher waits no more for a replica for which it has waited in vain so often within these seconds: one that
+always holds a snapshot would stop every step."""
 NOT_OPENED: Final = "Refused: open a snapshot with its ticket first."
 REVOKED: Final = "The snapshot was revoked while it was read: too slow; pull a newer version."
 
@@ -119,6 +125,49 @@ class PendingBoxes:
             return all(intersection(box, missing) is None for missing in self._missing.get(index, ()))
 
 
+class LateReaders:
+    """The leases of a source's readers, and which replicas its publisher waits for: `SnapshotReaders`. Thread-safe.
+
+    Leases of other processes, by shared memory, are not known here; they are waited for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[int, tuple[str, int]] = {}
+        """Replica and snapshot of each session."""
+        self._late: dict[str, deque[float]] = {}
+        """Monotonic times, by replica."""
+
+    def leased(self, session: int, replica: str, snapshot: int) -> None:
+        """Note that a session has a lease."""
+        with self._lock:
+            self._leases[session] = replica, snapshot
+
+    def returned(self, session: int) -> None:
+        """Note that it has none."""
+        with self._lock:
+            self._leases.pop(session, None)
+
+    def are_waited_for(self, snapshot: int) -> bool:
+        """See `SnapshotReaders.are_waited_for`."""
+        with self._lock:
+            names = self._readers(snapshot)
+            return not names or not all(map(self._is_late, names))
+
+    def note_late(self, snapshot: int) -> None:
+        """See `SnapshotReaders.note_late`."""
+        with self._lock:
+            for name in self._readers(snapshot):
+                self._late.setdefault(name, deque(maxlen=MAX_LATE)).append(time.monotonic())
+
+    def _is_late(self, replica: str) -> bool:
+        times = self._late.get(replica)
+        return times is not None and len(times) == MAX_LATE and times[0] > time.monotonic() - LATE_S
+
+    def _readers(self, snapshot: int) -> set[str]:
+        return {name for name, leased in self._leases.values() if leased == snapshot}
+
+
 class SnapshotSource:
     """Everything that one rank offers. Thread-safe, with a single writer of the arena."""
 
@@ -127,6 +176,7 @@ class SnapshotSource:
         self.pending = PendingBoxes(())
         """Boxes that the present snapshot still lacks: a relay serves while it pulls."""
         self.deltas: DeltaSource = NoDeltas()
+        self.readers = LateReaders()
         self.address = arena.address
         self.pieces = PiecesByName(pieces)
         self._lock = threading.Lock()
@@ -312,6 +362,7 @@ class ReaderSession:
         self._arrays, self._snapshot, self.memory = (), 0, np.empty(0, np.uint8)
         if self._lease is not None:
             self._lease.release()
+        self._source.readers.returned(id(self))
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
@@ -321,7 +372,7 @@ class ReaderSession:
             self._lease = None
 
     def _open(self, request: OpenSnapshot) -> None:
-        self._arrays, self._snapshot = (), 0
+        self.release()
         if self._lease is None:
             self._lease = ArenaMapping(self._source.address)
         self._lease.open(request.snapshot, request.proof)
@@ -331,6 +382,7 @@ class ReaderSession:
             self._lease.release()
             raise
         self.reader = self.proof.reader
+        self._source.readers.leased(id(self), self.reader, request.snapshot)
         slots = self._source.arena.slots
         self.memory = slots[request.snapshot % len(slots)]
         self._arrays = packed_arrays(self._source.pieces.pieces, self.memory)

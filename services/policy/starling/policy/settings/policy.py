@@ -55,7 +55,10 @@ class PolicySettings(SettingsSection):
     Unset, it is 2, or 0 if all rollouts are on this host: there sending weights is faster than comparing them.
     """
     publish_timeout_s: Seconds = 30.0
-    """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one."""
+    """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one.
+
+    One that was late three times within an hour is waited for no more.
+    """
     peak_tflops: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Dense TFLOP/s of one device in the dtype of training, for the reported utilisation (MFU); unset, the GPU's
     data-sheet value for bfloat16."""
