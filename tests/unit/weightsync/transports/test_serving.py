@@ -34,7 +34,7 @@ from starling.weightsync.offers.tickets import prove, ticket
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
-from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, MAX_SHARE, surplus
+from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, MAX_SHARE, split_address, surplus
 from starling.weightsync.transports.messages import (
     LENGTH,
     REQUEST_BYTES,
@@ -120,6 +120,15 @@ def test_any_flipped_bit_of_a_message_is_detected() -> None:
                 flipped[position] ^= 1 << bit
                 with pytest.raises(WeightsError, match="its checksum is wrong"):
                     decode(flipped)
+
+
+@pytest.mark.parametrize("address", ["a:" + "9" * 5000, "a" * 64 + ".com:80", "é" * 100 + ":80", ":80", "a:0", "a"])
+def test_malformed_address_of_a_source_is_refused(address: str) -> None:
+    with pytest.raises(WeightsError, match="is not an address of the form host:port"):
+        split_address(address)
+    offer = RankOffer(rank=0, transport="tcp", address=address, snapshot=1, holds="", root="")
+    with reader("tcp") as peer, pytest.raises(WeightsError, match="is not an address"):
+        peer.client.connect("source", offer)
 
 
 def test_too_long_message_is_refused_by_its_sender() -> None:

@@ -22,6 +22,10 @@ more ranks can still have all of a server that is not full."""
 ACCEPT_BACKOFF_S: Final = 1.0
 """Pause after a connection could not be accepted, for example because the process has no descriptors left."""
 
+_PORT_DIGITS: Final = 5
+_SHOWN_CHARACTERS: Final = 255
+"""Longest name of a host, and how much of a malformed address an error shows."""
+
 
 def surplus(readers: Sequence[str]) -> int | None:
     """Return which connection a full server closes for a new one; None for the new one itself.
@@ -42,9 +46,18 @@ def split_address(address: str) -> tuple[str, int]:
         WeightsError: it is not of that form.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise WeightsError(f"{address!r} is not an address of the form host:port.")
+    is_port = len(port) <= _PORT_DIGITS and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not host or not is_port or not _is_name(host):
+        raise WeightsError(f"{address[:_SHOWN_CHARACTERS]!r} is not an address of the form host:port.")
     return host, int(port)
+
+
+def _is_name(host: str) -> bool:
+    """Return whether a host can be looked up: a peer may send any text."""
+    try:
+        return len(host) <= _SHOWN_CHARACTERS and bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def is_loopback(host: str) -> bool:
