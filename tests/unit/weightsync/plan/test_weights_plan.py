@@ -473,3 +473,18 @@ def test_layout_of_many_ranks_and_splits_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planner_module, "MAX_COUNTS", 2)
     with pytest.raises(WeightsError, match="b splits its tensors in 3 ways over 1 ranks"):
         make_plan(strips("a", 1, 0, 3), strips("b", 2, 0, 3))
+
+
+def overlapping(num: int) -> bytes:
+    """Return a layout with `num` distinct boxes that each hold nearly a whole tensor of 1,000 elements."""
+    boxes = [Box(offset=(number,), size=(900,)) for number in range(num)]
+    shards = tuple(Shard(tensor=0, box=box, storage="w", offset_bytes=0, strides=(1,)) for box in (*boxes, boxes[0]))
+    spec = TensorSpec(name="w", shape=(1000,), dtype="float32")
+    return encode(Layout(replica="rollout-0", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=shards),)))
+
+
+def test_layout_whose_boxes_hold_a_tensor_many_times_is_refused() -> None:
+    """A policy would digest each of them at each version."""
+    assert len(decode_layout(overlapping(4)).ranks[0].shards) == 5, "copies count once"
+    with pytest.raises(WeightsError, match="The distinct boxes of tensor w of rollout-0 have 4500 elements in all"):
+        decode_layout(overlapping(5))

@@ -10,6 +10,7 @@ Tied tensors (two names for one memory) have one owner: the owner's name has the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -56,6 +57,11 @@ MAX_LAYOUT_BOXES: Final = 1 << 20
 their own, and a replica of 1,024 ranks; a million boxes take 4 s to decode."""
 MAX_OTHER_BYTES: Final = 4 << 20
 """Maximum bytes of a layout besides its tensors and boxes: names of hosts, devices and rails."""
+
+MAX_OVERLAP: Final = 4
+"""Maximum elements of the distinct boxes of one tensor in a layout from a peer, in multiples of those of the tensor. A
+replica splits a tensor in one way, and copies are equal boxes. A policy digests each distinct box of a rollout's layout
+at each version, so a million boxes that each hold nearly the whole tensor would take it days."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -177,12 +183,28 @@ def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
     """Read a layout and check it.
 
     Raises:
-        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks or boxes.
+        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks or boxes, or too large ones.
     """
     _check_numbers(data)
     layout = decode(Layout, data)
     check_layout(layout)
+    _check_overlaps(layout)
     return layout
+
+
+def _check_overlaps(layout: Layout) -> None:
+    """Check that the distinct boxes of a tensor do not hold it many times."""
+    boxes = {(shard.tensor, shard.box.offset, shard.box.size) for rank in layout.ranks for shard in rank.shards}
+    volumes: Counter[int] = Counter()
+    for tensor, _, size in boxes:
+        volumes[tensor] += math.prod(size)
+    for tensor, volume in sorted(volumes.items()):
+        spec = layout.tensors[tensor]
+        if volume > MAX_OVERLAP * math.prod(spec.shape):
+            raise WeightsError(
+                f"The distinct boxes of tensor {spec.name} of {layout.replica} have {volume} elements in all, and the "
+                f"tensor has {math.prod(spec.shape)}; expected at most {MAX_OVERLAP} times as many."
+            )
 
 
 def _check_numbers(data: bytes | bytearray | memoryview) -> None:
