@@ -17,7 +17,7 @@ from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft
-from starling.controller.core.replicas import membership
+from starling.controller.core.replicas import joining, membership
 from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
 from starling.controller.core.state import Outbox
@@ -138,6 +138,20 @@ def test_layouts_of_departed_incarnations_are_dropped() -> None:
     del layout, rank, other
     assert kept() - before <= 2
     assert len(script.state.weights._plans._plans) <= 3
+
+
+def test_layouts_of_many_boxes_are_decoded_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are small, and take seconds each."""
+    monkeypatch.setattr(joining, "LAYOUT_BOXES_PER_HELLO", 4)
+    script = Script()
+    script.start_run("rollout-0")
+    layout = decode_layout(encoded_layout("rollout-9"))
+    [rank] = layout.ranks
+    many = encode(msgspec.structs.replace(layout, ranks=(msgspec.structs.replace(rank, shards=rank.shards * 80),)))
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+    answered = [bool(script.receive("rollout-9", hello, many, incarnation=number)) for number in range(1, 9)]
+    assert answered == [True] * 4 + [False] * 4, "64 hellos at once, of 21 each"
+    assert "rollout-8 <- welcome" in script.joins("rollout-8"), "others are not affected"
 
 
 def test_layout_keys_of_policies_that_never_offered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,3 +39,8 @@ class Allowances:
         if len(self._left) > MAX_NAMES:
             self._left.popitem(last=False)
         return left > 0
+
+    def charge(self, name: str, amount: float) -> None:
+        """Use up `amount` more of what `name` may cause, whatever is left of it, after `take` allowed something."""
+        left, before = self._left[name]
+        self._left[name] = left - amount, before
