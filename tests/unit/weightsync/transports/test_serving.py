@@ -34,7 +34,13 @@ from starling.weightsync.offers.tickets import prove, ticket
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
-from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, MAX_SHARE, split_address, surplus
+from starling.weightsync.transports.endpoints import (
+    MAX_CONNECTIONS,
+    MAX_SHARE,
+    most_connections,
+    split_address,
+    surplus,
+)
 from starling.weightsync.transports.messages import (
     LENGTH,
     REQUEST_BYTES,
@@ -328,6 +334,13 @@ def test_full_server_closes_the_oldest_connection_of_the_replica_with_most() -> 
     ours, theirs = ["rollout-0"] * MAX_SHARE, ["rollout-9"] * (MAX_SHARE + 1)
     assert surplus([*ours, *theirs]) == MAX_SHARE
     assert surplus([*ours, *theirs, *[""] * (MAX_SHARE + 2)]) == 2 * MAX_SHARE + 1
+
+
+def test_server_leaves_its_process_a_third_of_the_descriptors() -> None:
+    with limited(resource.RLIMIT_NOFILE, 1024):
+        assert most_connections() == 341
+    assert surplus(["teacher-0"] * 43 + [f"rollout-{number}" for number in range(298)]) == 0
+    assert surplus(["teacher-0"] * 42 + [f"rollout-{number}" for number in range(299)]) is None
 
 
 def test_full_server_of_replicas_with_few_connections_each_takes_no_other() -> None:

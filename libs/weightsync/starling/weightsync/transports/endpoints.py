@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -17,14 +18,21 @@ IDLE_TIMEOUT_S: Final = 10.0
 MAX_CONNECTIONS: Final = 1024
 """Maximum number of connections of one server."""
 MAX_SHARE: Final = 128
-"""Connections of one replica, and connections without a ticket, that a full server keeps when others come. A replica of
-more ranks can still have all of a server that is not full."""
+"""Connections of one replica, and connections without a ticket, that a full server keeps when others come: an eighth,
+also where it takes fewer. A replica of more ranks can still have all of a server that is not full."""
 ACCEPT_BACKOFF_S: Final = 1.0
 """Pause after a connection could not be accepted, for example because the process has no descriptors left."""
 
 _PORT_DIGITS: Final = 5
 _SHOWN_CHARACTERS: Final = 255
 """Longest name of a host, and how much of a malformed address an error shows."""
+
+
+def most_connections(most: int = MAX_CONNECTIONS) -> int:
+    """Return how many connections a server takes: at most `most`, and no more than leave the process a third of its
+    descriptors. Each takes two, and a policy that has none left cannot save its state."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if files == resource.RLIM_INFINITY else min(most, files // 3)
 
 
 def surplus(readers: Sequence[str]) -> int | None:
@@ -36,7 +44,7 @@ def surplus(readers: Sequence[str]) -> int | None:
         readers: the name of the replica of each connection, from the oldest; empty for one without a ticket.
     """
     name, num = max(Counter(readers).items(), key=lambda item: item[1])
-    return readers.index(name) if num > MAX_SHARE else None
+    return readers.index(name) if num > min(MAX_SHARE, len(readers) // 8) else None
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, surplus
+from starling.weightsync.transports.endpoints import MAX_CONNECTIONS, most_connections, surplus
 from starling.weightsync.transports.sockets.listener import Listener
 
 
@@ -44,7 +44,7 @@ class ReaderConnections(Generic[C]):
     def accept(self, listener: Listener) -> None:
         """Accept all readers that wait; if the server is full, each in place of another one or not at all."""
         while (connection := listener.accept()) is not None:
-            if len(self._open) >= MAX_CONNECTIONS:
+            if len(self._open) >= most_connections(MAX_CONNECTIONS):
                 index = surplus([one.reader for one in self._open])
                 if index is None:
                     connection.close()

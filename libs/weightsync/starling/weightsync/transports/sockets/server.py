@@ -14,7 +14,13 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import grouped, packing_bytes
 from starling.weightsync.memory.pools import SharedBufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_CONNECTIONS, surplus
+from starling.weightsync.transports.endpoints import (
+    IDLE_TIMEOUT_S,
+    LONGEST_WAIT_S,
+    MAX_CONNECTIONS,
+    most_connections,
+    surplus,
+)
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     OpenSnapshot,
@@ -116,7 +122,7 @@ class SocketServer:
         """Return whether a connection can be accepted; if the server is full, another one may have to end for it."""
         self._connections = [one for one in self._connections if one.thread.is_alive()]
         self._ending = [one for one in self._ending if one.thread.is_alive()]
-        if len(self._connections) < MAX_CONNECTIONS:
+        if len(self._connections) < most_connections(MAX_CONNECTIONS):
             return True
         index = surplus([one.session.reader for one in self._connections])
         if index is None or len(self._ending) >= MAX_CONNECTIONS:
