@@ -120,7 +120,7 @@ def test_layouts_of_departed_incarnations_are_dropped() -> None:
 
     def kept() -> int:
         gc.collect()
-        return sum(isinstance(one, Layout) and one.replica == "rollout-9" for one in gc.get_objects())
+        return sum(type(one) is Layout and one.replica == "rollout-9" for one in gc.get_objects())
 
     script = Script()
     script.start_run("rollout-0")
