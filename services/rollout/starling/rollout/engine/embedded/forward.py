@@ -236,7 +236,7 @@ class Forward:
 
 
 def _cached(sequence: PrefillSequence) -> CachedSequence:
-    """Return what the cache is told of a sequence."""
+    """Return the description of a sequence for the cache."""
     prompt = len(sequence.group.request.prompt_ids)
     return CachedSequence(sequence.group.number, prompt, len(sequence.ids) - prompt, len(sequence.indices))
 
