@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from transport_peers import local_offer, proof_for
 
+from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.transports.source import MAX_LATE, LateReaders
@@ -45,6 +47,22 @@ def test_no_other_descriptor_writes_to_an_arena(arena: Arena) -> None:
     )
     reader.close()
     arena.slots[slot][:SIZE] = 8  # its own process can still write
+    arena.close()
+
+
+def test_file_that_can_be_made_smaller_is_not_an_arena(arena: Arena) -> None:
+    """Its process could cut off what a reader copies, which would end the reader by SIGBUS."""
+    with open(arena.address, "rb") as original:
+        content = original.read()
+    descriptor = os.memfd_create("copy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(descriptor, content)
+        with pytest.raises(WeightsError, match="is not an arena: it can be made smaller"):
+            ArenaMapping(f"/proc/{os.getpid()}/fd/{descriptor}")
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        ArenaMapping(f"/proc/{os.getpid()}/fd/{descriptor}").close()
+    finally:
+        os.close(descriptor)
     arena.close()
 
 

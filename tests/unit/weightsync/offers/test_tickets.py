@@ -6,7 +6,7 @@ import pytest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, make_offer
-from starling.weightsync.offers.tickets import MAX_RANKS, accept, offer_for, prove, ticket
+from starling.weightsync.offers.tickets import MAX_RANKS, MAX_READS, accept, offer_for, prove, ticket
 
 SECRET, NONCE = "ab" * 16, "0123"
 
@@ -80,9 +80,10 @@ def test_offer_for_a_reader_has_no_secret() -> None:
         for rank in range(2)
     ]
     offer = make_offer(3, ranks)
-    mine = offer_for(offer, "rollout-1", "adopt:3:1.2")
+    mine = offer_for(offer, "rollout-1", "adopt:3:1.2", 1000)
     assert (mine.root, mine.version) == (offer.root, offer.version)
     for rank, other in zip(offer.ranks, mine.ranks, strict=True):
         assert other.secret == ""
         assert rank.secret not in other.ticket
-        accept(rank.secret, proof_of(other.ticket), snapshot=7)
+        proof = accept(rank.secret, proof_of(other.ticket), snapshot=7)
+        assert (proof.reader, proof.most_bytes) == ("rollout-1", 1000 * MAX_READS)

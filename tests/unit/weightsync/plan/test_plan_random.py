@@ -201,7 +201,9 @@ def test_plan_cache_plans_once_for_equal_replicas(monkeypatch: pytest.MonkeyPatc
     for number in range(50):
         destination = whole(f"rollout-{number}", (6, 3))
         alone = make_plan(source, destination)
-        assert encode(plans.plan(source, destination)) == encode(alone)
+        plan = plans.plan(source, destination)
+        assert encode(plan) == encode(alone)
+        assert (plan.total_bytes, plan.num_boxes) == (alone.total_bytes, alone.num_boxes)
     assert made == ["rollout-0"]
     near = msgspec.structs.replace(source.ranks[0], place=Place(host="h"))
     plans.plan(source, msgspec.structs.replace(destination, ranks=(near,)))

@@ -26,6 +26,7 @@ from starling.weightsync.plan.boxes import (
     intersection,
 )
 from starling.weightsync.plan.layout import (
+    FEW_SHARDS,
     ITEM_BYTES,
     MAX_LAYOUT_BOXES,
     MAX_LAYOUT_RANKS,
@@ -331,7 +332,9 @@ def one_rank(shape: tuple[int, ...], num: int = 1) -> Layout:
         (one_rank((1 << 46,), 257), "have 72339069014638592 bytes in all, expected at most"),
     ],
 )
-def test_invalid_layout_is_refused(layout: Layout, sentence: str) -> None:
+@pytest.mark.parametrize("few", [0, FEW_SHARDS], ids=["by columns", "one by one"])
+def test_invalid_layout_is_refused(layout: Layout, sentence: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "FEW_SHARDS", few)
     with pytest.raises(WeightsError, match=sentence):
         decode_layout(encode(layout))
 
@@ -440,6 +443,17 @@ def test_layout_of_too_many_parts_is_not_decoded(data: bytes, complaint: str, mo
 
 def test_layout_of_many_parts_is_decoded() -> None:
     assert len(decode_layout(ranks_of(64, 500)).ranks) == 64
+
+
+def test_layout_has_no_more_boxes_than_a_model_of_its_size_can_be_split_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "FREE_BOXES", 8)
+    monkeypatch.setattr(layout_module, "BYTES_PER_BOX", 16)
+    assert decode_layout(encode(strips("r", 1 << 12, 0))), "16 MiB"
+    assert decode_layout(ranks_of(2, 4)), "a byte"
+    with pytest.raises(WeightsError, match=r"has 9 boxes or more, expected at most 8 of a model of its size"):
+        decode_layout(ranks_of(3, 3))
+    with pytest.raises(WeightsError, match=r"has 9 boxes or more, expected at most 8\."):
+        decode_layout(encode(strips("r", 9, 0)), limit=8)
 
 
 def strips(replica: str, num: int, dim: int, num_tensors: int = 1) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -152,8 +153,9 @@ def test_mapping_refuses_other_addresses(address: str) -> None:
 
 
 def test_mapping_refuses_other_files() -> None:
-    fd = os.memfd_create("other")
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 8192)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # as an arena has it
     try:
         with pytest.raises(WeightsError, match="not an arena of this version"):
             ArenaMapping(f"/proc/{os.getpid()}/fd/{fd}")

@@ -6,6 +6,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,32 @@ def test_messages_arrive_whole_and_in_order(messages: list[tuple[int, bytes]], c
         found += messages_of(channel, len(messages) - len(found))
     channel.close()
     assert found == messages
+
+
+def test_peer_that_always_sends_does_not_keep_the_thread() -> None:
+    ours, theirs = tcp_pair()
+    longest = 64 << 10
+    channel = NonBlockingChannel(ours, longest)
+    message = framed(7, bytes(1000))
+    theirs.setblocking(False)
+    sent = 0
+    with theirs, suppress(BlockingIOError):
+        while True:
+            sent += theirs.send(message * 1000)
+            found = channel.receive()
+            assert len(found) * len(message) <= 2 * longest + len(message)
+            if sent > 4 << 20:
+                break
+    channel.close()
+
+
+def test_peer_that_receives_less_than_it_requests_is_disconnected() -> None:
+    ours, theirs = tcp_pair()
+    channel = NonBlockingChannel(ours, LONGEST, most_queued=LONGEST)
+    body = bytes(64 * LONGEST)  # more than the sockets hold
+    with theirs, pytest.raises(ConnectionError, match="receives too slowly"):
+        channel.send(7, body)
+    channel.close()
 
 
 def test_unsent_bytes_are_sent_by_later_flushes(pair: tuple[NonBlockingChannel, socket.socket]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from transport_peers import (
     ANSWER_S,
+    NO_TARGET,
     Reader,
     ServedSource,
     content,
@@ -29,14 +30,15 @@ from transport_peers import (
 )
 
 from starling.common.errors import WeightsError
-from starling.weightsync.offers.offer import RankOffer, Transport
-from starling.weightsync.offers.tickets import prove, ticket
+from starling.weightsync.offers.offer import RankOffer, Transport, make_offer
+from starling.weightsync.offers.tickets import MAX_READS, offer_for, prove, reading_cost, ticket
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.endpoints import (
     MAX_CONNECTIONS,
     MAX_SHARE,
+    MAX_WAITING,
     most_connections,
     split_address,
     surplus,
@@ -55,7 +57,7 @@ from starling.weightsync.transports.messages import (
     with_length,
 )
 from starling.weightsync.transports.nixl.agent import has_nixl
-from starling.weightsync.transports.source import MAX_LATE
+from starling.weightsync.transports.source import MAX_LATE, PendingBoxes
 from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
 
@@ -328,6 +330,51 @@ def test_packing_for_one_replica_is_limited_over_all_its_connections(monkeypatch
         assert not select.select([second], [], [], 0.5)[0], "more was packed for the replica than the limit"
         assert len(first.makefile("rb").read(size)) == size
         assert answer_to(second).number == 1
+
+
+@pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+def test_replica_that_receives_nothing_over_ucx_keeps_no_packing_memory_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = piece("w", "uint8", (0, 1024), (0, 4096))
+    part = piece("w", "uint8", (0, 1024), (0, 2048))  # not contiguous: it must be packed
+    monkeypatch.setattr("starling.weightsync.transports.ucx.server.MAX_PACKING_BYTES", 1 << 20)
+    with serving("ucx", [wide]) as made, reader("ucx") as idle, reader("ucx") as honest:
+        own = ticket(made.offer.secret, "rollout-9", "adopt:1:1.1")
+        assert not idle.connect(msgspec.structs.replace(made.offer, secret="", ticket=own)).reason
+        idle.client.ask("source", idle.request([part]), NO_TARGET)  # it never posts the receive
+        assert isinstance(idle.event(), AnswerReceived)  # packed
+        assert not honest.connect(made.offer).reason
+        _, (array,) = honest.read([part])
+        assert array.tobytes() == content(part, (1024, 4096)).tobytes()
+
+
+@pytest.mark.parametrize("transport", served_transports())
+def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport) -> None:
+    with serving(transport, [PIECE]) as made, reader(transport) as greedy, reader(transport) as second:
+        offer = make_offer(1, [made.offer])
+        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", reading_cost(PIECE.size_bytes, 1)).ranks
+        assert not greedy.connect(mine).reason
+        for _ in range(MAX_READS):
+            assert not greedy.read([PIECE])[0].reason
+        opening, proof = second.opening(mine, rank=1)
+        second.client.connect("source", mine)
+        assert not second.ask(opening, proof=proof).reason
+        for each in (greedy, second):  # all ranks together
+            assert "more of snapshot" in each.ask(each.request([PIECE])).reason
+        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", reading_cost(PIECE.size_bytes, 1)).ranks
+        assert not greedy.open(again).reason
+        assert not greedy.read([PIECE])[0].reason
+
+
+@pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
+def test_reader_with_too_many_unanswered_requests_over_ucx_is_disconnected() -> None:
+    with serving("ucx", [PIECE]) as made, reader("ucx") as other:
+        made.source.pending = PendingBoxes([(0, PIECE.box)])  # a relay that has received nothing yet
+        assert not other.connect(made.offer).reason
+        for _ in range(MAX_WAITING + 1):
+            other.client.ask("source", other.request([PIECE]), read_target([np.zeros(1000, np.uint8)]))
+        assert isinstance(other.event(), ConnectionLost)
 
 
 def test_full_server_closes_the_oldest_connection_of_the_replica_with_most() -> None:

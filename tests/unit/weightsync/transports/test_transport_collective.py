@@ -29,6 +29,7 @@ from starling.weightsync.transports.collective import (
     _READER,
     _SECRET,
     _SOURCE,
+    MAX_ENTRIES,
     _ChannelStore,
     _Gloo,
     _Pair,
@@ -211,6 +212,17 @@ def act_until_closed(act: Callable[[Channel, _Pair], None], channel: Channel, pa
     act(channel, pair)
     while True:
         channel.receive_message(ANSWER_BYTES, time.monotonic() + ANSWER_S)
+
+
+def test_store_keeps_no_entries_without_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours, (theirs, _) = socket.create_connection(listener.getsockname()), listener.accept()
+    stop = threading.Event()
+    with ours, theirs:
+        store, peer = _ChannelStore(Channel(ours, stop)), Channel(theirs, stop)
+        peer.send([framed(StoreEntry(key=f"key {number}", value=b"")) for number in range(MAX_ENTRIES + 1)])
+        with pytest.raises(WeightsError, match=f"more than {MAX_ENTRIES} entries"):
+            store.get("another")
 
 
 def test_no_group_is_formed_before_the_token(served: ServedSource) -> None:

@@ -39,7 +39,7 @@ from starling.weightsync.memory.arrays import allocate
 from starling.weightsync.offers.offer import RankOffer
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
-from starling.weightsync.transports.endpoints import split_address
+from starling.weightsync.transports.endpoints import MAX_WAITING, split_address
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     OpenSnapshot,
@@ -407,7 +407,7 @@ def test_too_long_message_ends_the_connection(served: ServedSource) -> None:
 def test_too_many_unfetched_requests_end_the_connection(served: ServedSource) -> None:
     with raw_reader(served) as one:
         one.open()
-        for number in range(2, 3 + nixl_server.MAX_WAITING):
+        for number in range(2, 3 + MAX_WAITING):
             one.send(read_of(PIECE, number=number))
         assert one.is_closed()
     with raw_reader(served) as one:

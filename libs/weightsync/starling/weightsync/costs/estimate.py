@@ -47,8 +47,8 @@ NUM_SNAPSHOTS: Final = 2
 """One is read while the next is written."""
 PAGE_BYTES: Final = 4096
 MAX_PACKING_BYTES: Final = 256 << 20
-"""Maximum that a UCX source packs at once for all its readers, and a source of sockets for all ranks of one reader; a
-single larger request is served alone."""
+"""Maximum that a source of sockets or UCX packs at once for all ranks of one reader; a single larger request is served
+alone."""
 
 
 class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,8 +275,7 @@ def publisher_peak(
         ]
         packing += max(rooms, default=0) * min(at_once, sum(map(bool, rooms)))
         largest = max(largest, *rooms, 0)
-    limit = max(MAX_PACKING_BYTES, largest)
-    packing = min(packing * num_replicas, limit) if transport == "ucx" else min(packing, limit) * num_replicas
+    packing = min(packing, max(MAX_PACKING_BYTES, largest)) * num_replicas
     return PublisherPeak(snapshots_bytes=PAGE_BYTES + NUM_SNAPSHOTS * slot_bytes(pieces), packing_bytes=packing)
 
 

@@ -77,6 +77,14 @@ def _lock(fd: int, kind: int, snapshot: int) -> bool:
     return True
 
 
+def _keeps_size(fd: int) -> bool:
+    """Return whether no process can make a file smaller."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # its file system has no seals
+        return False
+
+
 class ArenaMapping:
     """An arena of this or another process, mapped for reading, with one lease at a time."""
 
@@ -93,6 +101,8 @@ class ArenaMapping:
             size = os.fstat(self._fd).st_size
             if size < PAGE_BYTES:
                 raise WeightsError(f"{address} is not an arena: it has {size} bytes.")
+            if not _keeps_size(self._fd):  # reading what was cut off would end this process
+                raise WeightsError(f"{address} is not an arena: it can be made smaller.")
             memory = map_shared(self._fd, size, writable=False)
         except OSError as error:
             os.close(self._fd)

@@ -5,7 +5,7 @@ plane, and nowhere else. For each pull the controller derives a ticket from it a
 the encrypted control plane too. The source derives the same key from its secret and the claims that the reader
 presents, so it needs to know nothing of its readers:
 
-    ticket    = claims, key                           claims: the reader's name and its pull
+    ticket    = claims, key                           claims: the reader's name, its pull, and how much it may read
     key       = HMAC-SHA256(secret, claims)
     rank key  = HMAC-SHA256(key, rank)                a reader of several ranks opens the snapshot once with each
     proof     = claims, rank, nonce, HMAC-SHA256(rank key, snapshot, nonce)
@@ -31,8 +31,14 @@ MAX_RANKS: Final = 1 << 16
 """Number of ranks that a reader may have."""
 MAX_KEYED: Final = 256
 """Secrets whose keyed hash is kept: those of the ranks that are pulled from now."""
+BOX_COST_BYTES: Final = 4096
+"""What a box costs its source beside its bytes, in bytes: it is looked up, cut and digested."""
+MAX_READS: Final = 8
+"""How often a pull may read all that it needs from one source rank: a delta is measured before it is read, a box that
+arrives damaged is read again, and one rank may serve for others that failed."""
 _MAX_CHARACTERS: Final = 512
 _SEPARATOR: Final = "|"
+_MOST: Final = "most="
 
 
 class TicketProof(NamedTuple):
@@ -50,16 +56,35 @@ class TicketProof(NamedTuple):
         """Name of the replica that the controller made the ticket for."""
         return self.use.partition(" ")[0]
 
+    @property
+    def claims(self) -> str:
+        """Equal for all ranks of a reader in one pull."""
+        return self.use.rpartition(_SEPARATOR)[0]
 
-def offer_for(offer: Offer, reader: str, pull: str) -> Offer:
+    @property
+    def most_bytes(self) -> int | None:
+        """How much all ranks of the reader may read from one source rank, as `reading_cost`; None: as much as they
+        like."""
+        last = self.claims.rpartition(" ")[2]
+        return int(last.removeprefix(_MOST)) if last.startswith(_MOST) else None
+
+
+def reading_cost(num_bytes: int, num_boxes: int) -> int:
+    """Return what it costs a source that boxes are read, in bytes."""
+    return num_bytes + BOX_COST_BYTES * num_boxes
+
+
+def offer_for(offer: Offer, reader: str, pull: str, cost: int) -> Offer:
     """Return a publisher's offer with a ticket in place of each secret.
 
     Args:
         offer: as it came from the publisher.
         reader: name of the replica that may pull.
         pull: name of its pull, which no other pull has.
+        cost: `reading_cost` of its plan; it may read `MAX_READS` times as much from each rank.
     """
-    ranks = (msgspec.structs.replace(rank, secret="", ticket=ticket(rank.secret, reader, pull)) for rank in offer.ranks)
+    pull = f"{pull} {_MOST}{MAX_READS * cost}"
+    ranks = [msgspec.structs.replace(rank, secret="", ticket=ticket(rank.secret, reader, pull)) for rank in offer.ranks]
     return msgspec.structs.replace(offer, ranks=tuple(ranks))
 
 

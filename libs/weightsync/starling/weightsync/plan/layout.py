@@ -9,14 +9,18 @@ Tied tensors (two names for one memory) have one owner: the owner's name has the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from starling.common.errors import WeightsError
+from starling.weightsync.plan.shard_columns import NO_TENSOR, dims_of, shard_columns
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "bool": 1,
@@ -54,7 +58,13 @@ MAX_LAYOUT_RANKS: Final = 4096
 MAX_LAYOUT_TENSORS: Final = 1 << 18
 MAX_LAYOUT_BOXES: Final = 1 << 20
 """Maximum numbers in a layout from a peer. A model of 140,000 tensors is possible, with each expert and its scales on
-their own, and a replica of 1,024 ranks; a million boxes take 4 s to decode."""
+their own, and a replica of 1,024 ranks; a million boxes take 5 s or more to decode, and to plan for."""
+FREE_BOXES: Final = 1 << 17
+BYTES_PER_BOX: Final = 1 << 17
+"""A layout from a peer has at most so many boxes, and one more for each so many bytes of the model: 139,000 for half a
+billion parameters, 260,000 for eight. A replica of 16 ranks has 5,000 boxes of such a model, and 300,000 of one of 30
+billion with each expert on its own. The controller decodes them and plans for them, and a policy digests them at each
+version."""
 MAX_OTHER_BYTES: Final = 4 << 20
 """Maximum bytes of a layout besides its tensors and boxes: names of hosts, devices and rails."""
 
@@ -62,6 +72,8 @@ MAX_OVERLAP: Final = 4
 """Maximum elements of the distinct boxes of one tensor in a layout from a peer, in multiples of those of the tensor. A
 replica splits a tensor in one way, and copies are equal boxes. A policy digests each distinct box of a rollout's layout
 at each version, so a million boxes that each hold nearly the whole tensor would take it days."""
+FEW_SHARDS: Final = 32
+"""Shards of a layout that are checked one by one: to make columns of them takes longer."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -179,13 +191,23 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, name: str = "") 
         raise WeightsError(f"These {len(data)} bytes are not a {name or kind.__name__}: {error}.") from error
 
 
-def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
+def most_boxes(tensors: Iterable[TensorSpec]) -> int:
+    """Return how many boxes a layout of these tensors, which must pass `check_specs`, may have."""
+    num_bytes = sum(math.prod(spec.shape) * item_bytes(spec) for spec in tensors if not spec.same_as)
+    return min(MAX_LAYOUT_BOXES, FREE_BOXES + num_bytes // BYTES_PER_BOX)
+
+
+def decode_layout(data: bytes | bytearray | memoryview, limit: int = MAX_LAYOUT_BOXES) -> Layout:
     """Read a layout and check it.
+
+    Args:
+        data: the layout as MessagePack, perhaps from a peer.
+        limit: on its boxes, beside that of `most_boxes` of the tensors that it names.
 
     Raises:
         WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks or boxes, or too large ones.
     """
-    _check_numbers(data)
+    _check_numbers(data, limit)
     layout = decode(Layout, data)
     check_layout(layout)
     _check_overlaps(layout)
@@ -193,21 +215,23 @@ def decode_layout(data: bytes | bytearray | memoryview) -> Layout:
 
 
 def _check_overlaps(layout: Layout) -> None:
-    """Check that the distinct boxes of a tensor do not hold it many times."""
-    boxes = {(shard.tensor, shard.box.offset, shard.box.size) for rank in layout.ranks for shard in rank.shards}
-    volumes: Counter[int] = Counter()
-    for tensor, _, size in boxes:
-        volumes[tensor] += math.prod(size)
-    for tensor, volume in sorted(volumes.items()):
-        spec = layout.tensors[tensor]
-        if volume > MAX_OVERLAP * math.prod(spec.shape):
+    """Check that the distinct boxes of a tensor, each of which lies inside it, do not hold it many times."""
+    if max(Counter([shard.tensor for shard in _shards(layout)]).values(), default=0) <= MAX_OVERLAP:
+        return
+    num_elements = np.array([math.prod(spec.shape) for spec in layout.tensors], np.float64)
+    for columns in shard_columns(*_shards_with_dims(layout)):
+        often = columns.volumes(len(num_elements)) > MAX_OVERLAP * num_elements
+        volumes = columns.volumes(len(num_elements), distinct_of=often)
+        wrong = np.flatnonzero(often & (volumes > MAX_OVERLAP * num_elements))
+        if len(wrong):
+            spec, volume = layout.tensors[wrong[0]], volumes[wrong[0]]
             raise WeightsError(
-                f"The distinct boxes of tensor {spec.name} of {layout.replica} have {volume} elements in all, and the "
-                f"tensor has {math.prod(spec.shape)}; expected at most {MAX_OVERLAP} times as many."
+                f"The distinct boxes of tensor {spec.name} of {layout.replica} have {volume:.0f} elements in all, and "
+                f"the tensor has {math.prod(spec.shape)}; expected at most {MAX_OVERLAP} times as many."
             )
 
 
-def _check_numbers(data: bytes | bytearray | memoryview) -> None:
+def _check_numbers(data: bytes | bytearray | memoryview, limit: int) -> None:
     """Check how many tensors, ranks and boxes a layout has, before each of them becomes an object."""
     parts = decode(_LayoutParts, data, "Layout")
     num_boxes, counted_bytes = 0, sum(map(len, parts.tensors))
@@ -215,15 +239,23 @@ def _check_numbers(data: bytes | bytearray | memoryview) -> None:
         shards = decode(_RankParts, memoryview(raw), "RankLayout").shards
         num_boxes += len(shards)
         counted_bytes += sum(map(len, shards))
-        if num_boxes > MAX_LAYOUT_BOXES:
+        if num_boxes > limit:
             break
-    for num, limit, what in (
+    for num, most, what in (
         (len(parts.tensors), MAX_LAYOUT_TENSORS, "tensors"),
         (len(parts.ranks), MAX_LAYOUT_RANKS, "ranks"),
-        (num_boxes, MAX_LAYOUT_BOXES, "boxes"),
+        (num_boxes, limit, "boxes"),
     ):
-        if num > limit:
-            raise WeightsError(f"A layout has {num} {what} or more, expected at most {limit}.")
+        if num > most:
+            raise WeightsError(f"A layout has {num} {what} or more, expected at most {most}.")
+    if num_boxes > FREE_BOXES:
+        tensors = [decode(TensorSpec, memoryview(raw)) for raw in parts.tensors]
+        check_specs("a replica", tensors)
+        most = most_boxes(tensors)
+        if num_boxes > most:
+            raise WeightsError(
+                f"A layout has {num_boxes} boxes or more, expected at most {most} of a model of its size."
+            )
     # A repeated key of a map would be decoded as often as it is there.
     if len(data) - counted_bytes > MAX_OTHER_BYTES:
         raise WeightsError(
@@ -281,14 +313,11 @@ def check_layout(layout: Layout) -> None:
         WeightsError: naming the replica and, where there is one, the tensor.
     """
     check_specs(layout.replica, layout.tensors)
-    total_bytes = 0
-    for rank, held in enumerate(layout.ranks):
-        for shard in held.shards:
-            _check_shard(layout, rank, shard)
-            total_bytes += shard.box.volume * item_bytes(layout.tensors[shard.tensor])
+    is_small = len(_shards(layout)) <= FEW_SHARDS
+    total_bytes = _check_few_shards(layout) if is_small else _check_many_shards(layout)
     if total_bytes > MAX_LAYOUT_BYTES:
         raise WeightsError(
-            f"The shards of {layout.replica} have {total_bytes} bytes in all, expected at most {MAX_LAYOUT_BYTES}."
+            f"The shards of {layout.replica} have {total_bytes:.0f} bytes in all, expected at most {MAX_LAYOUT_BYTES}."
         )
 
 
@@ -322,6 +351,55 @@ def check_specs(replica: str, tensors: Iterable[TensorSpec]) -> None:
             raise WeightsError(
                 f"Tensors {spec.name} and {owner.name} of {replica} are tied but differ in shape or element type."
             )
+
+
+def _shards(layout: Layout) -> list[Shard]:
+    """Return the shards of all ranks."""
+    return list(itertools.chain.from_iterable([held.shards for held in layout.ranks]))
+
+
+def _shards_with_dims(layout: Layout) -> tuple[list[Shard], npt.NDArray[np.int64]]:
+    """Return the shards of all ranks, and the number of dims of each, as `dims_of`."""
+    shards = _shards(layout)
+    return shards, dims_of(shards, [NO_TENSOR if spec.same_as else len(spec.shape) for spec in layout.tensors])
+
+
+def _check_few_shards(layout: Layout) -> int:
+    """Check all shards, one by one. Returns the bytes of all of them."""
+    total_bytes = 0
+    for rank, held in enumerate(layout.ranks):
+        for shard in held.shards:
+            _check_shard(layout, rank, shard)
+            total_bytes += shard.box.volume * item_bytes(layout.tensors[shard.tensor])
+    return total_bytes
+
+
+def _check_many_shards(layout: Layout) -> float:
+    """Check all shards by their columns, and one by one only those that may be wrong. Returns the bytes of all."""
+    item_sizes = np.array([item_bytes(spec) for spec in layout.tensors], np.int64)
+    total_bytes = 0.0
+    shapes = [spec.shape for spec in layout.tensors]
+    shards, num_dims = _shards_with_dims(layout)
+    suspicious = set(np.flatnonzero(num_dims == NO_TENSOR).tolist())
+    try:
+        for columns in shard_columns(shards, num_dims):
+            suspicious.update(columns.unsound(shapes, item_sizes, MAX_TENSOR_BYTES).tolist())
+            total_bytes += float(columns.volumes(len(shapes)) @ item_sizes)
+    except OverflowError:
+        suspicious = set(range(len(shards)))
+    if suspicious:
+        _check_shards(layout, suspicious)
+    return total_bytes
+
+
+def _check_shards(layout: Layout, rows: set[int]) -> None:
+    """Check the shards with these numbers, one by one."""
+    row = 0
+    for rank, held in enumerate(layout.ranks):
+        for shard in held.shards:
+            if row in rows:
+                _check_shard(layout, rank, shard)
+            row += 1
 
 
 def _check_shard(layout: Layout, rank: int, shard: Shard) -> None:

@@ -128,6 +128,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             only_rank=rank,
         )
 
+    def renamed(self, source: str, destination: str) -> Plan:
+        """Return the plan between two replicas with equal layouts. Its sizes are equal, and are computed once."""
+        renamed = msgspec.structs.replace(self, source=source, destination=destination)
+        renamed.__dict__.update(pair_bytes=self.pair_bytes, num_boxes=self.num_boxes)
+        return renamed
+
     @property
     def ranks(self) -> range:
         """Destination ranks of the plan."""
@@ -150,6 +156,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def total_bytes(self) -> int:
         """Payload of the whole plan."""
         return int(self.pair_bytes.sum())
+
+    @cached_property
+    def num_boxes(self) -> int:
+        """Number of boxes that are moved, each once per tensor; one that is larger than a bucket is cut further."""
+        return sum(len(column(moves.move_parts)) * moves.num_members for moves in self.moves)
 
     @cached_property
     def staging_bytes(self) -> Ints:
@@ -384,8 +395,7 @@ class PlanCache:
         name = (id(plan), source.replica, destination.replica)
         found = self._renamed.pop(name, None)
         if found is None or found[0] is not plan:
-            renamed = msgspec.structs.replace(plan, source=source.replica, destination=destination.replica)
-            found = (plan, renamed)
+            found = (plan, plan.renamed(source.replica, destination.replica))
         _store(self._renamed, name, found)
         return found[1]
 

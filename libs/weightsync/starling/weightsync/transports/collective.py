@@ -47,6 +47,8 @@ CONNECT_S: Final = 0.6
 """How long gloo tries to connect; it makes five attempts, which cannot be interrupted."""
 MAX_CTAS: Final = 4
 """Maximum number of thread blocks of one group: all groups of a GPU must fit on it at once, or they could deadlock."""
+MAX_ENTRIES: Final = 256
+"""Maximum number of entries of a group's store; torch sets a few."""
 _SOURCE, _READER = 0, 1
 _SECRET: Final = "secret"
 _SECRET_BYTES: Final = 32
@@ -267,6 +269,8 @@ class _ChannelStore(_dist.Store):  # type: ignore[misc]
             self._receive_entry(end)
 
     def _receive_entry(self, end: float) -> None:
+        if len(self._entries) > MAX_ENTRIES:
+            raise WeightsError(f"A peer has set more than {MAX_ENTRIES} entries of the store.")
         entry = decode_store_entry(self._channel.receive_message(ANSWER_BYTES, end))
         self._entries[entry.key] = entry.value
         self._detached = not entry.key

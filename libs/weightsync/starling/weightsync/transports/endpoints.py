@@ -20,6 +20,10 @@ MAX_CONNECTIONS: Final = 1024
 MAX_SHARE: Final = 128
 """Connections of one replica, and connections without a ticket, that a full server keeps when others come: an eighth,
 also where it takes fewer. A replica of more ranks can still have all of a server that is not full."""
+MAX_WAITING: Final = 16
+"""Maximum number of requests of one connection that wait or are being answered; a pull has `BUCKETS_PER_SOURCE`."""
+MAX_QUEUED_BYTES: Final = 2 << 20
+"""Most bytes of answers that wait for one connection; an answer is much shorter."""
 ACCEPT_BACKOFF_S: Final = 1.0
 """Pause after a connection could not be accepted, for example because the process has no descriptors left."""
 

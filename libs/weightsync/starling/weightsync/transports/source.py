@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
-from starling.weightsync.offers.tickets import TicketProof
+from starling.weightsync.offers.tickets import TicketProof, reading_cost
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
 from starling.weightsync.transports.messages import (
@@ -182,6 +182,8 @@ class SnapshotSource:
         self._lock = threading.Lock()
         self._caches: dict[int, DigestCache] = {}
         self._used: dict[int, set[str]] = {}
+        self._read: dict[int, Counter[str]] = {}
+        """What was read of each snapshot, by the claims of tickets."""
 
     def cache(self, snapshot: int) -> DigestCache:
         """Return the digest cache of a snapshot. Caches of snapshots that are gone are deleted."""
@@ -195,10 +197,25 @@ class SnapshotSource:
         with self._lock:
             for old in [old for old in self._used if not self.arena.is_readable(old)]:
                 del self._used[old]
+                self._read.pop(old, None)
             used = self._used.setdefault(snapshot, set())
             if ticket in used:
                 raise WeightsError(f"The ticket for snapshot {snapshot} was used before: each one opens it once.")
             used.add(ticket)
+
+    def charge(self, snapshot: int, proof: TicketProof, boxes: Sequence[ShardPiece]) -> None:
+        """Note that boxes are read. Raises WeightsError when the pull reads more than its ticket allows: it would take
+        bandwidth and time from others, and from the training in this process."""
+        if proof.most_bytes is None:
+            return
+        with self._lock:
+            read = self._read.setdefault(snapshot, Counter())
+            read[proof.claims] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
+            if read[proof.claims] > proof.most_bytes:
+                raise WeightsError(
+                    f"{proof.reader} has read more of snapshot {snapshot} than its ticket allows: a pull reads a few "
+                    "times what it needs at most."
+                )
 
 
 def _always() -> bool:
@@ -303,6 +320,7 @@ class ReaderSession:
             raise WeightsError(REVOKED)
         if isinstance(request, ReleaseSnapshot):
             return Grant()
+        self._source.charge(self._snapshot, self.proof, request.boxes)
         boxes = [(self._source.pieces.find(box), box.box) for box in request.boxes]
         if isinstance(request, MeasureDeltas):
             return self._measure_deltas(request, boxes)

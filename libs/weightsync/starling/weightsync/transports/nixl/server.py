@@ -22,7 +22,7 @@ from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Array, Memory, allocate, grouped, is_direct, pack, packing_bytes
 from starling.weightsync.memory.pools import BufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -47,8 +47,6 @@ PACKING_BYTES: Final = 256 << 20
 """Largest packing buffer of a server; a single request may need a larger one, and then is alone."""
 FIRST_PACKING_BYTES: Final = 16 << 20
 """Minimum size of the packing buffer, which is allocated when first needed."""
-MAX_WAITING: Final = 64
-"""Maximum number of requests of one reader that wait or are being answered."""
 FETCH_TIMEOUT_S: Final = 60.0
 """How long a reader may take to fetch a payload before it is disconnected: others need the packing buffer."""
 POLL_S: Final = 0.001
@@ -98,7 +96,7 @@ class _Connection:
 
     def __init__(self, server: NixlServer, connection: socket.socket) -> None:
         self._server = server
-        self.channel = NonBlockingChannel(connection, REQUEST_BYTES)
+        self.channel = NonBlockingChannel(connection, REQUEST_BYTES, MAX_QUEUED_BYTES)
         self._session = ReaderSession(server.source)
         self._waiting: deque[_Reply] = deque()
         self._replies: dict[int, _Reply] = {}

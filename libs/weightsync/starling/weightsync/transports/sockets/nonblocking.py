@@ -23,12 +23,14 @@ class NonBlockingChannel:
     Args:
         connection: the socket, which the channel then owns.
         longest: the longest body accepted, in bytes.
+        most_queued: the most bytes that wait to be sent, of a peer that requests more than it receives; without it, no
+            limit.
     """
 
-    def __init__(self, connection: socket.socket, longest: int) -> None:
+    def __init__(self, connection: socket.socket, longest: int, most_queued: int | None = None) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._longest = connection, longest
+        self._socket, self._longest, self._most_queued = connection, longest, most_queued
         self._incoming, self._outgoing = bytearray(), bytearray()
         self._last_sent_at = time.monotonic()
 
@@ -58,11 +60,17 @@ class NonBlockingChannel:
         return self._socket.fileno()
 
     def send(self, kind: int, body: bytes) -> None:
-        """Send a message, now or in a later `flush`. Raises OSError as that does."""
+        """Send a message, now or in a later `flush`.
+
+        Raises:
+            OSError: as `flush`, or more waits to be sent than may.
+        """
         if not self._outgoing:
             self._last_sent_at = time.monotonic()
         self._outgoing += _HEAD.pack(len(body), kind) + body
         self.flush()
+        if self._most_queued is not None and len(self._outgoing) > self._most_queued:
+            raise ConnectionError(f"{len(self._outgoing)} bytes wait for the peer, which receives too slowly")
 
     def flush(self) -> None:
         """Send as much as the socket accepts.
@@ -81,13 +89,15 @@ class NonBlockingChannel:
             self._last_sent_at = time.monotonic()
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return the kind and body of each message that has arrived.
+        """Return the kind and body of each message that has arrived, and that of others later: a peer that always sends
+        takes neither all of the thread's time nor its memory.
 
         Raises:
             OSError: the connection is broken, or the peer has closed it and everything was returned before.
             WeightsError: a message is too long.
         """
         messages: list[tuple[int, bytes]] = []
+        num_bytes = 0
         while True:
             try:
                 data = self._socket.recv(_RECEIVE_BYTES)
@@ -96,6 +106,7 @@ class NonBlockingChannel:
             if not data and not messages:
                 raise ConnectionError("the peer closed the connection")
             self._incoming += data
+            num_bytes += len(data)
             while len(self._incoming) >= _HEAD.size:
                 length, kind = _HEAD.unpack_from(self._incoming)
                 if length > self._longest:
@@ -107,7 +118,7 @@ class NonBlockingChannel:
                     break
                 messages.append((kind, bytes(self._incoming[_HEAD.size : end])))
                 del self._incoming[:end]
-            if len(data) < _RECEIVE_BYTES:
+            if len(data) < _RECEIVE_BYTES or num_bytes > self._longest:
                 return messages
 
     def close(self) -> None:

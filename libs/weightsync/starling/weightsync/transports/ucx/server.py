@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.pools import GrowingBufferPool
-from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S
+from starling.weightsync.plan.moves import MAX_TRANSFERS
+from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
 from starling.weightsync.transports.messages import (
     REQUEST_BYTES,
     MeasureDeltas,
@@ -49,7 +51,9 @@ class _Reply:
     request: ReadBoxes | MeasureDeltas
     grant: Grant
     buffer: Memory | None = None
-    """Of the server's pool, for what must be packed."""
+    """For what must be packed."""
+    packing: GrowingBufferPool | None = None
+    """The pool that the buffer is of."""
     packed: Future[list[Memory]] | None = None
     answer: Future[SourceAnswer] | None = None
     sends: deque[UcxRequest] = field(default_factory=deque)
@@ -72,7 +76,7 @@ class _Connection:
 
     def __init__(self, server: UcxServer, connection: socket.socket) -> None:
         self._server, self._worker = server, server.worker
-        self.channel = NonBlockingChannel(connection, max(REQUEST_BYTES, WORKER_BYTES))
+        self.channel = NonBlockingChannel(connection, max(REQUEST_BYTES, WORKER_BYTES), MAX_QUEUED_BYTES)
         self._session = ReaderSession(server.source)
         self._reader = b""
         """Address of the reader's worker."""
@@ -81,6 +85,8 @@ class _Connection:
         self._waiting: deque[_Reply] = deque()
         self._replies: list[_Reply] = []
         self._refusals: deque[UcxRequest] = deque()
+        self._packing = GrowingBufferPool(0)
+        """Of the replica that has proven a ticket last; kept, with its memory, while the connection is open."""
         self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
         self._worker.watch(self.channel)
 
@@ -119,8 +125,7 @@ class _Connection:
             for future in (reply.packed, reply.answer):
                 if future is not None and not future.cancel():
                     future.exception()
-            if reply.buffer is not None:
-                self._server.buffers.release(reply.buffer)
+            self._release(reply)
         self._replies, self._endpoint = [], None
         self._session.close()
 
@@ -148,12 +153,16 @@ class _Connection:
             self._endpoint = self._worker.connect(self._reader)
             self.channel.send(WORKER, self._worker.address)
         if isinstance(request, ReadBoxes | MeasureDeltas):
+            if len(self._waiting) + len(self._replies) >= MAX_WAITING:
+                raise WeightsError(f"A reader has more than {MAX_WAITING} requests that are not answered.")
             self._waiting.append(_Reply(request, grant))
         else:
             self._answer(grant.answer(request.number))
 
     def _refuse(self, request: Request, reason: str) -> None:
         if isinstance(request, ReadBoxes) and self._endpoint is not None:
+            if len(self._refusals) >= MAX_TRANSFERS:
+                raise WeightsError(f"A reader does not receive the {len(self._refusals)} segments that it was refused.")
             for index in range(len(request.segments)):
                 self._refusals.append(self._worker.send(self._endpoint, EMPTY_SEGMENT, request.tag + index))
         self._answer(refusal(request.number, reason))
@@ -167,7 +176,8 @@ class _Connection:
             self._refuse(reply.request, str(error))
             return True
         groups = grouped(reply.grant.payload, reply.segments)
-        buffer = reply.buffer = self._server.buffers.acquire(packing_bytes(groups))
+        self._packing = reply.packing = self._server.packing_of(self.reader)
+        buffer = reply.buffer = self._packing.acquire(packing_bytes(groups))
         if buffer is None:
             return False
         self._replies.append(reply)
@@ -194,9 +204,12 @@ class _Connection:
             self._answer(reply.answer.result())
         if not reply.sending or reply.sends or not reply.answered:
             return False
-        if reply.buffer is not None:
-            self._server.buffers.release(reply.buffer)
+        self._release(reply)
         return True
+
+    def _release(self, reply: _Reply) -> None:
+        if reply.packing is not None and reply.buffer is not None:
+            reply.packing.release(reply.buffer)
 
     def _answer(self, answer: SourceAnswer) -> None:
         self.channel.send(ANSWER, encode_message(answer))
@@ -212,7 +225,8 @@ class UcxServer:
         """Why serving ended by itself; empty while it runs."""
         self._stop = threading.Event()
         self._connections = ReaderConnections(partial(_Connection, self))
-        self.buffers = GrowingBufferPool(MAX_PACKING_BYTES)
+        self._packing: weakref.WeakValueDictionary[str, GrowingBufferPool] = weakref.WeakValueDictionary()
+        """By replica; freed with its last connection."""
         try:
             self._listener = Listener(host)
         except WeightsError:
@@ -244,6 +258,10 @@ class UcxServer:
         future: Future[Any] = self._pool.submit(job)
         future.add_done_callback(lambda _: self.worker.wake())
         return future
+
+    def packing_of(self, reader: str) -> GrowingBufferPool:
+        """Return the packing memory of a replica: one that receives nothing keeps none from others."""
+        return self._packing.setdefault(reader, GrowingBufferPool(MAX_PACKING_BYTES))
 
     def wake(self) -> None:
         """See `TransportServer.wake`."""

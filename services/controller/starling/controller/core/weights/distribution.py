@@ -179,17 +179,17 @@ def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with
     source = state.replicas.membership.members[offer.holder]
     assert source.layout is not None, "a replica that offers weights joined with its layout"
     assert member.layout is not None, "a replica that holds weights joined with its layout"
-    origin = state.weights.policy_layout if source.role == "rollout" else source.layout
+    is_rollout = source.role == "rollout"
+    origin = state.weights.policy_layout if is_rollout else source.layout
     assert origin is not None, "a rollout may prove a version only by the layout of a policy"
     try:
-        plans = [state.weights.plan(source.layout, member.layout)]
-        if source.role == "rollout":
-            plans.append(state.weights.plan(origin, member.layout))
+        pair = state.weights.pair(source.layout, member.layout)
+        of_policy = state.weights.pair(origin, member.layout) if is_rollout else pair
     except WeightsError as error:
         # A rollout that offers with an impossible layout must not cost those that would pull from it their membership.
         evict(state, member if source.role == "policy" else source, str(error))
         return
-    key = state.weights.layout_key(origin, member.layout)
+    key, plans = of_policy.key, (pair.plan, of_policy.plan) if is_rollout else (pair.plan,)
     layout_roots = () if member.role == "policy" else state.weights.known_layout_roots(version, key)
 
     def command(lease: str) -> wire.AdoptWeights:
@@ -200,11 +200,11 @@ def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with
             with_state=with_state,
             layout=key,
             layout_roots=layout_roots,
-            has_root_plan=source.role == "rollout",
+            has_root_plan=is_rollout,
         )
 
     def buffers(lease: str) -> Buffers:
-        return encode(offer_for(offer.offer, member.name, lease)), *plans
+        return encode(offer_for(offer.offer, member.name, lease, pair.reading_cost)), *plans
 
     grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)
@@ -312,8 +312,9 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
     )
     if proven:
         state.weights.note_success(member.name)
-        for reader in (member.name, ""):
-            state.weights.num_bad_pulls.pop((source, reader), None)
+        if state.weights.num_bad_pulls:
+            for reader in (member.name, ""):
+                state.weights.num_bad_pulls.pop((source, reader), None)
     if member.role == "rollout":
         _judge(state, member, source, proven=proven)
     if proven and member.role == "policy":
@@ -340,7 +341,9 @@ def _within_range(measured: Number) -> Number:
 
     A line of metrics.jsonl with another would be no JSON, and means would be wrong.
     """
-    return type(measured)(min(measured, MAX_MEASURED)) if measured >= 0 else type(measured)(0)  # NaN is 0
+    if 0 <= measured <= MAX_MEASURED:
+        return measured
+    return type(measured)(MAX_MEASURED if measured > 0 else 0)  # NaN is 0
 
 
 def note_failed_adoption(state: ControllerState, rollout: Member, lease: Lease, reason: str) -> None:
@@ -390,6 +393,8 @@ def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool)
     no more than one other evicted, and none is evicted twice, whatever restarts the controller.
     """
     weights, membership = state.weights, state.replicas.membership
+    if proven and reader.name not in weights.suspects:
+        return
     rollout = membership.members.get(source)
     if not proven and rollout is not None and rollout.role == "rollout":
         membership.accusers.setdefault(reader.name, False)

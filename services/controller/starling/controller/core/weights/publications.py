@@ -18,6 +18,7 @@ from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.weightsync.offers.offer import Offer, decode_offer
+from starling.weightsync.offers.tickets import reading_cost
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.planner import PlanCache
 
@@ -61,6 +62,8 @@ class LayoutPair:
     """Equal for pairs whose plans move the same boxes; the layout root is known under it."""
     plan: bytes = b""
     """The encoded plan; empty until it is needed."""
+    reading_cost: int = 0
+    """What a pull by the plan costs its source, in bytes."""
 
 
 @dataclass
@@ -158,6 +161,18 @@ class Publications:
         """Return the key of two layouts, under which their layout root is known; empty without either."""
         return self._pair(source, destination).key if source is not None and destination is not None else ""
 
+    def pair(self, source: Layout, destination: Layout) -> LayoutPair:
+        """Return the plan between two replicas, with its key and its cost: computed once, while neither layout changes.
+
+        Raises:
+            WeightsError: as `make_plan`.
+        """
+        pair = self._pair(source, destination)
+        if not pair.plan:
+            plan = self._plans.plan(source, destination)
+            pair.plan, pair.reading_cost = encode(plan), reading_cost(plan.total_bytes, plan.num_boxes)
+        return pair
+
     def _pair(self, source: Layout, destination: Layout) -> LayoutPair:
         pairs = self._pairs.setdefault(id(destination), {})
         found = pairs.get(id(source))
@@ -231,16 +246,6 @@ class Publications:
         everywhere = (offer for at_host in hosts.values() for offer in at_host.values())
         return next((offer for offer in everywhere if offer.holder != destination.name), None)
 
-    def plan(self, source: Layout, destination: Layout) -> bytes:
-        """Return the encoded plan between two replicas; it is computed once, while neither layout changes.
-
-        Raises:
-            WeightsError: as `make_plan`.
-        """
-        pair = self._pair(source, destination)
-        pair.plan = pair.plan or encode(self._plans.plan(source, destination))
-        return pair.plan
-
     def root_plans(self, source: Layout, destinations: Iterable[Layout]) -> dict[str, bytes]:
         """Return the encoded plans from `source` to the most frequent layouts of `destinations`, by key.
 
@@ -255,7 +260,7 @@ class Publications:
         plans: dict[str, bytes] = {}
         for key, _ in numbers.most_common(MAX_LAYOUTS):
             with suppress(WeightsError):
-                plans[key] = self.plan(source, examples[key])
+                plans[key] = self.pair(source, examples[key]).plan
         return plans
 
     # --- holders ----------------------------------------------------------------------------------------------------
@@ -286,8 +291,9 @@ class Publications:
 
     def note_success(self, peer: str) -> None:
         """Note that `peer` has adopted a version, or offers one."""
-        for known in (self.failures, self.failing_since, self._retry_at):
-            known.pop(peer, None)
+        self.failures.pop(peer, None)
+        self.failing_since.pop(peer, None)
+        self._retry_at.pop(peer, None)
 
     def retry_in_s(self, peer: str, now: float) -> float:
         """Return how long `peer` still waits before it tries again."""
