@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from starling.common.errors import RefusedError, WireError
+from starling.common.net import hub
 from starling.common.net.hub import SEND_HIGH_WATER, PeerDisconnected
 from starling.common.net.keyring import make_keys
 from starling.common.net.limits import MAX_BYTES, PEER_ROLES, PeerAllowance, RateLimits, role_of, rules_of
@@ -111,6 +112,25 @@ def test_malformed_name_is_refused(name: str) -> None:
     assert role_of(name) is None
     with pytest.raises(WireError, match="is not a valid name: it must be ROLE-NUMBER, ROLE being policy, rollout"):
         rules_of(name)
+
+
+def test_message_larger_than_the_run_allows_is_dropped(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "MIN_BYTES", 1 << 10)
+    harness = HubHarness(keys)
+    try:
+        with socket_of(harness.hub.address, keys, "rollout-1") as socket:
+            socket.send_multipart(codec.pack(envelope("rollout-1"), SAMPLES[0]))
+            harness.next(wire.Hello)
+            harness.hub.limit_messages("rollout", 1 << 20)
+            tensor = wire.TensorMeta(dtype="uint8", shape=(1 << 20,), nbytes=1 << 20)
+            message = wire.GroupGenerated(lease="l", trajectories=(), tensors=(tensor,))
+            socket.send_multipart(codec.pack(envelope("rollout-1"), message, (bytes(1 << 20),)))
+            harness.poll_until(lambda: harness.hub.dropped == {"size": 1})
+            harness.hub.limit_messages("rollout", 2 << 20)
+            socket.send_multipart(codec.pack(envelope("rollout-1"), message, (bytes(1 << 20),)))
+            harness.next(wire.GroupGenerated)
+    finally:
+        harness.hub.close(0.0)
 
 
 def test_large_message_of_an_operator_is_dropped(harness: HubHarness, keys: Path) -> None:

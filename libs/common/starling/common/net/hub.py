@@ -27,7 +27,16 @@ from starling.common.net import curve
 from starling.common.net.binding import bind
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import receive_routed, send
-from starling.common.net.limits import DEFAULT_RATE_LIMITS, MAX_FRAMES, PeerAllowance, RateLimits, RoleRules, rules_of
+from starling.common.net.limits import (
+    DEFAULT_RATE_LIMITS,
+    MAX_BYTES,
+    MAX_FRAMES,
+    MIN_BYTES,
+    PeerAllowance,
+    RateLimits,
+    RoleRules,
+    rules_of,
+)
 from starling.common.net.publishing import SnapshotPublisher
 from starling.common.net.traffic import MAX_SUBSCRIBERS, SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.wire import codec
@@ -132,6 +141,7 @@ class Hub:
         """Messages that could not be sent, because their peers do not read."""
         self._warned: set[tuple[str, str]] = set()
         self._keys, self._limits = keys, limits
+        self._max_bytes = dict(MAX_BYTES)
         self._peers = PeerConnections()
         self._allowances: dict[str, PeerAllowance] = {}
         self._closed: list[tuple[str, bytes]] = []
@@ -197,6 +207,20 @@ class Hub:
             if now >= deadline or self._woken:
                 self._woken = False
                 return happened
+
+    def limit_messages(self, role: str, max_bytes: int) -> None:
+        """Drop messages of `role` that are larger than `max_bytes`, in place of the limit before.
+
+        A limit that is lower than a `Hello` may need, or higher than the role may have in any run, is not taken.
+        """
+        limit = min(MAX_BYTES[role], max(MIN_BYTES, max_bytes))
+        if limit == self._max_bytes[role]:
+            return
+        self._max_bytes[role] = limit
+        self._note_closed()
+        for peer in self._peers.by_name.values():
+            if peer.rules.role == role:
+                self._traffic.identify(peer.descriptor, limit)
 
     def wake(self) -> None:
         """End a `poll` that waits, within `LOOK_EVERY_S`. From any thread."""
@@ -341,8 +365,8 @@ class Hub:
         try:
             envelope = codec.unpack_envelope(parts)
             rules = self._check(envelope, last, peer)
-            if size > rules.max_bytes:
-                raise rules.oversize(size)
+            if size > self._max_bytes[rules.role]:
+                raise rules.oversize(size, self._max_bytes[rules.role])
             message = codec.unpack_up(parts)
             if type(message) is Hello or type(message) not in rules.allowed:
                 rules.check(envelope.sender, message)
@@ -404,7 +428,7 @@ class Hub:
             allowance=PeerAllowance(self._limits, now) if self._keys is None else self._allowance(envelope.sender),
         )
         before = self._peers.by_name.get(peer.name)
-        self._traffic.identify(peer.descriptor, rules.max_bytes)
+        self._traffic.identify(peer.descriptor, self._max_bytes[rules.role])
         self._peers.add(peer)
         if before is not None and before.route != route:
             # What waits in it for a peer that does not read would stay as long as it is open.

@@ -34,7 +34,11 @@ MAX_BYTES: Final = {
     "operator": 64 << 10,  # a key and its value
     "observer": 0,
 }
-"""Maximum bytes of one message of each role, over all its frames. The limits of the codec apply too."""
+"""Maximum bytes of one message of each role, over all its frames. The limits of the codec apply too. A run may allow
+less (`Hub.limit_messages`)."""
+
+MIN_BYTES: Final = 80 * _MIB
+"""What each role with a layout may send: a `Hello` of 16 MiB with a layout of 64 MiB."""
 
 
 MAX_DEBT_S: Final = 1.0
@@ -117,11 +121,10 @@ class RoleRules:
 
     role: str
     allowed: frozenset[type]
-    max_bytes: int
 
-    def oversize(self, size_bytes: int) -> WireError:
-        """Return the error for a message that is too large for this role."""
-        reason = f"a message of {size_bytes} bytes is over the limit of {self.max_bytes} for the role {self.role}"
+    def oversize(self, size_bytes: int, max_bytes: int) -> WireError:
+        """Return the error for a message that is larger than this role may send in this run."""
+        reason = f"a message of {size_bytes} bytes is over the limit of {max_bytes} for the role {self.role}"
         return WireError(reason, "size")
 
     def check(self, name: str, message: messages.Up) -> None:
@@ -132,9 +135,7 @@ class RoleRules:
             raise WireError(f"{name} has the name of a {self.role}, but joins as a {message.role}", "role")
 
 
-RULES: Final = {
-    role: RoleRules(role, messages.ALLOWED_MESSAGES.get(role, frozenset()), MAX_BYTES[role]) for role in PEER_ROLES
-}
+RULES: Final = {role: RoleRules(role, messages.ALLOWED_MESSAGES.get(role, frozenset())) for role in PEER_ROLES}
 
 
 def role_of(name: str) -> str | None:

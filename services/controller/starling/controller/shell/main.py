@@ -121,6 +121,8 @@ class Shell:
         with _as_restart_error(self._folder):
             self._loggers = LoggerFanout(makers, settings.logging, self._folder, past)
         self._timelines = Timelines(self._folder)
+        self._message_bytes: dict[str, int] = {}
+        """Most bytes of a message with a group so far, by role."""
         self._finish: FinishRun | None = None
         self._commands = CommitQueue(
             self._journal,
@@ -261,6 +263,7 @@ class Shell:
             is_tick = ticks.is_due(time.monotonic(), has_more=num >= MAX_BATCH)
             if is_tick:
                 self._handle(controller, Ticked(time.monotonic()), "tick")
+                self._limit_messages(controller)
                 self._show(controller)
                 self._metrics.flush()
                 self._samples.flush()
@@ -268,6 +271,19 @@ class Shell:
             self._commit(controller, wait=not is_tick)
             self._compact_if_due(controller, has_more=num >= MAX_BATCH)
         self._show(controller)
+
+    def _limit_messages(self, controller: Controller) -> None:
+        """Bound the messages of rollouts and teachers by what a group of this run can have.
+
+        An evaluation of an operator may have larger groups, which take far longer than a tick to generate. Those that
+        come after its end are received and released: of messages that are dropped the sender would not hear.
+        """
+        model = controller.state.training.limits
+        if model is None:
+            return
+        for role, num_bytes in controller.state.message_bytes().items():
+            self._message_bytes[role] = max(num_bytes, self._message_bytes.get(role, 0))
+            self.hub.limit_messages(role, self._message_bytes[role])
 
     def _receive(self, controller: Controller, timeout_s: float) -> int:
         """Handle the messages that have arrived, for one commit. Returns their number."""
