@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from starling.common.setting_docs import setting_texts
 from starling.controller.data.settings import DataSettings
 
 
@@ -35,7 +36,7 @@ def test_data_settings_accept_a_format(format_: str) -> None:
 
 def test_data_settings_fields_are_described_and_frozen() -> None:
     settings = DataSettings(source="rows.jsonl")
-    assert all(field.description for field in DataSettings.model_fields.values())
+    assert all(setting_texts(DataSettings).values())
     with pytest.raises(ValidationError, match="frozen"):
         settings.source = "other.jsonl"
 

@@ -5,6 +5,7 @@ This package needs none of them to be installed to know their names.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import runpy
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from starling.common.errors import ConfigError
+from starling.common.importing import without_modules
 
 SERVICES: Final = {
     **{role: f"starling.{role}.shell.main" for role in ("controller", "policy", "rollout", "reward")},
@@ -30,6 +32,8 @@ def run_module(command: str, argv: Sequence[str]) -> int:
     if not is_installed(part):
         raise ConfigError(missing(command, part))
     sys.argv = [f"starling {command}", *argv]
+    with without_modules("rich"):  # which structlog imports for tracebacks that no service prints
+        importlib.import_module("structlog")
     try:
         runpy.run_module(SERVICES[command], run_name="__main__", alter_sys=True)
     except SystemExit as end:

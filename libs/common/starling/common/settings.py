@@ -37,6 +37,7 @@ from starling.common.ranges import (
     MAX_WHOLE,
     MIN_TEMPERATURE,
 )
+from starling.common.setting_docs import setting_texts
 
 ENV_PREFIX = "STARLING_"
 MAX_SHOWN = 200
@@ -76,7 +77,7 @@ Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_
 class SettingsSection(BaseModel):
     """A frozen group of settings; each field's docstring is its help. No number may be infinite or NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSettings(SettingsSection):
@@ -214,7 +215,6 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         # A section that is given in part keeps its own defaults for the rest, not those of its class.
         nested_model_default_partial_update=True,
         env_prefix=ENV_PREFIX,
@@ -441,7 +441,7 @@ def iter_settings(schema: type[BaseModel], prefix: str = "", defaults: BaseModel
             continue
         shown = str(default) if isinstance(default, Path) else default
         text = "required" if required else repr(shown)
-        yield Setting(key, type_name(field.annotation), text, field.description or "")
+        yield Setting(key, type_name(field.annotation), text, setting_texts(schema)[name])
         if item is not None:
             yield from iter_settings(item, f"{key}[].")
 

@@ -16,7 +16,9 @@ import setproctitle
 
 from starling.cli.run.lean_imports import lean_transformers
 from starling.common.importing import without_modules
-from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
+
+with without_modules("rich"):  # which structlog imports for tracebacks that no service prints
+    from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
 
 _MODULES = (
     "torch",

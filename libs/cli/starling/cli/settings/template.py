@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from starling.cli.recipe.schema import Recipe
+from starling.common.setting_docs import setting_texts
 from starling.common.settings import item_of, section_of, type_name
 
 CHOICES: Final[dict[str, Any]] = {
@@ -35,33 +36,32 @@ def default_recipe() -> str:
     for name, field in Recipe.model_fields.items():
         schema = section_of(field)
         assert schema is not None, f"{name} is not a section"
-        lines += _section(name, name, schema, _default(field), _is_present(name, field), field.description)
+        text = setting_texts(Recipe)[name]
+        lines += _section(name, name, schema, _default(field), _is_present(name, field), text)
     return "\n".join(lines) + "\n"
 
 
-def _section(
-    key: str, header: str, schema: type[BaseModel], default: Any, present: bool, text: str | None
-) -> Iterator[str]:
+def _section(key: str, header: str, schema: type[BaseModel], default: Any, present: bool, text: str) -> Iterator[str]:
     """Yield the lines of the section `key` with the table `header`: its values, then the sections below it."""
     off = "" if present else "#"
     table = f"[[{header}]]" if key.endswith("[]") else f"[{header}]"
     yield ""
     yield from _comment(text)
     yield f"{off}{table}"
-    below = []
+    below, texts = [], setting_texts(schema)
     for name, field in schema.model_fields.items():
         path, value = f"{key}.{name}", getattr(default, name, None) if default is not None else _default(field)
         nested, item = section_of(field), item_of(field)
         if nested is not None:
             shown = present and (value is not None or _is_present(path, field))
-            below.append((path, f"{header}.{name}", nested, value, shown, field.description))
+            below.append((path, f"{header}.{name}", nested, value, shown, texts[name]))
             continue
         if item is not None:
             shown = present and f"{path}[]" in PRESENT
-            below.append((f"{path}[]", f"{header}.{name}", item, None, shown, field.description))
+            below.append((f"{path}[]", f"{header}.{name}", item, None, shown, texts[name]))
             continue
         value = CHOICES.get(path, value)
-        yield from _comment(field.description)
+        yield from _comment(texts[name])
         yield f"# Type: {type_name(field.annotation)}."
         absent = value is None
         yield f"{'#' if absent else off}{name} = {_toml('' if absent else value)}"
@@ -69,8 +69,8 @@ def _section(
         yield from _section(*arguments)
 
 
-def _comment(text: str | None) -> Iterator[str]:
-    yield from (f"# {line}".rstrip() for line in (text or "").splitlines())
+def _comment(text: str) -> Iterator[str]:
+    yield from (f"# {line}".rstrip() for line in text.splitlines())
 
 
 def _default(field: FieldInfo) -> Any:
