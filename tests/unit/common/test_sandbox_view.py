@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from starling.common.net.keyring import make_keys
+from starling.common.sandbox import view
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.sandbox.view import view_of
 
@@ -76,3 +77,29 @@ def test_link_out_of_a_package_shows_nothing_outside(tmp_path: Path, monkeypatch
     shown = {Path(entry.source) for entry in view.entries}
     assert package / "tools.py" in shown
     assert not any(path.is_relative_to(tmp_path / "keys") for path in shown)
+
+
+def test_views_of_a_starting_service_look_through_a_package_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And later views look again: a key may have been put there."""
+    monkeypatch.chdir(tmp_path)
+    (package := tmp_path / "package").mkdir()
+    (package / "tools.py").write_text("")
+    looked: list[str] = []
+
+    def looking(path: str) -> set[str]:
+        looked.append(path)
+        return look_through(path)
+
+    look_through = view._look_through
+    monkeypatch.setattr(view, "_look_through", looking)
+    for _ in range(3):
+        assert str(package) in view_of(SandboxNeeds(), []).readable()
+    assert looked == [str(package)]
+    make_keys(tmp_path / "keys", ["rollout-1"])
+    (tmp_path / "keys" / "rollout-1.json").rename(package / "mine.json")
+    monkeypatch.setattr(view, "REUSED_S", 0.0)
+    readable = view_of(SandboxNeeds(), []).readable()
+    assert str(package / "tools.py") in readable
+    assert not {str(package), str(package / "mine.json")}.intersection(readable)

@@ -7,9 +7,11 @@ are visible, and within a package no folder of a run and no key file. Data must 
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,8 @@ _KEY_FIELDS: Final = ("secret", "controller_public")
 """Fields of a key file (`starling.common.net.curve.KeyFile`)."""
 _KEY_BYTES: Final = 4096
 """Limit on the size of a key file; one has 250 bytes."""
+REUSED_S: Final = 10.0
+"""How long what was found in a package is used again."""
 TMP_BYTES: Final = 1 << 30
 
 Kind = Literal["read_only", "writable", "device", "tmpfs", "link", "proc"]
@@ -161,11 +165,24 @@ def _add_code(view: View, place: str) -> None:
                 view.show(entry.path)
 
 
+_looked_through: Final[dict[str, tuple[float, set[str]]]] = {}
+"""When a package was looked through, and what is hidden of it, by path."""
+
+
 def _of_runs(path: str) -> set[str]:
     """Return the folders of runs and of keys in a package, and single key files, where a recipe or a user has put them.
 
-    A replica on another machine needs its own key only, so that file may be anywhere.
+    A replica on another machine needs its own key only, so that file may be anywhere. What was found is used again for
+    some seconds: a service that starts makes several views, and a package may have tens of thousands of files.
     """
+    looked, hidden = _looked_through.get(path, (-math.inf, set[str]()))
+    if time.monotonic() - looked > REUSED_S:
+        hidden = _look_through(path)
+        _looked_through[path] = time.monotonic(), hidden
+    return hidden
+
+
+def _look_through(path: str) -> set[str]:
     hidden = set()
     for folder, _, names in os.walk(os.path.realpath(path)):
         if not _OF_RUNS.isdisjoint(names):
