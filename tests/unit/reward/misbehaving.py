@@ -79,7 +79,21 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
         case "forge":
             _forge(detail)
             time.sleep(1000)
+        case "flood":
+            _flood()
     return 1.0
+
+
+def _flood() -> None:
+    """Report calls that the worker was never sent, faster than anyone reads."""
+    import socket
+
+    from starling.reward.score.workers.protocol import CallReport, frame
+
+    line, reports = _line(), frame(CallReport(1 << 20, 1.0, "", 0.0)) * 100_000
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+    while True:
+        line.sendall(reports)
 
 
 def _forge(what: str) -> None:

@@ -74,15 +74,43 @@ def test_group_from_arrival_to_answer() -> None:
 def test_failed_scorer_gives_a_reason_instead_of_a_reward() -> None:
     scores = machine()
     scores.add(group("score:1:0", Status.OK, Status.OK))
-    scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."))
     scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_ERROR, "it raised."))
     scores.record(Score("score:1:0", 1, 0, 2.0))
-    (answer,) = scores.record(Score("score:1:0", 1, 1, -1.0))
+    scores.record(Score("score:1:0", 1, 1, -1.0))
+    (answer,) = scores.record(Score("score:1:0", 0, 0, None, Status.REWARD_TIMEOUT, "it hung."))
     assert isinstance(answer, SendScores)
     assert answer.message.rewards == (None, 1.5)
     assert answer.message.statuses == (Status.REWARD_TIMEOUT, Status.OK)
     assert answer.message.problems == ("Completion 0: it hung.", "Completion 0: it raised.")
     assert answer.message.components == {"right": (None, 2.0), "form": (None, -1.0)}
+
+
+def test_group_is_answered_when_a_needed_score_has_timed_out() -> None:
+    """Texts that hang a scorer would take its time limit for each completion, beyond the deadline of the group."""
+    scores = machine(num_slots=1)
+    scores.add(group("score:1:0", *[Status.OK] * 63, Status.ENV_ERROR))
+    scores.add(group("score:2:0", Status.OK))
+    scores.record(Score("score:1:0", 0, 0, 1.0))
+    scores.record(Score("score:1:0", 0, 1, 1.0))
+    scores.record(Score("score:1:0", 1, 0, 1.0))
+    cancel, answer, submit = scores.record(Score("score:1:0", 2, 0, None, Status.REWARD_TIMEOUT, "it hung."))
+    assert cancel == CancelTask("score:1:0")
+    assert isinstance(answer, SendScores)
+    assert answer.message.rewards == (1.5, *[None] * 63)
+    assert answer.message.statuses == (Status.OK, *[Status.REWARD_TIMEOUT] * 62, Status.ENV_ERROR)
+    assert answer.message.problems == ("Completion 2: it hung.",)
+    assert isinstance(submit, SubmitTask)
+    assert phases(scores) == {"score:2:0": "working"}
+    assert scores.record(Score("score:1:0", 3, 0, 1.0)) == []
+
+
+def test_time_limit_of_an_observed_score_does_not_answer_the_group() -> None:
+    scores = machine((WeightedScorer("right", 2.0), WeightedScorer("seen", 0.0)))
+    scores.add(group("score:1:0", Status.OK))
+    assert scores.record(Score("score:1:0", 0, 1, None, Status.REWARD_TIMEOUT, "it hung.")) == []
+    (answer,) = scores.record(Score("score:1:0", 0, 0, 1.0))
+    assert isinstance(answer, SendScores)
+    assert answer.message.rewards == (2.0,)
 
 
 def test_problem_of_several_completions_is_reported_once_with_their_number() -> None:

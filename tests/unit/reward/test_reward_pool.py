@@ -144,6 +144,18 @@ def test_report_in_name_of_worker_cannot_stop_the_service(what: str, first: Stat
     assert hanging.status is Status.REWARD_TIMEOUT
 
 
+def test_reports_without_end_cannot_stop_the_service(pool: ScoringPool) -> None:
+    """A service that reads them until none is left would read for ever."""
+    pool.submit(task("good"))
+    collect(pool, 1)
+    pool.submit(task("flood", id="score:1:0"))
+    time.sleep(0.5)  # so that the worker is ahead
+    [score] = collect(pool, 1)
+    assert score.problem.endswith("sent a message in its worker's name.")
+    pool.submit(task("good", id="score:2:0"))
+    assert collect(pool, 1)[0].value == 1.0
+
+
 @pytest.mark.parametrize("text", ["hang", "hang-in-c"])
 def test_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:

@@ -7,6 +7,9 @@ scores. A trajectory that arrives with a status that cannot be trained is not sc
 score (of weight other than 0) fails, the trajectory has no reward but the status of the failure, never a reward of 0. A
 scorer of weight 0 is only observed: its failure is reported but costs no reward. A scorer for other prompts adds
 nothing, and its score is null; a prompt without any scorer has no reward.
+
+A group whose needed score has timed out is answered at once: the controller uses no group with a failure, and texts
+that are made to hang the scorer would take the time limit of each completion.
 """
 
 from __future__ import annotations
@@ -139,10 +142,12 @@ class GroupScores:
             return []
         group.scores[score.scorer][score.completion] = score
         group.num_missing -= 1
-        if group.num_missing:
+        is_lost = score.status is Status.REWARD_TIMEOUT and bool(self.scorers[score.scorer].weight)
+        if group.num_missing and not is_lost:
             return []
         del self._groups[score.task]
-        return [SendScores(_scored(group, self.scorers)), *self._fill_slots()]
+        unfinished: list[Command] = [CancelTask(score.task)] if group.num_missing else []
+        return [*unfinished, SendScores(_scored(group, self.scorers)), *self._fill_slots()]
 
     def cancel(self, leases: tuple[str, ...]) -> list[Command]:
         """Drop the groups of cancelled leases."""
@@ -186,7 +191,10 @@ def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> Gro
         column = [row[index] for row in group.scores]
         own = [score.problem for score in column if score and score.problem]
         reward, status = None, completion.status
-        if status in TRAINABLE_STATUSES:
+        if status in TRAINABLE_STATUSES and any(column[scorer] is None for scorer in group.task.scorers):
+            failed = [score.status for score in column if score and score.value is None]
+            status = next(iter(failed), Status.REWARD_TIMEOUT)
+        elif status in TRAINABLE_STATUSES:
             reward, failure = _reward(column, scorers)
             status = failure or status
             if not any(column):

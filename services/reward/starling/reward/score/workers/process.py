@@ -89,14 +89,17 @@ class WorkerProcess:
         return True
 
     def receive(self) -> list[FromWorker]:
-        """Return the worker's new messages. Sets `ended` when it has ended, or sent an invalid message."""
+        """Return the worker's new messages, as far as they have arrived; the socket is readable while there are more.
+
+        Sets `ended` when it has ended, or sent an invalid message.
+        """
         messages: list[FromWorker] = []
         try:
-            while data := self._sock.recv(_RECEIVE_BYTES):
+            # Once: a worker may send as fast as they are read.
+            if data := self._sock.recv(_RECEIVE_BYTES):
                 for body in self._reader.feed(data):
                     messages.append(decode_from_worker.decode(body))
-                if len(data) < _RECEIVE_BYTES:
-                    return messages
+                return messages
         except BlockingIOError:
             return messages
         except (OSError, *self.UNDECODABLE):
