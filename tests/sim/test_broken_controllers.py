@@ -148,7 +148,7 @@ def payload_is_pruned_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def groups_with_equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
-    def keep(state: ControllerState, group: Group, reward: float) -> None:
+    def keep(state: ControllerState, group: Group, reward: float, scorer: str) -> None:
         rewards = (reward,) * len(group.trajectories)
         state.buffer.store_rewards(group, rewards, {})
         state.outbox.write(RewardsStored(key=group.key, rewards=rewards))
@@ -160,7 +160,7 @@ def groups_with_mixed_rewards_are_filtered(patch: pytest.MonkeyPatch) -> None:
     def scored(state: ControllerState, member: Member, lease: Lease, message: wire.GroupScored) -> None:
         found = state.group_of_lease(message.lease)
         assert found is not None
-        results._filter(state, found[1], 0.0)
+        results._filter(state, found[1], 0.0, member.name)
 
     patch.setattr(machine, "on_scored", scored)
 

@@ -110,7 +110,7 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
             name=name, role="policy", incarnation=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
         )
         weights.publish(member, number, encoded_offer(number), {})
-        weights.plan(source, here)
+        weights.pair(source, here)
         weights.forget(name, source)
     assert size_of(weights._pairs) < 20
 
@@ -138,6 +138,23 @@ def test_layouts_of_departed_incarnations_are_dropped() -> None:
     del layout, rank, other
     assert kept() - before <= 2
     assert len(script.state.weights._plans._plans) <= 3
+
+
+def test_rollout_has_no_more_boxes_than_the_model_of_the_policy_can_be_split_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a larger model would be decoded before there is no plan for them."""
+    monkeypatch.setattr("starling.weightsync.plan.layout.FREE_BOXES", 8)
+    script = Script()
+    script.start_run("rollout-0")
+    layout = decode_layout(encoded_layout("rollout-9"))
+    [rank] = layout.ranks
+    larger = TensorSpec(name="larger", shape=(1 << 40,), dtype="int8")
+    other = msgspec.structs.replace(rank, shards=rank.shards * 9)
+    many = encode(msgspec.structs.replace(layout, tensors=(*layout.tensors, larger), ranks=(other,)))
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+    said = script.receive("rollout-9", hello, many, incarnation=1)
+    assert any("boxes or more, expected at most 8" in line for line in said), said
 
 
 def test_layouts_of_many_boxes_are_decoded_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

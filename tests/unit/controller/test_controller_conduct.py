@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import explain
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.plan import LeaseTimeouts
-from starling.controller.core.records import ReplicaCounted
+from starling.controller.core.records import GroupDiscarded, ReplicaCounted
 from starling.controller.core.replicas.heartbeat import MAX_HELD
 from starling.controller.core.replicas.membership import MAX_INVALID
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS
@@ -234,6 +235,16 @@ def scores_where_honest(script: Incarnations, generators: dict[str, str], culpri
             script.scores(lease, *((None, None) if is_bad else (1.0, 0.0)), name=name)
 
 
+def trains_all(script: Incarnations, *rollouts: str) -> None:
+    """Let the policy make the step that it was sent, if any, and `rollouts` adopt it."""
+    for train in script.held_by("policy-0", "train"):
+        step = int(train.split(":")[1])
+        script.trains(step)
+        script.publishes(step)
+        for rollout in rollouts:
+            adopts_again(script, rollout, step)
+
+
 @pytest.mark.parametrize("culprit", ["rollout-9", "reward-1"])
 @pytest.mark.parametrize("max_tries", [0, 1000], ids=["discarded", "tried again"])
 @pytest.mark.parametrize("num_good", [0, 1])
@@ -252,12 +263,7 @@ def test_scorers_are_not_evicted_for_completions_nor_rollouts_for_scorers(
                 script.generates(name, lease, script.state.replicas.membership.members[name].version)
                 generators[lease.split(":")[1]] = name
         scores_where_honest(script, generators, culprit)
-        for train in script.held_by("policy-0", "train"):
-            step = int(train.split(":")[1])
-            script.trains(step)
-            script.publishes(step)
-            for rollout in ("rollout-0", "rollout-9"):
-                adopts_again(script, rollout, step)
+        trains_all(script, "rollout-0", "rollout-9")
         script.advance_time(0.01)
         if culprit not in script.state.replicas.membership.members:
             break
@@ -265,6 +271,56 @@ def test_scorers_are_not_evicted_for_completions_nor_rollouts_for_scorers(
     if max_tries == 0 or num_good or culprit == "reward-1":
         assert members.num_invalid == {culprit: 1}
     assert {"rollout-0", "rollout-9", "reward-0", "reward-1"} - members.members.keys() <= {culprit}
+    assert not script.state.lifecycle.failure
+
+
+def test_rollout_is_not_evicted_for_a_scorer_that_fails_only_what_it_generates() -> None:
+    """A scorer that has scored more than one rollout has generated, and then fails whatever that one generates."""
+    script = run_of("rollout-0", num_steps=1000)
+    script.joins("reward-1", slots=8)
+    script.joins("rollout-9")
+    for name in ("rollout-9", "reward-1"):
+        script.state.replicas.membership.conduct[name].num_used = 1000  # as after an hour of work together
+    for _ in range(200):
+        for lease in script.held_by("rollout-0", "generate"):
+            script.generates("rollout-0", lease, script.state.replicas.membership.members["rollout-0"].version)
+        for lease in script.held_by("reward-1", "score"):
+            script.scores(lease, None, None, name="reward-1")
+        for lease in script.held_by("reward-0", "score"):
+            script.scores(lease)
+        trains_all(script, "rollout-0")
+        script.advance_time(0.01)
+        if script.state.replicas.membership.num_invalid:
+            break
+    assert script.state.replicas.membership.num_invalid == {"reward-1": 1}
+
+
+@pytest.mark.parametrize("culprit", ["rollout-9", "teacher-1"])
+@pytest.mark.parametrize("max_tries", [0, 1000], ids=["discarded", "tried again"])
+def test_teachers_are_not_evicted_for_tokens_nor_rollouts_for_teachers(culprit: str, max_tries: int) -> None:
+    """Tokens that no teacher reads, as ids beyond its vocabulary, whatever their rewards; or such a teacher."""
+    script = run_of("rollout-0", "rollout-9", num_teachers=1, num_steps=1000, max_tries=max_tries)
+    for name in ("teacher-0", "teacher-1"):
+        script.joins(name, slots=8)
+    generators: dict[str, str] = {}
+    for _ in range(40):
+        for name in ("rollout-0", "rollout-9"):
+            for lease in script.held_by(name, "generate"):
+                script.generates(name, lease, script.state.replicas.membership.members[name].version)
+                generators[lease.split(":")[1]] = name
+        for lease in script.held_by("reward-0", "score"):
+            script.scores(lease)
+        for name in ("teacher-0", "teacher-1"):
+            for lease in script.held_by(name, "teach"):
+                if culprit in (name, generators[lease.split(":")[1]]):
+                    script.fails(name, lease, "it has no such token")
+                else:
+                    script.scores_tokens(lease, name=name)
+        trains_all(script, "rollout-0", "rollout-9")
+        script.advance_time(0.01)
+        if culprit not in script.state.replicas.membership.members:
+            break
+    assert script.state.replicas.membership.num_invalid == {culprit: 1}
     assert not script.state.lifecycle.failure
 
 
@@ -348,6 +404,16 @@ def test_replica_that_was_counted_out_is_not_admitted_after_a_restart(compacted:
     assert [record.num for record in counted] == list(range(1, MAX_INVALID + 1)), "nothing is written beyond"
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_count_of_a_replica_is_the_same_from_the_whole_and_from_the_compacted_journal(compacted: bool) -> None:
+    script = run_of("rollout-9")  # the only rollout stays
+    for _ in range(MAX_INVALID + 2):
+        lease = script.held_by("rollout-9", "generate")[0]
+        script.receive("rollout-9", wire.GroupGenerated(lease=lease, trajectories=(), tensors=()))
+    script.restart(compacted=compacted)
+    assert script.state.replicas.membership.num_invalid == {"rollout-9": MAX_INVALID}
+
+
 def test_replica_that_was_counted_out_is_admitted_to_a_run_that_is_resumed() -> None:
     script = run_of("rollout-0", "rollout-9")
     script.state.replicas.membership.num_invalid["rollout-9"] = MAX_INVALID - 1
@@ -357,6 +423,44 @@ def test_replica_that_was_counted_out_is_admitted_to_a_run_that_is_resumed() -> 
     script.restart(stopped=True)
     script.joins("rollout-0", slots=4)
     assert "rollout-9 <- welcome" in script.joins("rollout-9", slots=8, incarnation=100)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_replica_that_led_to_filtered_groups_is_evicted_after_a_restart(compacted: bool) -> None:
+    script = run_of("rollout-0", "rollout-9", dynamic_sampling=True, num_steps=100)
+    filters_out(script, script.plan.max_filtered)
+    script.restart(compacted=compacted)
+    rejoins(script)
+    assert not script.state.lifecycle.failure
+    assert script.state.replicas.membership.num_invalid == {"rollout-9": 1}
+
+
+def test_no_replica_is_evicted_for_filtered_groups_of_an_older_journal() -> None:
+    """It does not say which replicas led to them."""
+    script = run_of("rollout-0", "rollout-9", dynamic_sampling=True, num_steps=100)
+    filters_out(script, script.plan.max_filtered)
+    for number, write in enumerate(script.journal):
+        if isinstance(write.record, GroupDiscarded):
+            script.journal[number] = replace(write, record=replace(write.record, generator="", scorer=""))
+    script.restart()
+    rejoins(script)
+    assert "were all filtered out" in script.state.lifecycle.failure
+    assert not script.state.replicas.membership.num_invalid
+
+
+def rejoins(script: Incarnations) -> None:
+    """Let all replicas join a restarted controller, which then waits no more."""
+    for name, slots in (("policy-0", 1), ("reward-0", 8), ("rollout-0", 4), ("rollout-9", 8)):
+        script.joins(name, slots=slots)
+    script.wait(4.0)
+
+
+def filters_out(script: Incarnations, num: int) -> None:
+    """Let `num` groups of `rollout-9` be filtered out."""
+    for _ in range(num):
+        lease = script.held_by("rollout-9", "generate")[0]
+        script.generates("rollout-9", lease)
+        script.scores(script.held_by("reward-0", "score")[0], 0.0, 0.0)
 
 
 # --- weights that are not adopted ------------------------------------------------------------------------------------

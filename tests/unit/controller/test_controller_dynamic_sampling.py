@@ -137,7 +137,7 @@ def test_every_step_is_full_and_nothing_is_out_of_order(
             buffer.discard(group)
         else:
             buffer.store_completions(group, (), (), ())
-            buffer.store_rewards(group, (0.0, 1.0), {}) if outcome == "keep" else buffer.filter(group, 0.5)
+            buffer.store_rewards(group, (0.0, 1.0), {}) if outcome == "keep" else buffer.filter(group, 0.5, "reward-0")
             (kept if outcome == "keep" else filtered).append(group.ordinal)
         assert all(buffer.rank(other) <= ranks[other.ordinal] for other in buffer.live()), "ranks only decrease"
         step = buffer.num_frozen_steps + 1

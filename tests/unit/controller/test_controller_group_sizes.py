@@ -11,12 +11,14 @@ from msgspec.structs import replace
 from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import LOSS_MASK
+from starling.common.wire.tensors import KEPT_COUNTS, KEPT_IDS, LOSS_MASK
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import Received
 from starling.controller.core.groups.arrival import received
+from starling.controller.core.groups.limits import MESSAGE_BYTES
+from starling.controller.core.groups.validation import MAX_TEXT_CHARACTERS, MAX_TOKEN_CHARACTERS
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import CompletionsStored, JournalEntry
+from starling.controller.core.records import CompletionsStored, JournalEntry, PartialCompletionsStored
 from starling.sim.replicas.weights import encoded_layout
 
 
@@ -152,3 +154,86 @@ def test_teacher_sends_no_more_likeliest_tokens_than_the_recipe_asks_for(k: int,
     script.scores_tokens("teach:t0:0", k=k)
     assert is_kept or "teacher.top_k is 3" in reason(script)
     assert any(type(write.record).__name__ == "TeacherLogprobsStored" for write in script.journal) == is_kept
+
+
+@pytest.mark.parametrize("field", ["text", "problem"])
+def test_text_that_no_tokens_have_is_not_stored(field: str) -> None:
+    """A group could have 16 MiB of it, whatever its tokens: the controller holds those of all groups of some steps."""
+    script = Script()
+    script.start_run()
+    result = valid()
+    result.change(1, **{field: "x" * (MAX_TEXT_CHARACTERS + 2 * MAX_TOKEN_CHARACTERS + 1)})
+    result.send(script)
+    assert "completion 1 has 2 tokens and 660" in reason(script)
+    assert not is_stored(script)
+    assert "rollout-0" in script.state.replicas.membership.members
+
+
+@pytest.mark.parametrize("num_kept", [70, 71])
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_kept_tokens_that_truncation_does_not_keep_are_not_stored(num_kept: int, is_partial: bool) -> None:
+    """`num_kept` at each of four positions; with a top_k of 3 at most 70 are possible, because some may be equal."""
+    script = Script(sampling=wire.Sampling(max_tokens=8, top_k=3, logprobs="truncated"))
+    script.start_run()
+    result = valid()
+    result.put(4, np.full(4, num_kept, np.int32), KEPT_COUNTS)
+    result.put(5, np.tile(np.arange(num_kept, dtype=np.int32), 4), KEPT_IDS)
+    if is_partial:
+        interrupted = wire.GroupInterrupted(
+            lease="generate:t0:0",
+            reason="it leaves",
+            partial=(wire.PartialCompletionMeta(num_tokens=2),) * 2,
+            tensors=tuple(result.tensors[1:]),
+        )
+        script.receive("rollout-0", interrupted, *result.buffers[1:])
+    else:
+        result.send(script)
+    stored = [w for w in script.journal if isinstance(w.record, CompletionsStored | PartialCompletionsStored)]
+    assert bool(stored) == (num_kept == 70)
+    assert "rollout-0" in script.state.replicas.membership.members
+
+
+def test_evaluation_of_more_completions_than_the_recipe_has_is_generated() -> None:
+    """An operator may request any number: a rollout that answers as it was told was blamed for it, and evicted."""
+    script = Script(num_steps=9)
+    script.start_run()
+    script.receive("operator-0", wire.RequestEvaluation(request="r", num_completions=3))
+    script.generates("rollout-0", "generate:t0:0")
+    script.generates("rollout-0", "generate:t1:0")
+    leases = script.state.replicas.leases.of("rollout-0", "generate")
+    [lease, *_] = [script.aliases.short(one) for one in leases if one.startswith("generate:e")]
+    script.generates("rollout-0", lease, num=3)
+    assert any(isinstance(w.record, CompletionsStored) and w.record.key.startswith("e") for w in script.journal)
+
+
+def test_messages_are_bounded_by_the_largest_group_of_the_run() -> None:
+    script = Script(max_model_len=64, teacher_top_k=3, num_teachers=1)
+    state = script.controller.state
+    assert state.message_bytes()["rollout"] > 1 << 32, "the images of the model are not known before it joins"
+    script.start_run(limits=wire.ModelLimits(longest=64))
+    most, num_tokens = state.message_bytes(), state.plan.group_size * 64
+    group = long_prompt(64)
+    for index, dtype in enumerate((np.int32, np.float32, np.int32), 1):
+        group.put(index, np.zeros(num_tokens, dtype))
+    group.put(4, np.zeros(num_tokens, np.uint8), LOSS_MASK)
+    assert sum(map(len, group.buffers)) <= most["rollout"] - MESSAGE_BYTES <= 2 * sum(map(len, group.buffers))
+    assert most["teacher"] == MESSAGE_BYTES + num_tokens * (4 + 3 * 8)
+
+
+def test_kept_tokens_may_make_messages_larger() -> None:
+    sampling = wire.Sampling(max_tokens=8, top_k=2, logprobs="truncated")
+    script = Script(max_model_len=64, sampling=sampling)
+    script.start_run(limits=wire.ModelLimits(longest=64))
+    state = script.controller.state
+    before = state.message_bytes()["rollout"]
+    state.training.changes.add("sampling.top_k", 5.0, 2, "r")
+    state.training.changes.add("sampling.top_k", 1.0, 3, "s")
+    assert state.message_bytes()["rollout"] - before == 2 * 3 * 4 * state.plan.group_size * 64
+
+
+def test_context_of_the_model_bounds_messages_where_the_recipe_does_not() -> None:
+    script = Script()
+    script.start_run(limits=wire.ModelLimits(longest=64))
+    most = script.controller.state.message_bytes()
+    assert most["rollout"] < 2 * MESSAGE_BYTES
+    assert most["teacher"] > 1 << 32, "teacher.top_k is not known"

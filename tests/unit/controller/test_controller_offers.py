@@ -21,7 +21,7 @@ from starling.controller.core.weights.distribution import MAX_BAD_PULLS, MAX_OFF
 from starling.controller.core.weights.publications import RETRY_S, Publications
 from starling.sim.replicas.weights import adopted, content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
-from starling.weightsync.offers.tickets import ticket
+from starling.weightsync.offers.tickets import accept, prove
 from starling.weightsync.plan.layout import encode
 
 
@@ -78,7 +78,8 @@ def test_each_pull_of_each_rollout_has_a_ticket_of_its_own_and_none_has_the_secr
     assert {rank.secret for rank in ranks} == {""}
     secret = offer_of(0).ranks[0].secret
     for send, rank in zip(sent, ranks, strict=True):
-        assert rank.ticket == ticket(secret, send.peer, send.message.lease)
+        proof = accept(secret, prove(rank, rank=0, nonce="0").text, snapshot=rank.snapshot)
+        assert proof.claims.startswith(f"{send.peer} {send.message.lease} ")
 
 
 def test_offer_that_arrives_after_the_next_adoption_is_ignored() -> None:

@@ -222,6 +222,19 @@ def test_reclaimed_group_of_a_temperature_that_the_run_has_not_had_is_a_failed_t
     assert "sampled at temperature 1e-30, which this run has not had" in reason(script)
 
 
+@pytest.mark.parametrize(("tokens", "temperature"), [(3, 0.25), (9, 1.0)])
+def test_reclaimed_group_of_a_step_is_not_sampled_as_one_of_an_evaluation(tokens: int, temperature: float) -> None:
+    """The next rollout would sample the rest of it at that temperature, and the policy train on it."""
+    script = generating(eval_sampling=wire.Sampling(max_tokens=9, temperature=0.25))
+    script.disconnect("rollout-0")
+    script.joins("rollout-0")
+    script.state.replicas.membership.members["rollout-0"].version = 0
+    script.interrupts("rollout-0", "generate:t0:0", tokens, tokens, temperature=temperature)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert (group.partial, group.temperature) == (None, 1.0)
+
+
 def test_partial_completions_with_kept_tokens_are_thrown_away_where_none_are_recorded() -> None:
     script = generating()
     tensors = [wire.TensorMeta(dtype=kind, shape=(2,), nbytes=8) for kind in ("int32", "float32", "int32")]

@@ -233,3 +233,21 @@ def test_only_replicas_with_weights_reclaim_an_offer(name: str) -> None:
     script.joins(name, incarnation=3)
     script.heartbeats(name, "publish:-1:1.999", incarnation=3)
     assert not script.state.replicas.leases.has("publish"), "while one is in force, no other rollout is asked to offer"
+
+
+@pytest.mark.parametrize("lease", ["adopt:1:1.9", "publish:0:1.9"])
+def test_lease_that_another_replica_has_is_not_reclaimed(lease: str) -> None:
+    """The table of leases has one holder for each id; the departure of a second one would end the controller."""
+    script = Script()
+    script.start_run("rollout-0", "rollout-1")
+    script.generate_and_score(0, 1)
+    script.trains(1)
+    script.publishes(1)
+    script = restarted(script)
+    for name in ("rollout-0", "rollout-1"):
+        script.heartbeats(name, lease, version=0)
+    leases = script.state.replicas.leases
+    assert [lease in {one.id for one in leases.all_of(name)} for name in ("rollout-0", "rollout-1")] == [True, False]
+    for name in ("rollout-1", "rollout-0"):
+        script.leaves(name)
+    assert leases.get(lease) is None

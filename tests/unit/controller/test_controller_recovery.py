@@ -219,6 +219,7 @@ def groups_of(groups: Groups, num_committed: int) -> dict[int, Any]:
             group.trajectories if state is not GroupState.WAITING else (),
             group.rewards if state is not GroupState.WAITING else (),
             (group.has_teacher_logprobs, group.generated_by) if state is not GroupState.WAITING else (),
+            group.generator if state is not GroupState.WAITING else "",
             group.buffers if state is not GroupState.WAITING and group.purpose == "train" and not trained else (),
             group.temperature if state is not GroupState.WAITING else 0.0,
         )
@@ -238,6 +239,7 @@ def durable_state(state: ControllerState) -> dict[str, Any]:
         "filtered": (
             buffer.num_filtered,
             buffer.num_filtered_in_a_row,
+            buffer.filtered_by,
             tuple(buffer.filtered_rewards(state.version + 1)),
         ),
         "counts": (buffer.num_admitted, buffer.num_discarded, buffer.num_frozen_steps, buffer.num_trained_groups),

@@ -1,4 +1,4 @@
-"""Free slots of replicas, compared with a linear scan; lease counts, compared with a model."""
+"""Free slots of replicas, compared with a linear scan; lease counts and expiry of members, compared with a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.ids import LEASE_KINDS
+from starling.common.wire import messages as wire
 from starling.controller.core.replicas.leases import Leases
-from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
 
 NAMES = ("rollout-0", "rollout-1", "rollout-2", "rollout-3")
@@ -73,3 +74,22 @@ def test_lease_counts_match_a_model(granted: list[tuple[str, str, float, int]]) 
     late = {lease for lease, entry in model.items() if entry[2] <= 20.0}
     assert {lease.id for lease in leases.expired(20.0)} == late
     assert leases.expired(20.0) == [], "each lease expires once"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["tick", "heard", "join"])), max_size=80))
+def test_members_expire_once_they_are_silent_for_the_lease(events: list[tuple[int, str]]) -> None:
+    membership, hello = Membership(3.0), wire.Hello(role="reward", host="h", pid=1, num_slots=1)
+    heard: dict[str, float] = {}
+    for now, (number, kind) in enumerate(events):
+        name = f"reward-{number}"
+        if kind == "tick":
+            silent = sorted((at, name) for name, at in heard.items() if now - at > 3.0)
+            assert membership.expired(now) == [name for _, name in silent], "the longest silence first"
+            for _, gone in silent:
+                membership.remove(gone)
+                del heard[gone]
+        elif kind == "join":
+            membership.join(name, 1, hello, None, now)
+            heard[name] = now
+        elif name in heard:
+            membership.members[name].heard_at = heard[name] = now

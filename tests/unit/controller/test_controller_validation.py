@@ -354,12 +354,12 @@ def _adopted(script: Script, lease: str) -> wire.WeightsAdopted:
 def test_texts_that_a_scorer_can_be_sent_are_the_limit() -> None:
     """What passes is small enough for the message to the scorer, prompt included."""
     for num_bytes in (10 << 20, 17 << 20):
-        script = Script(group_size=64)
+        script = Script(group_size=64, sampling=wire.Sampling(max_tokens=1000))
         script.start_run()
         result = valid()
-        result.trajectories = [replace(result.trajectories[0], num_tokens=1, text="y" * (num_bytes // 64))] * 64
+        result.trajectories = [replace(result.trajectories[0], num_tokens=1000, text="y" * (num_bytes // 64))] * 64
         for index in (1, 2, 3):
-            result.put(index, np.zeros(64, KINDS[index][0]))
+            result.put(index, np.zeros(64_000, KINDS[index][0]))
         result.send(script)
         scored = [send.message for send in script.sent if isinstance(send.message, wire.ScoreGroup)]
         assert bool(scored) == (num_bytes < codec.MAX_MESSAGE_BYTES)
@@ -462,6 +462,19 @@ def test_invalid_rewards_are_a_failed_try_and_never_stored(fields: dict[str, Any
     ],
 )
 def test_invalid_teacher_logprobs_are_a_failed_try(index: int, array: np.ndarray[Any, Any], complaint: str) -> None:
+    script = teach(index, array)
+    assert complaint in reason(script)
+    assert not any(isinstance(write.record, TeacherLogprobsStored) for write in script.journal)
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_whose_squares_overflow_are_read_without_a_warning() -> None:
+    script = teach(2, np.array([[0], [-3e38]], np.float32))
+    assert "not finite" not in reason(script)
+
+
+def teach(index: int, array: np.ndarray[Any, Any]) -> Script:
+    """Send the log-probabilities of a teacher, with `array` in the place `index` of three valid ones."""
     script = Script(num_teachers=1)
     script.start_run()
     script.generates("rollout-0", "generate:t0:0")
@@ -473,8 +486,7 @@ def test_invalid_teacher_logprobs_are_a_failed_try(index: int, array: np.ndarray
         for one, name in zip(arrays, names, strict=True)
     )
     script.receive("teacher-0", wire.TokensScored(lease="teach:t0:0", tensors=tensors), *(a.tobytes() for a in arrays))
-    assert complaint in reason(script)
-    assert not any(isinstance(write.record, TeacherLogprobsStored) for write in script.journal)
+    return script
 
 
 @given(st.data())

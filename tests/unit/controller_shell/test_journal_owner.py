@@ -91,7 +91,8 @@ def test_journal_ends_its_older_writer(tmp_path: Path) -> None:
     """A lock that does not exclude: the second controller takes over, and the first one stops at its next record."""
     program, path = str(Path(__file__).with_name("journal_writer.py")), tmp_path / "journal.db"
     command = [sys.executable, program, str(path), "0"]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # It waits once its pipe is full: a small one, so that the second controller need not meet the gap of two commits.
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096)
     assert writer.stdout is not None
     writer.stdout.readline()
     (tmp_path / "journal.db.lock").unlink()

@@ -157,7 +157,10 @@ class Controller:
             return []  # messages that arrive before the process ends are ignored
         if state.replicas.membership.await_until == -math.inf:
             _begin(state)
-        _handle(state, event)
+        if type(event) is Received:
+            _received(state, event)
+        else:
+            _handle(state, event)
         if state.dirty:
             advance(state)
         return state.outbox.commands()
@@ -179,9 +182,8 @@ def _begin(state: ControllerState) -> None:
 
 
 def _handle(state: ControllerState, event: Event) -> None:
+    """Handle an event that is no message."""
     match event:
-        case Received():
-            _received(state, event)
         case Ticked():
             _tick(state)
         case ReplicaDisconnected(peer=peer):
@@ -235,7 +237,7 @@ def _received(state: ControllerState, event: Received) -> None:
         if not isinstance(message, wire.Leave) and not membership.is_stale(sender, event.incarnation):
             state.outbox.send(sender, wire.RequestHello())
         return
-    membership.note_heard(member, event.now)
+    member.heard_at = event.now
     if type(message) is wire.Heartbeat:
         on_heartbeat(state, member, message)
     elif type(message) is wire.Leave:
@@ -255,20 +257,19 @@ def _received_from_anybody(state: ControllerState, event: Received) -> None:
 
 def _ended(state: ControllerState, member: Member, message: Result, event: Received) -> None:
     """Handle the end of a piece of work: settle its lease, if the replica has it, and take the result."""
-    leases = state.replicas.leases
+    leases, kind = state.replicas.leases, type(message)
     lease = leases.get(message.lease)
-    is_own = lease is not None and lease.peer == member.name
-    if lease is not None and is_own and lease.kind not in ANSWERS[type(message)]:
-        distrust(state, member, f"{member.name} answered {lease.id} by a {type(message).__name__}")
+    if lease is not None and lease.peer == member.name and lease.kind not in ANSWERS[kind]:
+        distrust(state, member, f"{member.name} answered {lease.id} by a {kind.__name__}")
         return  # if it stays, it still has the work, until the deadline of the lease
     # The release of a lease that is not, or no longer, in force makes a late result harmless.
     release(state, member.name, message.lease)
-    if lease is None and lease_kind(message.lease) in ANSWERS[type(message)] and reclaim(state, member, message.lease):
+    if lease is None and lease_kind(message.lease) in ANSWERS[kind] and reclaim(state, member, message.lease):
         lease = leases.get(message.lease)
     if lease is not None and lease.peer == member.name:  # else the result comes too late
         leases.end(lease)
         state.replicas.slots.mark(member, lease.kind)
-        RESULTS[type(message)](state, member, lease, message, event)
+        RESULTS[kind](state, member, lease, message, event)
     elif isinstance(message, wire.StepTrained):
         # Whatever happened to its lease: this policy has made the step, and that cannot be undone.
         note_repeated(state, member, message)
@@ -296,7 +297,8 @@ RESULTS: Final[dict[type, Callable[[ControllerState, Member, Lease, Any, Receive
 
 def advance(state: ControllerState) -> None:
     """Run all derivations that are due, until none is."""
-    if state.lifecycle.stage is RUNNING and state.replicas.membership.is_awaiting(state.now):
+    membership = state.replicas.membership
+    if membership.awaited and state.lifecycle.stage is RUNNING and membership.is_awaiting(state.now):
         return  # work that no replica has reported yet may still be in progress
     while state.dirty:
         due, state.dirty = state.dirty, Dirty.NONE
@@ -328,7 +330,8 @@ def _walk(state: ControllerState, due: int) -> None:
         dispatch(state)
     if due & Dirty.SCORE:
         score(state)
-        score_with_teachers(state)
+        if state.buffer.needs_teacher:
+            score_with_teachers(state)
     if due & Dirty.TRAIN:
         save(state)
         train(state)

@@ -108,6 +108,8 @@ class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag
     """Divisor of the logits under which they were sampled."""
     lease: str = ""
     """The lease under which they were generated."""
+    generator: str = ""
+    """The rollout that generated them; empty in old journals, which lack it."""
 
 
 class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_interrupted"):
@@ -162,7 +164,10 @@ class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="g
     filtered: bool = False
     """It did not fail, but all its rewards are equal."""
     reward: float = 0.0
-    """The reward of its completions, if it was filtered out."""
+    """The reward of its completions, if it was filtered out, and below the replicas that generated and scored them."""
+    generator: str = ""
+    """Empty if it is not known, and in old journals, which lack both."""
+    scorer: str = ""
 
 
 class StepFrozen(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step_sealed"):
@@ -325,6 +330,8 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Without their texts; only of an evaluation, whose completions the journal deletes when they are scored."""
     problem: str = ""
     """Why it was given up, in a run that answers each prompt once."""
+    generator: str = ""
+    """The rollout that generated its completions; old journals lack it."""
 
 
 class BufferSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -344,6 +351,8 @@ class BufferSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The steps that are not published yet."""
     groups: tuple[GroupSummary, ...]
     """In the order of admission."""
+    filtered_by: dict[str, dict[str, int]] = {}
+    """Of the groups that were filtered out in a row; old journals lack it."""
 
 
 class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):

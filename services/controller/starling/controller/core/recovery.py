@@ -177,6 +177,7 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
             group.temperature = record.temperature
             state.replicas.had_quorum = state.replicas.had_quorum or group.purpose == "train"
             groups.store_completions(group, trajectories, tensors, payload, lease)
+            group.generator = record.generator
             if trajectories:
                 num_tokens = group.num_tokens / len(trajectories)
                 state.replicas.lengths.note(group.prompt.id, group.purpose, num_tokens)
@@ -191,8 +192,9 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
             groups.store_teacher_logprobs(group, tensors, payload)
         case records.GroupRequeued(tries=tries, floor=floor):
             groups.regenerate(group, tries, floor)
-        case records.GroupDiscarded(filtered=True, reward=reward):
-            state.buffer.filter(group, reward)
+        case records.GroupDiscarded(filtered=True, reward=reward, generator=generator, scorer=scorer):
+            group.generator = generator
+            state.buffer.filter(group, reward, scorer)
         case records.GroupDiscarded(reason=reason):
             group.problem, group.tries = reason, group.tries + 1
             groups.discard(group)

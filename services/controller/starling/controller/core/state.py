@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
 
-from starling.common.ids import whole_number
+from starling.common.ids import Role, whole_number
 from starling.common.wire.messages import Down, Prompt
 from starling.controller.core.allowance import Allowances
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.evaluation import Evaluations
 from starling.controller.core.events import Buffers, Command, Note, Prompts, Send, Write
 from starling.controller.core.groups.group import Group, Groups
+from starling.controller.core.groups.limits import MAX_TIED, GroupLimits
 from starling.controller.core.lifecycle.stages import Lifecycle
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Record
@@ -52,7 +53,7 @@ class Outbox:
 
     def commands(self) -> list[Command]:
         """Return all commands, in the order in which the shell carries them out."""
-        return [*self._writes, *self._commands]
+        return [*self._writes, *self._commands] if self._writes else self._commands
 
     def write(self, record: Record, payload: Buffers = ()) -> None:
         """Write a record to the journal, before any other command of this event is carried out."""
@@ -142,6 +143,23 @@ class ControllerState:
     def has_begun(self) -> bool:
         """Whether any step was dispatched: from then on one policy is enough."""
         return self.version > self.plan.begin_version or self.training.step is not None or self.buffer.has_frozen
+
+    @property
+    def group_limits(self) -> GroupLimits:
+        """Limits on the size of a group: those of the plan, or the number of completions that an operator requested."""
+        limits, evaluation = self.plan.group_limits, self.evaluations.current
+        if evaluation is None or evaluation.num_completions <= limits.num_completions:
+            return limits
+        return replace(limits, num_completions=evaluation.num_completions)
+
+    def message_bytes(self) -> dict[Role, int]:
+        """Return how many bytes a message with a group may have now, by the role that sends it."""
+        num_kept = 0
+        if self.plan.sampling.logprobs == "truncated":
+            changes = self.training.changes.in_order()
+            changed = [value for key, value, _ in changes if key == "sampling.top_k"]
+            num_kept = 2 * int(max([self.plan.sampling.top_k, *changed])) + MAX_TIED
+        return self.group_limits.message_bytes(self.training.limits, num_kept)
 
     def find_group(self, key: str) -> tuple[Groups, Group] | None:
         """Return the live group of this key, and the groups that it belongs to."""

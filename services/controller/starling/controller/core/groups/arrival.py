@@ -18,5 +18,5 @@ def received(
     """
     problem = None
     if isinstance(message, GroupGenerated | TokensScored) and would_be_taken(state, sender, incarnation, message.lease):
-        problem = contents_problem(message, buffers, state.plan.group_limits, state.training.limits)
+        problem = contents_problem(message, buffers, state.group_limits, state.training.limits)
     return Received(now, sender, incarnation, message, buffers, True, problem)

@@ -156,15 +156,13 @@ class GroupBuffer(Groups):
         for names in self.discarded_by.values():
             names.clear()
 
-    def note_filtered_by(self, rollout: str, reward: str) -> None:
-        """Note which replicas generated and scored a group that is filtered out."""
-        self.filtered_by["rollout"][rollout] += 1
-        self.filtered_by["reward"][reward] += 1
-
-    def filter(self, group: Group, reward: float) -> None:
-        """Discard a group whose rewards are all equal: it has no advantage to learn from, and did not fail."""
+    def filter(self, group: Group, reward: float, scorer: str) -> None:
+        """Discard a group whose rewards, by `scorer`, are all equal: it has no advantage to learn from, and did not
+        fail."""
         self.num_filtered += 1
         self.num_filtered_in_a_row += 1
+        self.filtered_by["rollout"][group.generator] += 1
+        self.filtered_by["reward"][scorer] += 1
         bisect.insort(self._filtered, (group.ordinal, reward))
         self.move(group, GroupState.DISCARDED)
         self._remove(group)
@@ -298,6 +296,7 @@ class GroupBuffer(Groups):
             passed_over={step: tuple(filtered) for step, filtered in self._passed_over.items()},
             frozen=tuple(self.frozen_record(step) for step in self._frozen),
             groups=self.summaries(),
+            filtered_by={role: dict(names) for role, names in self.filtered_by.items()},
         )
 
     def restore(self, summary: BufferSummary, prompt: Callable[[int], Prompt]) -> None:
@@ -305,6 +304,8 @@ class GroupBuffer(Groups):
         self.num_admitted, self.num_discarded = summary.num_admitted, summary.num_discarded
         self.num_frozen_steps, self.num_trained_groups = summary.num_frozen_steps, summary.num_trained_groups
         self.num_filtered, self.num_filtered_in_a_row = summary.num_filtered, summary.num_filtered_in_a_row
+        for role, names in self.filtered_by.items():
+            names.update(summary.filtered_by.get(role, {"": self.num_filtered_in_a_row}))
         self._discarded, self._num_discarded_before = list(summary.discarded), summary.num_discarded_before
         self._filtered = list(summary.filtered)
         self._passed_over = {step: list(filtered) for step, filtered in summary.passed_over.items()}

@@ -115,7 +115,7 @@ class Group(msgspec.Struct, gc=False):
     generated_by: str = ""
     """The lease under which its completions were generated. Leases to score these completions are all newer."""
     generator: str = ""
-    """The rollout that generated its completions; empty if an earlier controller stored them."""
+    """The rollout that generated its completions; empty if a controller stored them that did not record it."""
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
     problem: str = ""
@@ -367,6 +367,7 @@ class Groups:
             temperature=summary.temperature,
             partial=NO_TOKENS if summary.has_partial else None,
             problem=summary.problem,
+            generator=summary.generator,
             expected_tokens=summary.expected_tokens,
         )
         self._counts[state] += 1
@@ -404,6 +405,7 @@ def _summary(group: Group) -> GroupSummary:
         has_partial=group.partial is not None,
         trajectories=tuple(replace(t, text="") for t in group.trajectories) if keeps_trajectories else (),
         problem=group.problem if group.state is GroupState.SCORED and not group.trajectories else "",
+        generator=group.generator,
     )
 
 

@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from starling.common.ids import Role
 from starling.common.ranges import MAX_TOKENS
+from starling.common.wire.codec import MAX_ENVELOPE_BYTES, MAX_MESSAGE_BYTES
 from starling.common.wire.messages import GroupGenerated, ModelLimits, TensorMeta, TrajectoryMeta
-from starling.common.wire.tensors import GROUP_TENSORS, PROMPT_TENSORS
+from starling.common.wire.tensors import GROUP_TENSORS, MASK_FORM, PROMPT_TENSORS
 
+TOKEN_BYTES: Final = sum(form.item_bytes for form in GROUP_TENSORS[1:]) + MASK_FORM.item_bytes + 4
+"""Bytes of a token of a completion: of its id, log-probability, version, mask, and number of kept tokens."""
+PROMPT_TOKEN_BYTES: Final = 4
+MESSAGE_BYTES: Final = MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES
+UNLIMITED: Final = 1 << 62
+MAX_TIED: Final = 64
+"""Tokens that truncation keeps beyond twice `sampling.top_k`: engines may keep all that are as likely as the last."""
 OF_TRAINING: Final = "generate:t"
 """Beginning of the leases that generate the groups of steps."""
 
@@ -51,6 +60,22 @@ class GroupLimits:
                     f"{self.teacher_top_k}"
                 )
         return ""
+
+    def message_bytes(self, model: ModelLimits | None, num_kept: int) -> dict[Role, int]:
+        """Return how many bytes a message with a group may have, by the role that sends it.
+
+        Args:
+            model: None if it is not known; then its images are not, and its context is not unless the recipe says it.
+            num_kept: tokens that truncation keeps for each token; 0 if they are not recorded.
+        """
+        longest = self.longest or (model.longest if model is not None else 0)
+        if not longest:
+            return {"rollout": UNLIMITED, "teacher": UNLIMITED}
+        num_tokens = self.num_completions * longest
+        media = 0 if model is not None and model.media is None else self.media_bytes or UNLIMITED
+        rollout = PROMPT_TOKEN_BYTES * longest + (TOKEN_BYTES + 4 * num_kept) * num_tokens + media
+        teacher = UNLIMITED if self.teacher_top_k is None else (4 + 8 * self.teacher_top_k) * num_tokens
+        return {"rollout": rollout + MESSAGE_BYTES, "teacher": teacher + MESSAGE_BYTES}
 
     def _length_problem(
         self, trajectories: Sequence[TrajectoryMeta], prompt_tokens: int, completion_tokens: int, trained: int

@@ -13,11 +13,12 @@ import msgspec
 
 from starling.common.ids import lease_incarnation
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_TENSORS, LOSS_MASK
+from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_IDS, KEPT_TENSORS, LOSS_MASK
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
 from starling.controller.core.groups.group import Group, Groups, GroupState
+from starling.controller.core.groups.limits import MAX_TIED
 from starling.controller.core.groups.partial import parse_partial
 from starling.controller.core.groups.validation import (
     InvalidResultError,
@@ -38,7 +39,13 @@ from starling.controller.core.records import (
     TeacherLogprobsStored,
 )
 from starling.controller.core.replicas.assignments import revoke
-from starling.controller.core.replicas.conduct import note_answered, note_unanswered, note_unscored, note_used
+from starling.controller.core.replicas.conduct import (
+    note_answered,
+    note_scored,
+    note_unanswered,
+    note_unscored,
+    note_used,
+)
 from starling.controller.core.replicas.departure import distrust
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
@@ -73,9 +80,9 @@ def on_generated(
         check_trajectories(message.trajectories, newest_allowed(state, group), group.prompt)
         numbers = [one.num_tokens - one.num_masked for one in message.trajectories]
         _check_num_sampled(state, group, lease, numbers)
-        check_contents(event, state.plan.group_limits, state.training.limits)
+        check_contents(event, state.group_limits, state.training.limits)
         _check_temperature(state, lease, group, message.temperature)
-        _check_recording(state, group, message.tensors)
+        _check_recording(state, group, message.tensors, message.tensors[1].shape[0])
         if group.purpose == "train" and state.plan.kind.keeps_tokens and not any(numbers):
             # A step of such groups could not be trained, and would end the run.
             raise UnusableResultError("none of its completions has a sampled token: there is nothing to train")
@@ -99,6 +106,7 @@ def on_generated(
         tensors=tensors,
         temperature=group.temperature,
         lease=message.lease,
+        generator=member.name,
     )
     state.outbox.write(record, buffers)
     if not state.plan.num_rewards:
@@ -152,7 +160,8 @@ def _problem(
         reason = f"{len(failed)} of its completions failed, completion {index} by {first.status}: {first.problem}"
         return reason, True, first.status
     check_num_media(group.prompt, message.tensors, state.training.limits)
-    names = {tensor.name for tensor in message.tensors[len(GROUP_TENSORS) :]}
+    further = message.tensors[len(GROUP_TENSORS) :]
+    names = {tensor.name for tensor in further} if further else set[str]()
     if groups.needs_teacher and names - {LOSS_MASK, *KEPT_TENSORS}:
         return "its prompt has more than tokens, and a teacher reads nothing else", False, None
     if _is_recorded(state, group) and KEPT_COUNTS not in names:
@@ -165,10 +174,22 @@ def _is_recorded(state: ControllerState, group: Group) -> bool:
     return group.purpose == "train" and state.plan.sampling.logprobs == "truncated"
 
 
-def _check_recording(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta]) -> None:
-    """Check that kept tokens came only if they are recorded: no policy expects those of some groups only."""
-    if not _is_recorded(state, group) and not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
-        raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
+def _check_recording(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta], num_tokens: int) -> None:
+    """Check that kept tokens came only if they are recorded, and no more of them than truncation keeps.
+
+    No policy expects those of some groups only. And the controller holds those of all groups of some steps.
+    """
+    if not _is_recorded(state, group):
+        if not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
+            raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
+        return
+    most = 2 * int(max(_settings_so_far(state, group, "top_k"))) + MAX_TIED
+    for tensor in tensors:
+        if tensor.name == KEPT_IDS and tensor.shape[0] > most * num_tokens:
+            raise UnusableResultError(
+                f"{tensor.shape[0]} kept tokens came for {num_tokens} tokens, and by sampling.top_k at most {most} "
+                "are kept for each"
+            )
 
 
 def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbers: Sequence[int]) -> None:
@@ -184,14 +205,19 @@ def _check_num_sampled(state: ControllerState, group: Group, lease: Lease, numbe
             limit = max(limit, *[one.num_tokens for one in request.partial])
         check_num_sampled(numbers, limit)
         return
-    changed = [int(value) for key, value, _ in state.training.changes.in_order() if key == "sampling.max_tokens"]
     partial = [one.num_tokens for one in group.partial.completions] if group.partial is not None else []
     try:
-        check_num_sampled(
-            numbers, max([state.plan.sampling.max_tokens, state.plan.eval_sampling.max_tokens, *changed, *partial])
-        )
+        check_num_sampled(numbers, int(max([*_settings_so_far(state, group, "max_tokens"), *partial])))
     except InvalidResultError as error:
         raise UnusableResultError(str(error)) from None
+
+
+def _settings_so_far(state: ControllerState, group: Group, name: str) -> list[float]:
+    """Return the values that a field of `Sampling` has had in this run for groups of the purpose of `group`."""
+    if group.purpose == "evaluate":
+        return [getattr(state.plan.eval_sampling, name)]
+    changes = state.training.changes.in_order()
+    return [getattr(state.plan.sampling, name), *[value for key, value, _ in changes if key == f"sampling.{name}"]]
 
 
 def _check_temperature(state: ControllerState, lease: Lease, group: Group, temperature: float) -> None:
@@ -206,8 +232,7 @@ def _check_temperature(state: ControllerState, lease: Lease, group: Group, tempe
         return
     if lease.send is not None:
         raise InvalidResultError(f"its tokens were sampled at temperature {temperature} instead of {group.temperature}")
-    changed = [value for key, value, _ in state.training.changes.in_order() if key == "sampling.temperature"]
-    if temperature not in (state.plan.sampling.temperature, state.plan.eval_sampling.temperature, *changed):
+    if temperature not in _settings_so_far(state, group, "temperature"):
         raise UnusableResultError(f"its tokens were sampled at temperature {temperature}, which this run has not had")
 
 
@@ -278,7 +303,7 @@ def _store_partial(
     partial = parse_partial(message.partial, message.tensors, buffers, num, state.training.limits)
     if partial is None:
         return 0
-    _check_recording(state, group, partial.tensors)
+    _check_recording(state, group, partial.tensors, partial.num_tokens)
     if _is_recorded(state, group) and not any(tensor.name == KEPT_COUNTS for tensor in partial.tensors):
         raise UnusableResultError("its engine does not record kept tokens")  # else the next rollout would be blamed
     oldest, newest = partial.oldest_version, partial.newest_version
@@ -307,8 +332,8 @@ def _store_partial(
 
 def store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> None:
     """Store rewards of 0 in a run that scores nothing: it learns only from its teacher's log-probabilities."""
-    note_used(state, group.generator)
     groups.store_rewards(group, (0.0,) * len(group.trajectories), {})
+    _note_if_complete(state, group)
     state.outbox.write(RewardsStored(key=group.key, rewards=group.rewards))
     state.dirty |= Dirty.TRAIN
 
@@ -331,15 +356,16 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    state.buffer.note_not_discarded()
-    note_used(state, group.generator, member.name)
+    note_scored(state, group.generator, member.name)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
-        state.buffer.note_filtered_by(group.generator, member.name)
-        _filter(state, group, rewards[0] or 0.0)
+        note_used(state, group.generator)
+        state.buffer.note_not_discarded()
+        _filter(state, group, rewards[0] or 0.0, member.name)
         return
     components = _known_names(state, member, message.components)
     groups.store_rewards(group, message.rewards, components)
+    _note_if_complete(state, group)
     state.outbox.write(RewardsStored(key=group.key, rewards=message.rewards, components=components))
     if group.purpose == "evaluate":
         state.dirty |= Dirty.EVALUATE
@@ -359,22 +385,40 @@ def on_tokens_scored(
     groups, group = found
     try:
         check_teacher_names(group.num_tokens, message.tensors, state.plan.teacher_top_k)
-        check_contents(event, state.plan.group_limits, state.training.limits)
+        check_contents(event, state.group_limits, state.training.limits)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    note_used(state, member.name)
+    note_scored(state, group.generator, member.name)
     groups.store_teacher_logprobs(group, message.tensors, event.buffers)
+    _note_if_complete(state, group)
     state.outbox.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)
 
 
-def _filter(state: ControllerState, group: Group, reward: float) -> None:
+def _note_if_complete(state: ControllerState, group: Group) -> None:
+    """Note that a group is of use, once it has its rewards and, in a run with teachers, their log-probabilities.
+
+    Before, what its rollout generated may still turn out to be nothing that a teacher can read.
+    """
+    if group.state is GroupState.SCORED:
+        note_used(state, group.generator)
+        state.buffer.note_not_discarded()
+
+
+def _filter(state: ControllerState, group: Group, reward: float, scorer: str) -> None:
     """Discard a group whose rewards are all equal: its slot is free for the next prompt, and its prompt is used."""
     _revoke_scoring(state, group)
-    state.buffer.filter(group, reward)
+    state.buffer.filter(group, reward, scorer)
     state.dirty |= Dirty.ADMIT | Dirty.TRAIN
-    reason = f"all its rewards are {reward:g}"
-    record = GroupDiscarded(key=group.key, prompt=group.prompt.id, reason=reason, filtered=True, reward=reward)
+    record = GroupDiscarded(
+        key=group.key,
+        prompt=group.prompt.id,
+        reason=f"all its rewards are {reward:g}",
+        filtered=True,
+        reward=reward,
+        generator=group.generator,
+        scorer=scorer,
+    )
     state.outbox.write(record)
     state.outbox.note("filtered", prompt=group.prompt.id, reward=reward)
 

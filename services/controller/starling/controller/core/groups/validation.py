@@ -56,6 +56,10 @@ MAX_METRIC: Final = 1e300
 MAX_NAMES: Final = 1000
 """Most metrics of one trajectory, and most scorers of one group."""
 MAX_NAME_CHARACTERS: Final = 200
+MAX_TOKEN_CHARACTERS: Final = 256
+"""Characters of a token, in the mean over a completion: the longest ones of tokenizers, runs of spaces, have half."""
+MAX_TEXT_CHARACTERS: Final = 1 << 16
+"""Further characters of a completion's texts."""
 MAX_TRUNCATION_NATS: Final = 1e3
 """Larger than minus the logarithm of any positive float32."""
 MAX_TEACHER_NATS: Final = 1e6
@@ -118,10 +122,12 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
             raise UnusableResultError(f"the environment gave completion {index} a reward of {one.reward}")
         if one.metrics:
             _check_metrics(one.metrics, f"completion {index}")
-        num_characters += len(one.text)
+        num_characters += len(one.text) + len(one.problem)
     # A character has at most four bytes. Prompts are small, unless images travel with them.
     if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 2 or prompt.media:
         _check_texts(trajectories, prompt)
+    if num_characters > MAX_TEXT_CHARACTERS:
+        _check_lengths_of_texts(trajectories)
 
 
 def check_num_sampled(numbers: Sequence[int], limit: int) -> None:
@@ -145,11 +151,11 @@ def check_num_media(prompt: Prompt, tensors: Sequence[TensorMeta], limits: Model
     Raises:
         InvalidResultError: naming how many came.
     """
-    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in PROMPT_TENSORS}
     if not prompt.media:
-        if shapes:
+        if not PROMPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
             raise InvalidResultError("it has images or videos, and its prompt has none")
         return
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name in PROMPT_TENSORS}
     if shapes and limits is not None and limits.media is None:
         raise InvalidResultError("it has images or videos, and the model reads only text")
     for kind, grid in zip(("image", "video"), PIXEL_GRIDS.values(), strict=True):
@@ -168,6 +174,17 @@ def _check_texts(trajectories: Sequence[TrajectoryMeta], prompt: Prompt) -> None
             f"its completions have {num_bytes} bytes of text, and beside the prompt a message holds {limit}; lower "
             "sampling.max_tokens or rl.group_size"
         )
+
+
+def _check_lengths_of_texts(trajectories: Sequence[TrajectoryMeta]) -> None:
+    """Check that the texts of completions are no longer than their tokens can be: the controller holds the texts of all
+    groups of some steps."""
+    for index, one in enumerate(trajectories):
+        most, num = MAX_TOKEN_CHARACTERS * one.num_tokens + MAX_TEXT_CHARACTERS, len(one.text) + len(one.problem)
+        if num > most:
+            raise UnusableResultError(
+                f"completion {index} has {one.num_tokens} tokens and {num} characters of text; {most} are possible"
+            )
 
 
 def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[TensorMeta], buffers: Buffers) -> None:
@@ -285,7 +302,8 @@ def _require_finite(what: str, array: Array) -> None:
     flat = array if array.ndim == 1 else array.reshape(-1)
     # If the sum of squares is finite, so is each element: this takes a fraction of the time of a look at each of them.
     # But BLAS computes the sum of many in several threads, and it overflows for finite elements beyond 1e17.
-    is_proven = flat.size <= MAX_DOT and math.isfinite(flat.dot(flat))
+    with np.errstate(over="ignore"):
+        is_proven = flat.size <= MAX_DOT and math.isfinite(flat.dot(flat))
     if not is_proven and not np.isfinite(flat).all():
         raise UnusableResultError(f"{what} is not finite")
 

@@ -51,9 +51,10 @@ def release(state: ControllerState, peer: str, *leases: str) -> None:
     A text that is longer than any lease is none that a controller has granted, and gets no answer: many such texts
     together are more than a message holds.
     """
-    known = tuple(lease for lease in leases if len(lease) <= MAX_LEASE_CHARACTERS)
-    if known:
-        state.outbox.send(peer, wire.ReleaseLeases(leases=known))
+    if len(leases) != 1 or len(leases[0]) > MAX_LEASE_CHARACTERS:
+        leases = tuple([lease for lease in leases if len(lease) <= MAX_LEASE_CHARACTERS])
+    if leases:
+        state.outbox.send(peer, wire.ReleaseLeases(leases=leases))
 
 
 def revoke(state: ControllerState, peer: str, lease: str) -> bool:

@@ -152,17 +152,23 @@ def evict_useless(state: ControllerState) -> None:
         others = [membership.conduct[one.name] for one in membership.of(culprit.role) if one is not culprit]
         if any(one.num_used > one.num_spoiled for one in others):  # else the prompts or the scorers may be at fault
             excess, conduct.excess = conduct.excess, 0
-            conduct.generators.clear()
+            conduct.clear_generators()
             reason = f"{culprit.name} led to {excess} more groups that were thrown away than to groups with rewards"
             note_invalid(state, culprit.name, reason)
             evict(state, culprit, reason)
 
 
 def _culprit_of(state: ControllerState, member: Member) -> Member:
-    """Return `member`, or the only rollout that generated what it could not score, if less of its work was of use."""
-    generators = state.replicas.membership.conduct[member.name].generators
+    """Return `member`, or the only rollout that generated what it could not score, if less of its work was of use.
+
+    Not if others could score what this rollout has generated meanwhile: a rollout does not choose who scores it.
+    """
+    conduct = state.replicas.membership.conduct[member.name]
+    generators = conduct.generators
     generator = state.replicas.membership.members.get(next(iter(generators), ""))
     if len(generators) != 1 or generator is None or state.replicas.membership.num("rollout") == 1:
+        return member
+    if conduct.num_elsewhere > 0:
         return member
     return min(member, generator, key=lambda one: _share_used(state, one.name))
 

@@ -8,7 +8,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.repair import reject_groups
 from starling.controller.core.groups.results import MAX_REASON_CHARACTERS, retry
-from starling.controller.core.replicas.conduct import note_no_offer
+from starling.controller.core.replicas.conduct import note_no_offer, note_unscored
 from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
@@ -37,6 +37,8 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
         on_policy_version(state, member, message.version)  # it may have made the very step that it reports as failed
     found = state.group_of_lease(message.lease)
     if found is not None:
+        if kind in ("score", "teach"):
+            note_unscored(state, found[1].generator, member.name)
         retry(state, *found, reason, member.name, retryable=not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
         note_bad_pull(state, source_of(lease), member.name)

@@ -15,7 +15,7 @@ from starling.controller.core.replicas.membership import LAYOUT_BOXES_PER_HELLO,
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version, version_problem
 from starling.controller.core.weights.versions import set_held_version
-from starling.weightsync.plan.layout import Layout, decode_layout
+from starling.weightsync.plan.layout import MAX_LAYOUT_BOXES, Layout, decode_layout, most_boxes
 
 MAX_LAYOUT_BYTES: Final = 64 << 20
 """A model of 45,000 tensors, each split over 16 ranks, has a layout of about 50 MiB."""
@@ -37,7 +37,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         refuse(state, name, refusal)
         return
     if known is not None and known.incarnation == incarnation:
-        replicas.membership.note_heard(known, event.now)  # its welcome was lost
+        known.heard_at = event.now  # its welcome was lost
         replicas.sharing.reset(known)
         replicas.slots.mark(known)
         state.dirty = Dirty.ALL
@@ -85,7 +85,7 @@ def _check(
         if known is not None and known.incarnation == incarnation:
             layout = known.layout
         else:
-            refusal, layout = _decode(name, event.buffers[0])
+            refusal, layout = _decode(name, event.buffers[0], _most_boxes(state, message))
             num_boxes = sum(len(rank.shards) for rank in layout.ranks) if layout is not None else 0
             membership.hellos.charge(name, num_boxes / LAYOUT_BOXES_PER_HELLO)
         if refusal is not None:
@@ -128,11 +128,17 @@ def _limits_problem(limits: wire.ModelLimits | None) -> str | None:
     return None if all(0 <= number < 1 << 31 for number in numbers) else f"no model has the limits {limits}"
 
 
-def _decode(name: str, data: bytes) -> tuple[str | None, Layout | None]:
-    """Return why the layout in `data` cannot be used, or None, and the layout."""
+def _most_boxes(state: ControllerState, message: wire.Hello) -> int:
+    """Return how many boxes the layout of a replica may have: a rollout has no more weights than the policy."""
+    policy = state.weights.policy_layout
+    return MAX_LAYOUT_BOXES if policy is None or message.role == "policy" else most_boxes(policy.tensors)
+
+
+def _decode(name: str, data: bytes, limit: int) -> tuple[str | None, Layout | None]:
+    """Return why the layout in `data` cannot be used, or None, and the layout; `limit`: on its boxes."""
     if len(data) > MAX_LAYOUT_BYTES:
         return f"the layout of {name} has {len(data)} bytes, and {MAX_LAYOUT_BYTES} are allowed", None
     try:
-        return None, decode_layout(data)
+        return None, decode_layout(data, limit)
     except WeightsError as error:
         return str(error), None

@@ -25,7 +25,7 @@ HELLOS_PER_S: Final = 1 / 30
 LAYOUT_BYTES_PER_HELLO: Final = 8 << 20
 """A hello counts once more for each so many bytes of its layout, which take time to decode."""
 LAYOUT_BOXES_PER_HELLO: Final = 1 << 15
-"""And once more for each so many boxes: a million small ones, in 15 MiB, take 8 s to decode and to plan for."""
+"""And once more for each so many boxes: a million small ones, in 15 MiB, take 5 s to decode."""
 MAX_HOST_CHARACTERS = 255
 """As in the DNS."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
@@ -62,13 +62,15 @@ class Conduct:
     """What the answers of one replica have led to, over all its incarnations since the controller started."""
 
     num_used: int = 0
-    """Groups whose rewards came by its answers."""
+    """Groups to which its answers are of use."""
     num_spoiled: int = 0
     """Groups that were thrown away because of its answers."""
     excess: int = 0
     """How many more groups were spoiled than used, never below 0."""
     generators: set[str] = field(default_factory=set)
-    """Of a reward replica: the rollouts that generated what it could not score, since `excess` was last 0."""
+    """Of a reward replica or a teacher: the rollouts of what it could not score, since `excess` was last 0."""
+    num_elsewhere: int = 0
+    """How many more groups of these rollouts other replicas of its role could score since then than not."""
     balance_s: float = 0.0
     """Seconds for which it had the groups that it answered, less those for which it had others: a sum over groups."""
     wasted_s: float = 0.0
@@ -84,11 +86,16 @@ class Conduct:
         self.wasted_until = end
 
     def note_used(self) -> None:
-        """Note that the rewards of a group came by an answer."""
+        """Note that an answer to a group is of use."""
         self.num_used += 1
         self.excess = max(0, self.excess - 1)
         if not self.excess:
-            self.generators.clear()
+            self.clear_generators()
+
+    def clear_generators(self) -> None:
+        """Forget what it could not score: its fault, or that of a rollout, was decided, or it does well again."""
+        self.generators.clear()
+        self.num_elsewhere = 0
 
     def note_spoiled(self, *, was_used: bool = False) -> None:
         """Note that a group was thrown away because of an answer; `was_used`: after it had counted as used."""
@@ -117,6 +124,8 @@ class Membership:
     groups of some steps, and how often it alone could not adopt weights."""
     conduct: defaultdict[str, Conduct] = field(default_factory=lambda: defaultdict(Conduct))
     """By replica, also after it left."""
+    unable: dict[str, None] = field(default_factory=dict)
+    """Reward replicas and teachers that could not score something, and perhaps do well again."""
     hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
     """By replica: hellos that are answered."""
     accusers: dict[str, bool] = field(default_factory=dict)
@@ -136,8 +145,8 @@ class Membership:
     _incarnations: dict[str, int] = field(default_factory=dict)
     """By replica, also after it left: its newest incarnation."""
     _by_role: dict[Role, dict[str, Member]] = field(default_factory=lambda: {role: {} for role in REPLICA_ROLES})
-    _heard: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Names in the order of their last messages, the oldest first."""
+    _none_expires_until: float = float("-inf")
+    """No membership lease ends before, as of the last look at all of them: a later message only extends one."""
     _banned: dict[str, tuple[int, str]] = field(default_factory=dict)
     _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Names of replicas that left, in the order in which they left."""
@@ -150,11 +159,6 @@ class Membership:
         """
         member = self.members.get(name)
         return member is not None and incarnation < member.incarnation
-
-    def note_heard(self, member: Member, now: float) -> None:
-        """Note that a message of a member arrived."""
-        member.heard_at = now
-        self._heard.move_to_end(member.name)
 
     def refusal(self, name: str, incarnation: int, hello: Hello) -> str | None:
         """Return why this replica may not join, or None when it may."""
@@ -211,8 +215,6 @@ class Membership:
         )
         self.members[name] = self._by_role[hello.role][name] = member
         self._gone.pop(name, None)
-        self._heard[name] = None
-        self._heard.move_to_end(name)
         return member
 
     def was_member(self, name: str, incarnation: int) -> bool:
@@ -243,7 +245,6 @@ class Membership:
         member = self.members.pop(name, None)
         if member is not None:
             del self._by_role[member.role][name]
-            del self._heard[name]
             self.note_gone(name)
         return member
 
@@ -253,7 +254,7 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct)
+            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct, self.unable)
             for known in (
                 *by_name,
                 self.accusers,
@@ -293,13 +294,13 @@ class Membership:
         self._banned[name] = (incarnation, reason)
 
     def expired(self, now: float) -> list[str]:
-        """Return the replicas whose membership lease has ended."""
-        names = []
-        for name in self._heard:
-            if now - self.members[name].heard_at <= self.lease_s:
-                break
-            names.append(name)
-        return names
+        """Return the replicas whose membership lease has ended, the one that was silent for longest first."""
+        if now <= self._none_expires_until:
+            return []
+        heard = sorted([(member.heard_at, name) for name, member in self.members.items()])
+        silent = [name for heard_at, name in heard if now - heard_at > self.lease_s]
+        self._none_expires_until = (heard[len(silent)][0] if len(silent) < len(heard) else now) + self.lease_s
+        return silent
 
     def of(self, role: Role) -> list[Member]:
         """Return the replicas of `role`, in the order of their names."""

@@ -29,8 +29,8 @@ from starling.controller.core.weights.versions import target_version
 
 def reclaim(state: ControllerState, member: Member, lease: str) -> bool:
     """Put `lease`, which `member` reports, in force if it fits the state. Returns False when it does not."""
-    if len(lease) > MAX_LEASE_CHARACTERS:
-        return False
+    if len(lease) > MAX_LEASE_CHARACTERS or state.replicas.leases.get(lease) is not None:
+        return False  # what is in force has a holder: this replica, or another whose lease it names
     kind = lease_kind(lease)
     if kind is None or not _may_have_had(state, member, lease):
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import ReplicasSummary
 from starling.controller.core.replicas.leases import Leases
-from starling.controller.core.replicas.membership import Member, Membership
+from starling.controller.core.replicas.membership import MAX_INVALID, Member, Membership
 from starling.controller.core.replicas.routing.estimates import LengthEstimates
 from starling.controller.core.replicas.routing.slots import SlotIndex
 from starling.controller.core.replicas.time_sharing import TimeSharing
@@ -52,7 +52,8 @@ class Replicas:
             had_quorum=self.had_quorum or "train" in means,  # only a quorum generates groups to train
             mean_lengths=means,
             lengths=lengths,
-            num_invalid=dict(membership.num_invalid),
+            # As in the journal, where more change nothing.
+            num_invalid={name: min(num, MAX_INVALID) for name, num in membership.num_invalid.items()},
             accused=tuple(membership.accused),
             accusers=tuple(name for name, is_journaled in membership.accusers.items() if is_journaled),
         )
