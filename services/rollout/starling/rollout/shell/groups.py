@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
+
+import structlog
 
 from starling.algo.text import decode
 from starling.rollout.engine.base import EngineLostError, GroupFailed, GroupRequest, RequestError
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from starling.rollout.engine.base import Engine, GroupResult, PartialCompletion
     from starling.rollout.engine.preparation import PreparedPrompt
     from starling.rollout.env.episodes.trajectory import PlayedGroup
+
+log = structlog.get_logger(__name__)
 
 SendAnswer = Callable[[str, "Up", tuple[bytes, ...]], None]
 """Takes a lease, its answer, and the answer's buffers."""
@@ -48,15 +53,19 @@ class EngineGroups:
         """Partial completions of groups that are not in the engine yet, with their temperature."""
         self._temperatures: dict[str, float] = {}
         """Temperatures of the groups in the engine."""
+        self._resumed: dict[str, GroupRequest] = {}
+        """Requests, without their partial completions, of the groups in the engine that resume some."""
 
     def accept(self, order: StartGroup) -> None:
-        """Take an order whose prompt is about to be prepared.
-
-        Raises:
-            RequestError: its partial completions do not match its message.
-        """
-        if partials := read_partials(order.message, order.buffers):
-            self._partials[order.message.lease] = (partials, order.message.sampling.temperature)
+        """Take an order whose prompt is about to be prepared."""
+        lease = order.message.lease
+        try:
+            partials = read_partials(order.message, order.buffers)
+        except RequestError as error:
+            _note_anew(lease, str(error))
+            return
+        if partials:
+            self._partials[lease] = (partials, order.message.sampling.temperature)
 
     def begin(self, engine: Engine, prepared: PreparedPrompt) -> None:
         """Add a group to `engine`.
@@ -73,11 +82,29 @@ class EngineGroups:
             lease, prepared.ids, message.num_completions, message.sampling, prepared.tensors, partials
         )
         try:
-            engine.add(request)
+            is_resumed = _add(engine, request)
         except EngineLostError as error:
             self._answer(lease, *interrupted_message(lease, partials, str(error), temperature))
             raise
         self._temperatures[lease] = temperature
+        if is_resumed:
+            self._resumed[lease] = replace(request, partial=())
+
+    def begin_anew(self, engine: Engine, result: GroupResult | GroupFailed) -> bool:
+        """Add a group again that failed, without the partial completions that it resumed; returns False for others.
+
+        They may be why: another replica has made them so long that they fill the KV cache, or with as many kept tokens
+        as can be sent. A failure would be this replica's.
+
+        Raises:
+            EngineLostError: the engine is lost.
+        """
+        request = self._resumed.pop(result.lease, None)
+        if request is None or not (problem := _problem(result)):
+            return False
+        engine.add(request)
+        _note_anew(request.lease, problem)
+        return True
 
     def answer(self, result: GroupResult | GroupFailed) -> str | None:
         """Answer with the engine's result for a group; returns the reason if the group failed."""
@@ -86,8 +113,7 @@ class EngineGroups:
             return None
         if isinstance(result, GroupFailed):
             return result.reason
-        kept_bytes = sum(one.kept.ids.nbytes for one in result.completions if one.kept is not None)
-        if problem := kept_size_problem(kept_bytes):
+        if problem := _problem(result):
             return problem
         self._answer(result.lease, *generated_message(result, self._decode, temperature))
         return None
@@ -95,6 +121,7 @@ class EngineGroups:
     def cancel(self, engine: Engine, lease: str) -> None:
         """Cancel a group."""
         self._partials.pop(lease, None)
+        self._resumed.pop(lease, None)
         if self._temperatures.pop(lease, None) is not None:
             engine.cancel(lease)
 
@@ -108,6 +135,7 @@ class EngineGroups:
         for lease, (partials, temperature) in preparing_partials.items():
             self._answer(lease, *interrupted_message(lease, partials, reason, temperature))
         running, self._temperatures = self._temperatures, {}
+        self._resumed.clear()
         for lease, temperature in running.items():
             try:
                 partial_completions = engine.interrupt(lease) or ()
@@ -115,6 +143,37 @@ class EngineGroups:
                 partial_completions = ()
             self._answer(lease, *interrupted_message(lease, partial_completions, reason, temperature, lost=lost))
         return [*preparing_partials, *running]
+
+
+def _add(engine: Engine, request: GroupRequest) -> bool:
+    """Add a group to `engine`, without its partial completions if they cannot be resumed; returns whether they are.
+
+    Another replica has sampled them, or says so. What is wrong with them is no failure of the prompt, nor of this
+    replica, which would be blamed for it.
+    """
+    try:
+        longest = len(request.prompt_ids) + max((len(one.token_ids) for one in request.partial), default=0)
+        if request.partial and longest > engine.max_model_len:
+            raise RequestError(f"a sequence has {longest} tokens already, and the context {engine.max_model_len}")
+        engine.add(request)
+    except RequestError as error:
+        if not request.partial:
+            raise
+        engine.add(replace(request, partial=()))
+        _note_anew(request.lease, str(error))
+        return False
+    return bool(request.partial)
+
+
+def _problem(result: GroupResult | GroupFailed) -> str:
+    """Return why a group cannot be answered with `result`; empty if it can."""
+    if isinstance(result, GroupFailed):
+        return result.reason
+    return kept_size_problem(sum(one.kept.ids.nbytes for one in result.completions if one.kept is not None))
+
+
+def _note_anew(lease: str, reason: str) -> None:
+    log.warning("partial completions cannot be resumed: the group begins anew", lease=lease, reason=reason)
 
 
 class EnvironmentGroups(EpisodeRunner):

@@ -299,10 +299,7 @@ class Shell:
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def _accept(self, order: core.StartGroup) -> list[core.Action]:
-        try:
-            self._groups.accept(order)
-        except StarlingError as error:
-            return self._refuse(order.message, error)
+        self._groups.accept(order)
         prepared = self._preparation.begin(order.message)
         return [] if prepared is None else self._begin(prepared)
 
@@ -328,7 +325,7 @@ class Shell:
 
     def _step(self) -> None:
         for result in self._engine.step():
-            if self._engine_queue.settle(result):
+            if self._engine_queue.settle(result) or self._groups.begin_anew(self._engine, result):
                 continue
             reason = self._groups.answer(result)
             failed = [] if reason is None else [core.FailLease(result.lease, reason)]
