@@ -77,6 +77,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def has_avx512() -> bool:
+    """Return whether this CPU has AVX-512, which vLLM's CPU build needs for some of its features."""
+    return "avx512f" in Path("/proc/cpuinfo").read_text()
+
+
 def checkpoint(folder: Path, family: str, seed: int) -> Path:
     """Write a random model of `family`; return its folder."""
     kind, settings = FAMILIES[family]

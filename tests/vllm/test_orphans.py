@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
-from engines import DEADLINE_S, checkpoint, engine_driver
+from engines import DEADLINE_S, checkpoint, engine_driver, has_avx512
 
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
 
@@ -40,7 +40,7 @@ def test_engine_processes_end_with_their_replica(tmp_path: Path) -> None:
             assert time.monotonic() < end, left
             psutil.wait_procs(left, 0.2)
         files = {file for file in files if file.name.startswith("vllm_")}  # Python's tracker removes others
-        assert files
+        assert bool(files) == has_avx512()  # without it vLLM's workers on a CPU communicate by gloo
         assert not [file for file in files if file.exists()]
     finally:
         process.kill()

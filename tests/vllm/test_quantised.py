@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
-from engines import checkpoint, engine_driver, forward_logprobs, publisher_process, read_model, read_weights
+from engines import (
+    checkpoint,
+    engine_driver,
+    forward_logprobs,
+    has_avx512,
+    publisher_process,
+    read_model,
+    read_weights,
+)
 from quantised_checkpoints import dequantised
 
 from starling.policy.train.metrics.tokens import mismatch
@@ -52,6 +61,10 @@ def test_adoptions_of_quantised_weights_under_load(
     assert right < within < wrong
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not has_avx512(),
+    reason="this CPU has no AVX-512, which vLLM's cache in fp8 needs",
+)
 @pytest.mark.parametrize("form", [pytest.param("", marks=pytest.mark.campaign), "mxfp8"])
 def test_fp8_cache_mismatch_is_bounded(form: str, folders: list[Path]) -> None:
     """The precision lost in the cache shows as a bounded mismatch, with quantised weights as without."""

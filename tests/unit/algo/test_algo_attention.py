@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from starling.algo.attention import short
 from starling.algo.attention.flex import BLOCK, visible_blocks
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import Backend, attention, backends_for
@@ -149,12 +150,23 @@ def check(
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-11)
 
 
+@pytest.mark.parametrize("short_tokens", [0, 1000], ids=["kernels", "short"])
 @settings(max_examples=settings().max_examples // 2)
 @given(forests(most=12) | forests(most=90), WINDOWS, st.sampled_from([(1, 1), (3, 3), (6, 2)]), st.sampled_from([8, 5]))
 def test_values_and_gradients_equal_a_dense_mask(
-    forest: Forest, window: int | None, heads: tuple[int, int], value_size: int
+    short_tokens: int, forest: Forest, window: int | None, heads: tuple[int, int], value_size: int
 ) -> None:
-    check(forest, window, heads, value_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short, "SHORT_TOKENS", short_tokens)
+        check(forest, window, heads, value_size)
+
+
+def test_short_sequences_of_many_sizes_equal_a_dense_mask() -> None:
+    """Several batches, as padding all to one size would cost more."""
+    lengths = (60, *([4] * 20), 3, *([2] * 30), 90, *([38] * 6), 1)
+    parents = (-1, *([0] * 20), -1, *([21] * 30), -1, *([52] * 6), -1)
+    check(Forest(lengths, parents), None, (4, 2))
+    check(Forest(lengths, parents), 7, (4, 2))
 
 
 @settings(max_examples=settings().max_examples // 4)
@@ -248,8 +260,18 @@ def test_soft_caps_and_sinks_equal_a_dense_mask(
     check(forest, window, (4, 2), 8, softcap, with_sinks)
 
 
+def test_many_tiny_segments_below_a_prompt_are_left_to_the_kernels() -> None:
+    """Copies of the prompt's keys for each of them would take more memory than all else."""
+    assert short.is_short(Forest((100, *([12] * 8)), (-1, *([0] * 8))))
+    assert not short.is_short(Forest((100, *([1] * 60)), (-1, *([0] * 60))))
+
+
+@pytest.mark.parametrize("short_tokens", [0, 128], ids=["kernels", "short"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_is_as_exact_as_its_arithmetic(dtype: torch.dtype) -> None:
+def test_low_precision_is_as_exact_as_its_arithmetic(
+    dtype: torch.dtype, short_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short, "SHORT_TOKENS", short_tokens)
     forest = Forest((40, 9, 5, 5, 12), (-1, 0, 1, 1, 0))
     inputs = inputs_of(forest, (4, 2), 8, dtype)
     wide = [one.detach().double().requires_grad_() for one in inputs]

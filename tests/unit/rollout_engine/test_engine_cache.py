@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, RequestError
-from starling.rollout.engine.embedded import cache
+from starling.rollout.engine.embedded import cache, decoder
 from starling.rollout.engine.embedded.engine import TransformersEngine
 
 torch.set_num_threads(1)
@@ -67,6 +67,8 @@ def check(results: dict[str, GroupResult], model: Any) -> None:
     max_rows=st.integers(5, 14),
     block_tokens=st.sampled_from((1, 3, 32)),
     recompute_at=st.integers(-1, 20),
+    kept_bytes=st.sampled_from((0, 1 << 20)),
+    is_plain=st.booleans(),
 )
 def test_any_blocks_give_the_logprobs_of_a_forward_pass(
     family: str,
@@ -75,10 +77,14 @@ def test_any_blocks_give_the_logprobs_of_a_forward_pass(
     max_rows: int,
     block_tokens: int,
     recompute_at: int,
+    kept_bytes: int,
+    is_plain: bool,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "GATHERED_BYTES", gathered_bytes)
         patch.setattr(cache, "BLOCK_TOKENS", block_tokens)
+        patch.setattr(cache, "KEPT_BYTES", kept_bytes)
+        patch.setattr(decoder, "PLAIN_MODELS", decoder.PLAIN_MODELS if is_plain else ())
         engine = make_engine(make_model(family), max_rows=max_rows)
         check(run_schedule(engine, groups, recompute_at), make_model(family))
         assert engine.cache_size_bytes == 0

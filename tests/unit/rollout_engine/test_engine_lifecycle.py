@@ -24,6 +24,7 @@ from tiny_models import (
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import Engine, GroupFailed, GroupRequest, GroupResult, RequestError
+from starling.rollout.engine.embedded import cache
 
 torch.set_num_threads(1)
 
@@ -100,7 +101,8 @@ def test_groups_wait_in_order_until_their_rows_fit() -> None:
     assert sorted(drain(engine)) == ["b", "c"]
 
 
-def test_cache_shrinks_when_rows_leave() -> None:
+def test_cache_shrinks_when_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "KEPT_BYTES", 0)
     engine = make_engine(max_rows=16)
     engine.add(request("short", [1, 2, 3], 12, max_tokens=4))
     engine.add(request("long", [1, 2, 3], 2, max_tokens=30))

@@ -9,17 +9,28 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_models import make_engine, make_model, request
+from msgspec.structs import replace as changed
+from tiny_models import VOCAB, make_engine, make_model, request
+from transformers import AutoModelForCausalLM
 
-from starling.common.wire.messages import GenerateGroup, GroupInterrupted, Prompt, Sampling
+from starling.common.wire.messages import (
+    GenerateGroup,
+    GroupGenerated,
+    GroupInterrupted,
+    Prompt,
+    Sampling,
+)
 from starling.rollout.api.generation import Choice, Generation
+from starling.rollout.core.machine import StartGroup
 from starling.rollout.engine.base import EngineLostError, GroupRequest, GroupResult, PartialCompletion, RequestError
 from starling.rollout.engine.embedded.engine import TransformersEngine
 from starling.rollout.engine.preparation import PreparedPrompt
 from starling.rollout.engine.queue import LEASE_PREFIX, EngineQueue, QueueClosedError
 from starling.rollout.shell.groups import EngineGroups
+from starling.rollout.shell.results import interrupted_message
 
 torch.set_num_threads(1)
 
@@ -309,3 +320,72 @@ def test_every_lease_is_answered_when_the_engine_is_lost_meanwhile() -> None:
     assert groups.interrupt(engine, "it gives its devices to others", ["generate:t2:1"]) == ["generate:t2:1", *leases]
     assert list(answers) == ["generate:t2:1", *leases]
     assert [bool(answers[lease].partial) for lease in leases] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "token", "missing"), [(30, 7, 0), (3, 1 << 20, 0), (3, 7, 4)], ids=["context", "vocabulary", "sizes"]
+)
+def test_group_begins_anew_where_its_partial_completions_cannot_be_resumed(
+    num_tokens: int, token: int, missing: int
+) -> None:
+    """Another replica has made them: they are no fault of the prompt, which would be discarded, nor of this one."""
+    answers: list[tuple[GroupGenerated, tuple[bytes, ...]]] = []
+    engine = make_engine(max_model_len=16)
+    groups = EngineGroups(lambda lease, message, buffers: answers.append((message, buffers)), lambda ids: "")
+    partial = PartialCompletion(
+        np.full(num_tokens, token, np.int32), np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)
+    )
+    left, buffers = interrupted_message("generate:t0:1", [partial, partial], "it leaves")
+    message = GenerateGroup(
+        lease="generate:t0:2",
+        purpose="train",
+        prompt=Prompt(id="p"),
+        num_completions=2,
+        sampling=Sampling(max_tokens=40),
+        min_version=0,
+    )
+    message = changed(message, partial=left.partial, tensors=left.tensors)
+    groups.accept(StartGroup(message, (buffers[0][missing:], *buffers[1:])))
+    groups.begin(engine, PreparedPrompt(message, [1, 2, 3]))
+    for _ in range(20):
+        for result in engine.step():
+            assert groups.answer(result) is None
+    [(answer, (_, ids, *_))] = answers
+    assert [one.num_tokens for one in answer.trajectories] == [13, 13], "as much as the context holds"
+    assert max(np.frombuffer(ids, np.int32).tolist()) < 1 << 20
+
+
+def test_group_begins_anew_where_what_it_resumes_fills_the_cache() -> None:
+    """Another replica has made its partial completions so long: the failure would be this replica's."""
+    answers: list[GroupGenerated] = []
+    config = make_model().config
+    config.max_position_embeddings = 8192
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    engine = make_engine(model, kv_cache_mb=1)  # 4096 tokens
+    num_tokens = 4095
+    with torch.inference_mode():
+        after = int(model(input_ids=torch.full((1, num_tokens + 1), 7)).logits[0, -1].argmax())
+    groups = EngineGroups(lambda lease, message, buffers: answers.append(message), lambda ids: "")
+    partial = PartialCompletion(
+        np.full(num_tokens, 7, np.int32), np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)
+    )
+    left, buffers = interrupted_message("generate:t0:1", [partial], "it leaves")
+    sampling = Sampling(max_tokens=5000, temperature=0.0, stop_token_ids=tuple(set(range(VOCAB)) - {7, after}))
+    message = GenerateGroup(
+        lease="generate:t0:2",
+        purpose="train",
+        prompt=Prompt(id="p"),
+        num_completions=1,
+        sampling=sampling,
+        min_version=0,
+        partial=left.partial,
+        tensors=left.tensors,
+    )
+    groups.accept(StartGroup(message, buffers))
+    groups.begin(engine, PreparedPrompt(message, [1]))
+    for _ in range(20):
+        for result in engine.step():
+            assert groups.begin_anew(engine, result) or groups.answer(result) is None
+    [answer] = answers
+    assert answer.trajectories[0].num_tokens < 20

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.memory import MemorySettings
+from starling.policy.train.loss import logprobs as logprobs_module
 from starling.policy.train.loss.logprobs import head_logprobs
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.memory.compiled import compile_blocks
@@ -200,13 +201,13 @@ def test_offload_activations_on_cpu_warns(tiny: Callable[..., Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_blocks_share_code_for_all_sizes(tiny: Callable[..., Any], checkpointing: Any) -> None:
+@pytest.mark.parametrize(("checkpointing", "backend"), [("none", "eager"), ("full", "aot_eager")])
+def test_compiled_blocks_share_code_for_all_sizes(tiny: Callable[..., Any], checkpointing: Any, backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, plain = tiny(num_hidden_layers=3), tiny(num_hidden_layers=3)
+    model, plain = tiny(), tiny()
     apply_memory_settings(model, MemorySettings(checkpointing=checkpointing))
-    compile_blocks(model, backend="aot_eager")
+    compile_blocks(model, backend=backend)
     counts = []
     for ids in (IDS, IDS[:, :17], IDS[:, :24]):
         found = train(model, ids)
@@ -253,8 +254,13 @@ def test_find_blocks_without_blocks_is_refused() -> None:
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform("cap", 5.0)])
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(96, 8), (500, 8), (500, 128)])
 def test_token_logprobs_peak_memory_is_about_one_chunk(
-    with_entropy_gradient: bool, transform: LogitTransform, num_tokens: int, hidden_size: int
+    with_entropy_gradient: bool,
+    transform: LogitTransform,
+    num_tokens: int,
+    hidden_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(logprobs_module, "_SMALL_PART", 0)
     generator = torch.Generator().manual_seed(0)
     vocabulary, chunk_tokens = 4096, 96
     hidden, weight = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,38 +29,86 @@ from starling.policy.train.rl import RlTrainer
 from starling.weightsync.tensors.adapters import add_adapters
 
 TOKENS = 1024
-MODEL = {"hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 160, "max_position_embeddings": 4096}
+MODEL = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 160, "max_position_embeddings": 4096}
+MOSTLY_WEIGHTS = {"vocab_size": 12_000, "intermediate_size": 64}
+LITTLE_COMPUTING = {"checkpointing": "full", "logprob_chunk_tokens": 16}
 CPU = torch.device("cpu")
-CASES: dict[str, dict[str, Any]] = {
-    "nothing recomputed": {},
-    "all recomputed": {"memory": {"checkpointing": "full"}},
-    "all but products recomputed": {"memory": {"checkpointing": "selective"}},
-    "every second block recomputed": {"memory": {"checkpointing": "full", "checkpoint_every": 2}},
-    "bfloat16": {"dtype": torch.bfloat16, "memory": {"checkpointing": "full"}},
-    "bfloat16, nothing recomputed": {"dtype": torch.bfloat16},
-    "a large vocabulary": {"model": {"vocab_size": 3000}},
-    "a large vocabulary, tied": {"model": {"vocab_size": 3000}, "tied": True, "memory": {"checkpointing": "full"}},
-    "a large vocabulary in one chunk": {"model": {"vocab_size": 3000}, "memory": {"logprob_chunk_tokens": 4096}},
-    "a gradient of the entropy": {"model": {"vocab_size": 3000}, "algorithm": {"entropy_coefficient": 0.1}},
-    "a reference": {"algorithm": {"kl_coefficient": 0.1}, "model": {"hidden_size": 128}},
-    "muon and an average": {"optimizer": {"kind": "muon", "ema_decay": 0.9}, "model": {"hidden_size": 128}},
-    "frozen embeddings": {"frozen": "embed_tokens|lm_head", "model": {"vocab_size": 3000}},
-    "adapters": {"lora": True, "memory": {"checkpointing": "full"}},
-    "experts": {"kind": "qwen3_moe", "dtype": torch.bfloat16},
-    "sequences with a common prompt": {"prompt": TOKENS // 2},
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its settings, and the parts of the formula that decide its peak."""
+
+    parts: tuple[str, ...]
+    """Without any one of them the formula is more than a tenth too low: the case proves each."""
+    kind: str = "qwen3"
+    dtype: torch.dtype = torch.float32
+    model: dict[str, int] = field(default_factory=dict)
+    tied: bool = False
+    lora: bool = False
+    prompt: int = 1
+    """Tokens that both sequences of the group share."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+    def make_model(self, tiny: Callable[..., Any]) -> Any:
+        """Make the model."""
+        model = tiny(self.kind, tied=self.tied, **{**MODEL, **self.model}).to(self.dtype)
+        if self.lora:
+            add_adapters(model, LoraSettings(rank=4), seed=0)
+        return model
+
+
+CASES = {
+    "nothing recomputed": Case(parts=("saved",)),
+    "all recomputed, in bfloat16": Case(parts=("working",), dtype=torch.bfloat16, memory={"checkpointing": "full"}),
+    "all but products recomputed": Case(parts=("saved", "working"), memory={"checkpointing": "selective"}),
+    "every second block recomputed": Case(
+        parts=("saved", "working"),
+        model={"num_hidden_layers": 3},
+        memory={"checkpointing": "full", "checkpoint_every": 2},
+    ),
+    "output layer in chunks": Case(
+        parts=("logprobs",),
+        model={"vocab_size": 6000},
+        memory={"checkpointing": "full", "logprob_chunk_tokens": 256},
+    ),
+    "output layer in one chunk, with a gradient of the entropy": Case(
+        parts=("logprobs", "saved"),
+        model={"vocab_size": 3000},
+        memory={"logprob_chunk_tokens": 4096},
+        algorithm={"entropy_coefficient": 0.1},
+    ),
+    "tied embedding": Case(
+        parts=("head_gradient", "weights", "gradients", "optimizer"),
+        model={"vocab_size": 16_000},
+        tied=True,
+        memory=LITTLE_COMPUTING,
+    ),
+    "reference": Case(
+        parts=("reference", "weights", "gradients", "optimizer"),
+        model=MOSTLY_WEIGHTS,
+        memory=LITTLE_COMPUTING,
+        algorithm={"kl_coefficient": 0.1},
+    ),
+    "muon and an average": Case(
+        parts=("weights", "gradients", "optimizer"),
+        model=MOSTLY_WEIGHTS,
+        memory=LITTLE_COMPUTING,
+        optimizer={"kind": "muon", "ema_decay": 0.9},
+    ),
+    "adapters": Case(parts=("weights",), lora=True, model={"vocab_size": 3000}, memory={"checkpointing": "full"}),
+    "experts, and a common prompt": Case(parts=("saved",), kind="qwen3_moe", dtype=torch.bfloat16, prompt=TOKENS // 2),
 }
 
 
-def make_model(tiny: Callable[..., Any], case: dict[str, Any]) -> Any:
-    """Make the model of a case."""
-    model = tiny(case.get("kind", "qwen3"), tied=case.get("tied", False), **{**MODEL, **case.get("model", {})})
-    model.to(case.get("dtype", torch.float32))
-    if case.get("lora"):
-        add_adapters(model, LoraSettings(rank=4), seed=0)
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in case.get("frozen", "nothing").split("|")):
-            parameter.requires_grad_(False)
-    return model
+def without(memory: PolicyMemory, part: str) -> PolicyMemory:
+    """Return `memory` as if the formula left out one part."""
+    if part not in ("saved", "working"):
+        return replace(memory, **{part: 0})
+    blocks = tuple(replace(block, **{part: 0}) for block in memory.activations.blocks)
+    return replace(memory, activations=replace(memory.activations, blocks=blocks))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,17 +118,16 @@ def test_peak_of_a_step_is_within_a_tenth_of_the_formula(
     case = CASES[name]
     settings = PolicySettings(
         tokens_per_microbatch=TOKENS,
-        memory={"logprob_chunk_tokens": 64, **case.get("memory", {})},
-        algorithm=case.get("algorithm", {}),
-        optimizer=case.get("optimizer", {}),
+        memory={"logprob_chunk_tokens": 64, **case.memory},
+        algorithm=case.algorithm,
+        optimizer=case.optimizer,
     )
-    prompt = case.get("prompt", 1)
-    rest = TOKENS - prompt
-    lengths = (rest // 2, rest - rest // 2 + 1) * 2 if prompt > 1 else (TOKENS, TOKENS)
-    groups = make_groups([(prompt, lengths)])
-    expected = estimate_memory(make_model(tiny, case), settings, "rl", CPU, TOKENS)
+    rest = TOKENS - case.prompt
+    lengths = (rest // 2, rest - rest // 2 + 1) * 2 if case.prompt > 1 else (TOKENS, TOKENS)
+    groups = make_groups([(case.prompt, lengths)])
+    expected = estimate_memory(case.make_model(tiny), settings, "rl", CPU, TOKENS)
     with PeakMemory() as memory:
-        model = make_model(tiny, case)
+        model = case.make_model(tiny)
         apply_memory_settings(model, settings.memory)
         trainer = RlTrainer(model, settings, total_steps=1)
         model.zero_grad(set_to_none=True)
@@ -88,6 +135,8 @@ def test_peak_of_a_step_is_within_a_tenth_of_the_formula(
         metrics = trainer.step(groups, step=1)
     assert metrics["num_microbatches"] == 2
     assert 0.9 < expected.peak / memory.peak_bytes < 1.1
+    for part in case.parts:
+        assert without(expected, part).peak / memory.peak_bytes < 0.9, part
 
 
 def test_estimate_leaves_the_model_as_it_is(tiny: Callable[..., Any]) -> None:
@@ -124,20 +173,21 @@ class Copies(PeakMemory):
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_movable_activations_are_those_that_are_offloaded(tiny: Callable[..., Any], checkpointing: Any) -> None:
-    num_tokens, settings = 10_000, MemorySettings(checkpointing=checkpointing)
+    num_tokens, settings = 1100, MemorySettings(checkpointing=checkpointing)
+    wide = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}  # Only large tensors are offloaded.
     prompt = PromptBlock(np.zeros(1, dtype=np.int32), ((0, num_tokens),))
     batch = pack_sequences([prompt], np.zeros(num_tokens, dtype=np.int32), num_tokens)
     inputs = to_tensors(batch, batch.plan[0])
 
     def copied(num_blocks: int) -> int:
-        model = tiny(num_hidden_layers=num_blocks)
+        model = tiny(num_hidden_layers=num_blocks, max_position_embeddings=num_tokens, **wide)
         apply_memory_settings(model, settings)
         offload_activations(model, device_types={"cpu"})
         with Copies() as copies:
             trained_hidden(model, inputs)
         return copies.total
 
-    (block, _) = observe_activations(tiny(), settings, num_tokens).blocks
+    (block, _) = observe_activations(tiny(**wide), settings, num_tokens).blocks
     assert block.movable
     assert copied(3) - copied(2) == block.movable
 
@@ -204,14 +254,12 @@ def test_model_whose_code_needs_values_is_named(tiny: Callable[..., Any]) -> Non
         estimate_memory(model, PolicySettings(), "rl", CPU, 512)
 
 
-def test_description_says_where_it_does_not_fit(tiny: Callable[..., Any]) -> None:
-    settings = PolicySettings(memory={"checkpointing": "full"})
-    fits = estimate_memory(tiny(), settings, "rl", CPU, 512)
-    lines = describe_memory(fits, settings.memory, CPU)
+def test_description_says_where_it_does_not_fit() -> None:
+    settings = MemorySettings(checkpointing="full")
+    lines = describe_memory(replace(MEMORY, num_tokens=512), settings, CPU)
     assert [line.partition(":")[0] for line in lines] == ["memory of the policy", "always", "activations"]
     assert "in microbatches of 512 tokens" in lines[0]
     assert "of 2 blocks (checkpointing = full), and up to" in lines[2]
-    too_large = estimate_memory(tiny(), settings, "rl", CPU, 10**9)
-    notice = describe_memory(too_large, settings.memory, CPU)[-1]
+    notice = describe_memory(replace(MEMORY, weights=1 << 60), settings, CPU)[-1]
     assert notice.startswith("notice: the policy does not fit, cpu has ")
     assert "lower policy.tokens_per_microbatch" in notice

@@ -39,6 +39,8 @@ from starling.policy.settings.supervised import SftStepSettings
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.data.groups import IntArray
 from starling.policy.train.data.packing import PackedBatch, PromptBlock, pack_sequences, to_tensors
+from starling.policy.train.memory.compiled import compile_blocks
+from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.model.attention import PACKED
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import trained_logits
@@ -168,9 +170,13 @@ def check(kind: str, dtype: torch.dtype, sequences: Sequence[tuple[IntArray, Int
     weights = torch.linspace(-1.0, 1.0, len(token_ids), dtype=dtype)
     found = packed(model, pack_sequences(blocks, token_ids, budget), weights)
     bound = 1e-10 if dtype == torch.float64 else 5e-6
-    for name, expected in alone(plain, sequences, weights).items():
-        error, norm = torch.linalg.vector_norm(found[name] - expected), torch.linalg.vector_norm(expected)
-        assert error <= bound * norm, (name, float(error / norm))
+    gradient = alone(plain, sequences, weights)
+    norms = {name: float(torch.linalg.vector_norm(expected)) for name, expected in gradient.items()}
+    # A token that sees only itself gives the projections of queries and keys no gradient but for rounding.
+    rounding = 4 * torch.finfo(dtype).eps * max(norms.values())
+    for name, expected in gradient.items():
+        error = float(torch.linalg.vector_norm(found[name] - expected))
+        assert error <= bound * norms[name] + rounding, (name, error, norms[name])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
@@ -334,8 +340,6 @@ def test_observing_a_model_leaves_no_gradient_and_draws_no_random_number() -> No
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_recomputed_blocks_have_the_structure(checkpointing: str) -> None:
-    from starling.policy.train.memory.setup import apply_memory_settings
-
     plain, model = make("qwen3"), make("qwen3")
     found = PolicySettings.model_validate({"memory": {"checkpointing": checkpointing}})
     apply_memory_settings(model, found.memory)
@@ -351,9 +355,9 @@ def make_small() -> Any:
 
 
 def test_compiled_blocks_take_structures_of_any_size() -> None:
-    from starling.policy.train.memory.compiled import compile_blocks
-
+    torch._dynamo.reset()  # Loads it: the attention that `apply_memory_settings` registers is then not compiled.
     plain, model = make_small(), make_small()
+    apply_memory_settings(model, MemorySettings())
     compile_blocks(model, backend="aot_eager")
     for count in (2, 5):
         expected = sft_gradients(plain, conversation()[:count], share_prompts=False)

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from starling.common.errors import ConfigError
+from starling.common.setting_docs import setting_texts
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
@@ -109,7 +110,7 @@ def test_optimizer_settings_out_of_range_are_refused(changes: dict[str, object])
 
 def test_optimizer_settings_have_descriptions() -> None:
     for settings in (OptimizerSettings, AlgorithmSettings, PolicySettings):
-        assert all(field.description for field in settings.model_fields.values())
+        assert all(setting_texts(settings).values())
 
 
 KINDS = ("adamw", "adamw_8bit", "muon")

@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from starling.algo.attention.kernels import Inputs, Outputs
+
 BLOCK: Final = 256
 """Queries and keys of a block of scores."""
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CappedKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Outputs:
         """Return output and log-sum-exp."""
         wide = torch.promote_types(query.dtype, torch.float32)
         outputs, sums = list[Tensor](), list[Tensor]()
@@ -49,15 +49,8 @@ class CappedKernel:
         return torch.cat(outputs, 2), torch.cat(sums, 2)
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: Gradients,
-        outputs: tuple[Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+        self, gradient: Tensor, inputs: Inputs, outputs: Outputs, bias: Tensor | None, *, causal: bool, scale: float
+    ) -> Inputs:
         """Return the gradients of query, key and value, from that of the output."""
         query, key, value = inputs
         output, logsumexp = outputs

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from starling.algo.attention.forest import Flags, Forest
+from starling.algo.attention.kernels import Inputs
 from starling.common.errors import ConfigError
 
 BLOCK: Final = 128
@@ -25,13 +26,7 @@ BLOCK: Final = 128
 
 
 def forest_flex_attention(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    forest: Forest,
-    scale: float,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    inputs: Inputs, forest: Forest, scale: float, *, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Return the attention of a packed row, [T, H, D]; see `starling.algo.attention.interface.attention`.
 

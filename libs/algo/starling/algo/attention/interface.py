@@ -10,6 +10,7 @@ from torch import Tensor
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.kernels import FLASH_HEAD_DIM
 from starling.algo.attention.segments import segment_attention
+from starling.algo.attention.short import is_short, short_attention
 from starling.algo.attention.varlen import supports_varlen, varlen_attention
 from starling.common.errors import ConfigError
 
@@ -60,6 +61,8 @@ def attention(
         from starling.algo.attention.flex import forest_flex_attention  # Importing it for others takes seconds.
 
         output = forest_flex_attention(inputs, structure, scale, window=window, softcap=softcap, sinks=sinks)
+    elif softcap is None and sinks is None and query.device.type == "cpu" and is_short(structure):
+        output = short_attention(inputs, structure, scale, window=window)
     else:
         output = segment_attention(inputs, structure, scale, window=window, softcap=softcap, sinks=sinks)
     return output[..., :size]

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from starling.algo.attention.capped import CappedKernel
 from starling.common.errors import ConfigError
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, or the gradients of these."""
+Outputs = tuple[Tensor, Tensor]
+"""Output and log-sum-exp."""
 _aten: Any = torch.ops.aten
 FLASH_HEAD_DIM = 256
 """Largest head dimension of the flash kernels of CUDA."""
@@ -30,19 +32,12 @@ class Kernel(Protocol):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Outputs:
         """Return output and log-sum-exp."""
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        outputs: tuple[Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+        self, gradient: Tensor, inputs: Inputs, outputs: Outputs, bias: Tensor | None, *, causal: bool, scale: float
+    ) -> Inputs:
         """Return the gradients of query, key and value, from that of the output."""
 
 
@@ -51,23 +46,16 @@ class _Cpu:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
+    ) -> Outputs:
+        found: Outputs = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias, scale=scale
         )
         return found
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        outputs: tuple[Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
-        found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        self, gradient: Tensor, inputs: Inputs, outputs: Outputs, bias: Tensor | None, *, causal: bool, scale: float
+    ) -> Inputs:
+        found: Inputs = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, *inputs, *outputs, 0.0, causal, attn_mask=bias, scale=scale
         )
         return found
@@ -80,27 +68,20 @@ class _CudaFlash:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Outputs:
         output, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )
         return output, logsumexp
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        outputs: tuple[Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+        self, gradient: Tensor, inputs: Inputs, outputs: Outputs, bias: Tensor | None, *, causal: bool, scale: float
+    ) -> Inputs:
         query, key, _ = inputs
         output, logsumexp = outputs
         empty = torch.empty(0, dtype=torch.int64, device=query.device)
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout of 0
-        found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+        found: Inputs = _aten._scaled_dot_product_flash_attention_backward(
             gradient,
             *inputs,
             output,
@@ -125,22 +106,15 @@ class _CudaEfficient:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Outputs:
         output, logsumexp, *_ = _aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
         return output, logsumexp[:, :, : query.shape[2]]
 
     def backward(
-        self,
-        gradient: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        outputs: tuple[Tensor, Tensor],
-        bias: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+        self, gradient: Tensor, inputs: Inputs, outputs: Outputs, bias: Tensor | None, *, causal: bool, scale: float
+    ) -> Inputs:
         output, logsumexp = outputs
         # The kernel reads blocks of 32 queries.
         padded = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[2] % 32), value=torch.inf)
@@ -164,15 +138,13 @@ class _CudaEfficient:
 _CPU, _FLASH, _EFFICIENT = _Cpu(), _CudaFlash(), _CudaEfficient()
 
 
-def kernel_for(query: Tensor, softcap: float | None = None) -> Kernel:
-    """Return the kernel for tensors like `query`, [..., D], and a soft cap on the scores; None for no cap.
+def kernel_for(query: Tensor) -> Kernel:
+    """Return the kernel for tensors like `query`, [..., D].
 
     Raises:
         ConfigError: there is none for its device and type.
     """
     device, dtype = query.device.type, query.dtype
-    if softcap is not None:
-        return CappedKernel(softcap)
     if device == "cpu":
         return _CPU
     if device == "cuda" and dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= FLASH_HEAD_DIM:

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from starling.algo.attention.kernels import Inputs, Outputs
+
 Levels = tuple[tuple["Call", ...], ...]
 """The calls of each level of a forest's parts; see `Forest.levels`."""
 
@@ -56,7 +58,7 @@ class Call(Protocol):
 class Runner(Protocol):
     """Computes calls of one kind with a kernel."""
 
-    def forward(self, call: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Any, inputs: Inputs) -> Outputs:
         """Return output [Q, H, D] and log-sum-exp [Q, H] of the call's queries, padding included.
 
         Args:
@@ -64,9 +66,7 @@ class Runner(Protocol):
             inputs: query [T, H, D], key and value [T, G, D] of the row.
         """
 
-    def backward(
-        self, call: Any, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], outputs: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: Any, gradient: Tensor, inputs: Inputs, outputs: Outputs) -> Inputs:
         """Return the gradients of the call's queries [Q, H, D], keys and values [K, G, D].
 
         Args:
@@ -77,9 +77,7 @@ class Runner(Protocol):
         """
 
 
-def merged_attention(
-    inputs: tuple[Tensor, Tensor, Tensor], levels: Levels, runner: Runner, sinks: Tensor | None = None
-) -> Tensor:
+def merged_attention(inputs: Inputs, levels: Levels, runner: Runner, sinks: Tensor | None) -> Tensor:
     """Return the attention of a packed row, [T, H, D].
 
     Args:

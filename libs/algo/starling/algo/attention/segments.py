@@ -10,23 +10,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from starling.algo.attention.calls import KernelCall, kernel_calls
+from starling.algo.attention.capped import CappedKernel
 from starling.algo.attention.forest import Forest
-from starling.algo.attention.kernels import Kernel, kernel_for
+from starling.algo.attention.kernels import Inputs, Kernel, Outputs, kernel_for
 from starling.algo.attention.merge import merged_attention
 
 
 def segment_attention(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    forest: Forest,
-    scale: float,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    inputs: Inputs, forest: Forest, scale: float, *, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Return the attention of a packed row, [T, H, D]; see `starling.algo.attention.interface.attention`."""
     query, key, _ = inputs
-    kernel = kernel_for(query, softcap)
+    kernel = kernel_for(query) if softcap is None else CappedKernel(softcap)
     levels = kernel_calls(forest, window, query.device, with_bias=kernel.takes_bias)
     return merged_attention(inputs, levels, _Padded(kernel, (query.shape[1], key.shape[1]), scale), sinks)
 
@@ -40,7 +35,7 @@ class _Padded:
     """H and G."""
     scale: float
 
-    def forward(self, call: KernelCall, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, call: KernelCall, inputs: Inputs) -> Outputs:
         query, key, value = inputs
         output, logsumexp = self.kernel.forward(
             _queries(call, query, self.heads),
@@ -52,9 +47,7 @@ class _Padded:
         )
         return _rows(call, output), _rows(call, logsumexp)
 
-    def backward(
-        self, call: KernelCall, gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], outputs: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: KernelCall, gradient: Tensor, inputs: Inputs, outputs: Outputs) -> Inputs:
         (query, key, value), (output, logsumexp), heads = inputs, outputs, self.heads
         found = self.kernel.backward(
             _queries(call, gradient, heads, clear_padding=True),

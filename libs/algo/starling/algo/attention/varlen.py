@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from starling.algo.attention.forest import Forest, Part
-from starling.algo.attention.kernels import FLASH_HEAD_DIM, Kernel, kernel_for
+from starling.algo.attention.kernels import FLASH_HEAD_DIM, Inputs, Kernel, Outputs, kernel_for
 from starling.algo.attention.merge import merged_attention
 
 _aten: Any = torch.ops.aten
-Rows = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +62,7 @@ def supports_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def varlen_attention(
-    inputs: Rows, forest: Forest, scale: float, *, window: int | None = None, sinks: Tensor | None = None
+    inputs: Inputs, forest: Forest, scale: float, *, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     """Return the attention of a packed row, [T, H, D]; see `starling.algo.attention.interface.attention`."""
     query = inputs[0]
@@ -132,7 +131,7 @@ class _Flash:
 
     scale: float
 
-    def forward(self, call: VarlenCall, inputs: Rows) -> tuple[Tensor, Tensor]:
+    def forward(self, call: VarlenCall, inputs: Inputs) -> Outputs:
         query, key, value = inputs
         output, logsumexp, *_ = _aten._flash_attention_forward(
             _take(query, call.queries),
@@ -144,11 +143,11 @@ class _Flash:
         )
         return output, logsumexp.transpose(0, 1)
 
-    def backward(self, call: VarlenCall, gradient: Tensor, inputs: Rows, outputs: tuple[Tensor, Tensor]) -> Rows:
+    def backward(self, call: VarlenCall, gradient: Tensor, inputs: Inputs, outputs: Outputs) -> Inputs:
         query, key, value = inputs
         output, logsumexp = outputs
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout of 0
-        found: Rows = _aten._flash_attention_backward(
+        found: Inputs = _aten._flash_attention_backward(
             _take(gradient, call.queries).contiguous(),
             _take(query, call.queries),
             _take(key, call.keys),
@@ -181,7 +180,7 @@ class _PartByPart:
     kernel: Kernel
     scale: float
 
-    def forward(self, call: VarlenCall, inputs: Rows) -> tuple[Tensor, Tensor]:
+    def forward(self, call: VarlenCall, inputs: Inputs) -> Outputs:
         heads = inputs[0].shape[1] // inputs[1].shape[1]
         found = [
             self.kernel.forward(*_heads_first(part, heads), None, causal=call.causal, scale=self.scale)
@@ -190,7 +189,7 @@ class _PartByPart:
         outputs, sums = zip(*found, strict=True)
         return torch.cat(outputs, 2)[0].transpose(0, 1), torch.cat(sums, 2)[0].transpose(0, 1)
 
-    def backward(self, call: VarlenCall, gradient: Tensor, inputs: Rows, outputs: tuple[Tensor, Tensor]) -> Rows:
+    def backward(self, call: VarlenCall, gradient: Tensor, inputs: Inputs, outputs: Outputs) -> Inputs:
         query, key, _ = inputs
         heads = query.shape[1] // key.shape[1]
         own = [
@@ -213,14 +212,14 @@ class _PartByPart:
         of_key, of_value = (one.view(len(one), key.shape[1], heads, -1).sum(2) for one in (of_key, of_value))
         return of_query, of_key, of_value
 
-    def _parts(self, call: VarlenCall, inputs: Rows) -> list[tuple[Tensor, ...]]:
+    def _parts(self, call: VarlenCall, inputs: Inputs) -> list[tuple[Tensor, ...]]:
         """Return query, key and value of each part."""
         numbers = (call.queries, call.keys, call.keys)
         ends = (call.query_ends, call.key_ends, call.key_ends)
         return [_take(one, own).tensor_split(end[:-1]) for one, own, end in zip(inputs, numbers, ends, strict=True)]
 
 
-def _heads_first(part: Sequence[Tensor], repeats: int) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(part: Sequence[Tensor], repeats: int) -> Inputs:
     """Return query [1, H, Q, D], and key and value [1, H, K, D] once for each query head."""
     query, *others = part
     key, value = (one.repeat_interleave(repeats, 1).transpose(0, 1)[None] for one in others)

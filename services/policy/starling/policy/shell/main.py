@@ -360,7 +360,6 @@ class Shell:
         if isinstance(message, wire.WeightsPublished):
             self._clock.hide(message.offer_s)
         self._link.answer(lease, message, buffers)
-        self._saver.prepare()
 
 
 def create_learner(path: Path, settings: PolicyProcess) -> Learner:

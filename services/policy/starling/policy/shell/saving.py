@@ -66,7 +66,6 @@ class PolicySaver:
         self._requested = threading.Event()
         self._saved = -1
         """Newest version with a state, complete or being written."""
-        self._is_prepared = False
 
     def connect(
         self, answer: AnswerLease, broken: Callable[[Future[None]], None], changed: Callable[[], None] = lambda: None
@@ -74,15 +73,6 @@ class PolicySaver:
         """Answer leases with `answer`; see `BackgroundWriter` for the other arguments."""
         self._answer = answer
         self._writer = BackgroundWriter(self._settings.patience_s, broken, changed)
-
-    def prepare(self) -> None:
-        """Import in the background what the first write of a state needs, which takes half a second.
-
-        Called when a version is offered: training then waits for completions, at least the first time.
-        """
-        if not self._is_prepared:
-            self._is_prepared = True
-            self._writer.prepare(STATE_FORMAT)
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Save after the present command when SIGUSR1 arrives; its handler calls `wake` to end the wait for one."""
@@ -173,7 +163,7 @@ class PolicySaver:
         patience_s: float | None = None,
     ) -> None:
         self._writer.wait(patience_s)
-        importlib.import_module(STATE_FORMAT)  # imported already, unless `prepare` has just begun
+        importlib.import_module(STATE_FORMAT)  # once; in the writer it would keep later states waiting
 
         def copy() -> Callable[[], str]:
             snapshot = self._learner.take_state(version, run=self._run, metrics=metrics)

@@ -6,7 +6,6 @@ waits for it; none is skipped, and the order is kept.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -45,10 +44,6 @@ class BackgroundWriter:
         self._what, self._since = "", 0.0
         self._waiting: tuple[float, float] | None = None
         """Begin and deadline of a `wait` in progress."""
-
-    def prepare(self, module: str) -> None:
-        """Import `module`, which a write needs, before the next write; any thread may call this."""
-        self._pool.submit(importlib.import_module, module)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the write in progress.

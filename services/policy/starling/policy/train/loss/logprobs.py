@@ -32,6 +32,8 @@ from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_
 _PARTS: Final = 24
 """Number of parts in which a chunk's rows are computed in float32: at most three parts exist at a time, a quarter of a
 bfloat16 chunk."""
+_SMALL_PART: Final = 1 << 18
+"""Numbers of a part, 1 MiB, that is not divided further: its operations would cost more than their arithmetic."""
 _COLUMN_MULTIPLE: Final = 64
 """Columns per block are a multiple of this, for the matrix units of GPUs."""
 _EXCLUDED: Final = -1e30
@@ -167,14 +169,15 @@ def working_bytes(
         with_entropy_gradient: see `token_logprobs`.
     """
     chunk = min(chunk_tokens, num_tokens)
-    forward = chunk * vocabulary * item_bytes + 2 * 4 * _rows_at_a_time(chunk) * vocabulary
+    forward = chunk * vocabulary * item_bytes + 2 * 4 * _rows_at_a_time(chunk, vocabulary) * vocabulary
     columns = _columns_at_a_time(num_tokens, hidden_size, item_bytes, num_columns=vocabulary, chunk_tokens=chunk_tokens)
     num_parts = 3 if with_entropy_gradient else 1
     sums = num_tokens * hidden_size * item_bytes
     if columns < vocabulary and item_bytes != 4:
         sums += num_tokens * hidden_size * 4
     gradient = vocabulary * hidden_size * item_bytes * trains_head
-    backward = columns * (num_tokens * item_bytes + num_parts * 4 * _rows_at_a_time(num_tokens)) + sums + gradient
+    part = 4 * _rows_at_a_time(num_tokens, columns)
+    backward = columns * (num_tokens * item_bytes + num_parts * part) + sums + gradient
     return max(forward, backward)
 
 
@@ -287,7 +290,7 @@ class _Normalised:
 
     def measure_(self, logits: Tensor, task: _Task, first: int) -> None:
         """Fill in the tokens from `first` on, given their transformed logits."""
-        for part in _parts(0, len(logits), _rows_at_a_time(len(logits))):
+        for part in _parts(0, len(logits), _rows_at_a_time(*logits.shape)):
             rows = slice(first + part.start, first + part.stop)
             scaled = logits[part].to(torch.float32, copy=task.kept is not None)
             if task.divisor is not None:
@@ -323,7 +326,7 @@ class _Differential:
             logits: [N, columns].
             columns: their range in the vocabulary.
         """
-        for rows in _parts(0, len(logits), _rows_at_a_time(len(logits))):
+        for rows in _parts(0, len(logits), _rows_at_a_time(*logits.shape)):
             values = logits[rows]
             logs = self._divide_(values.to(torch.float32, copy=True), rows)
             logs.sub_(self.normalised.largest[rows, None]).sub_(self.normalised.log_sum[rows, None])
@@ -370,7 +373,7 @@ class _Sums:
         elif self._dtype == torch.float32:
             self._total.addmm_(gradient, weight)
         else:
-            for rows in _parts(0, len(gradient), _rows_at_a_time(len(gradient))):
+            for rows in _parts(0, len(gradient), _rows_at_a_time(*gradient.shape)):
                 self._total[rows] += gradient[rows] @ weight
 
     def total(self) -> Tensor:
@@ -384,8 +387,8 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor
     return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
 
-def _rows_at_a_time(num_rows: int) -> int:
-    return max(1, num_rows // _PARTS)
+def _rows_at_a_time(num_rows: int, columns: int) -> int:
+    return max(1, min(num_rows, max(num_rows // _PARTS, _SMALL_PART // columns)))
 
 
 def _columns_at_a_time(

@@ -25,6 +25,8 @@ class PeakMemory(TorchDispatchMode):
         self.peak_bytes = 0
         """Most that was held at a time."""
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most_bytes = 0
+        """Bytes of `_held`, of which some may be dead: at least what is held."""
         self._outside = {tensor.untyped_storage()._cdata: _weak(tensor) for tensor in outside}
 
     @property
@@ -36,7 +38,8 @@ class PeakMemory(TorchDispatchMode):
             for key, entry in self._held.items()
             if not entry[0].expired()  # type: ignore[no-untyped-call]
         }
-        return sum(size for _, size in self._held.values())
+        self._most_bytes = sum(size for _, size in self._held.values())
+        return self._most_bytes
 
     def restart(self) -> None:
         """Measure the peak from now on."""
@@ -53,7 +56,9 @@ class PeakMemory(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._outside and storage._cdata not in self._held:
                 self._held[storage._cdata] = _weak(tensor), storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+                self._most_bytes += storage.nbytes()
+        if self._most_bytes > self.peak_bytes:  # Below it there is no need to count the dead ones.
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return result
 
 

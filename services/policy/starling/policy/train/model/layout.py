@@ -18,8 +18,17 @@ import structlog
 import torch
 from torch import Tensor
 
-from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import Backend, BackendChoice, backends_for
+from starling.algo.attention.probe import (
+    FULL,
+    PROBE,
+    WINDOWED,
+    WINDOWS_DIFFER,
+    is_close,
+    layer_windows,
+    probe_paths,
+    probe_tokens,
+)
 from starling.policy.train.data.packing import Layout
 from starling.policy.train.model.attention import PACKED, observed_windows, structured, use_packed
 
@@ -29,16 +38,6 @@ else:
     PreTrainedModel = torch.nn.Module
 
 log = structlog.get_logger(__name__)
-
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
-_PROBE: Final = Forest((3, 1, 1, 2), (-1, 0, 1, 0))
-"""Two sequences of five tokens, which have three in common."""
-_PATHS: Final = ((0, 1, 2, 3, 4), (0, 1, 2, 5, 6))
-_TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-"""Of the probe's results, relative to the largest: above rounding, far below a token that is seen by mistake. Norms,
-routers and rotary embeddings compute in single precision in models of double precision, too."""
-_PROBES: Final = 3
-"""Draws of the probe's tokens: rounding may send a token of one to another expert, but not of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def _limits(config: Any, *, windows: bool) -> Iterator[int]:
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" in kinds:
         yield config.attention_chunk_size
-    if windows and (_WINDOWED in kinds or not kinds) and getattr(config, "use_sliding_window", True):
+    if windows and (WINDOWED in kinds or not kinds) and getattr(config, "use_sliding_window", True):
         window = getattr(config, "sliding_window", None)
         if window is not None:
             yield window
@@ -124,7 +123,7 @@ def _without_interface(model: PreTrainedModel) -> str | None:
 def _named_reason(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute a forest by its configuration; None for no known reason."""
     config = model.config.get_text_config()
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {_FULL, _WINDOWED})
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, WINDOWED})
     if others or getattr(model, "_is_stateful", False):
         return f"it has layers of other kinds than full and sliding attention ({', '.join(others) or 'recurrent'})"
     return _without_interface(model)
@@ -144,33 +143,33 @@ def _observed_reason(
 
 def _forest_differs(model: PreTrainedModel, backend: Backend) -> str | None:
     """Compare a forest with its sequences alone, computed by the model's own code."""
-    paths = torch.tensor(_PATHS, device=model.device)
-    positions = torch.from_numpy(_PROBE.positions)[None].to(model.device)
-    for tokens in _probes(model):
+    paths = probe_paths(model.device)
+    positions = torch.from_numpy(PROBE.positions)[None].to(model.device)
+    for tokens in probe_tokens(model):
         model.set_attn_implementation("eager")  # the only one that knows all arguments of the layers
-        alone, by_row = _hidden(model, lambda found: found, input_ids=tokens[0][paths])
+        alone, by_row = _hidden(model, lambda found: found, input_ids=tokens[paths])
         use_packed(model)
         with observed_windows() as windows:
             packed, by_token = _hidden(
                 model,
                 lambda found: found[0][paths],
-                input_ids=tokens,
+                input_ids=tokens[None],
                 position_ids=positions,
-                **structured(model, _PROBE, backend),
+                **structured(model, PROBE, backend),
             )
-        if Counter(windows) != _windows_of(model):
-            return "its layers do not hand their windows to the attention function of transformers"
+        if Counter(windows) != Counter(layer_windows(model.config)):
+            return WINDOWS_DIFFER
         # What a token of the forest receives is what it receives in each of its sequences.
         summed = torch.zeros_like(by_token[0]).index_add(0, paths.flatten(), by_row.flatten(0, 1))
-        if _is_close(packed, alone) and _is_close(by_token[0], summed):
+        if is_close(packed, alone, model.dtype) and is_close(by_token[0], summed, model.dtype):
             return None
     return "a forest of segments and its sequences alone differ"
 
 
 def _rows_differ(model: PreTrainedModel) -> str | None:
     """Compare rows without a mask with the model's own code, and see that windows do not depend on a mask."""
-    for tokens in _probes(model):
-        rows = tokens[0][torch.tensor(_PATHS, device=model.device)]
+    for tokens in probe_tokens(model):
+        rows = tokens[probe_paths(model.device)]
         model.set_attn_implementation("eager")
         expected, own = _hidden(model, lambda found: found, input_ids=rows)
         use_packed(model)
@@ -178,34 +177,13 @@ def _rows_differ(model: PreTrainedModel) -> str | None:
             found, gradient = _hidden(model, lambda found: found, input_ids=rows)
         if not windows:
             return "it has no layers that use the attention interface of transformers"
-        expected_windows = _windows_of(model)
-        del expected_windows[None]  # also those of layers without attention
-        if Counter(window for window in windows if window is not None) != expected_windows:
-            return "its layers do not hand their windows to the attention function of transformers"
-        if _is_close(found, expected) and _is_close(gradient, own):
+        observed, declared = Counter(windows), Counter(layer_windows(model.config))
+        del observed[None], declared[None]  # also those of layers without attention
+        if observed != declared:
+            return WINDOWS_DIFFER
+        if is_close(found, expected, model.dtype) and is_close(gradient, own, model.dtype):
             return None
     return "rows without a mask differ from its own attention"
-
-
-def _probes(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield draws of the probe's tokens, [1, 7]."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    for _ in range(_PROBES):
-        yield torch.randint(vocabulary, (1, _PROBE.num_tokens), generator=generator).to(model.device)
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    tolerance = _TOLERANCE.get(found.dtype, 0.05)
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
-
-
-def _windows_of(model: PreTrainedModel) -> Counter[int | None]:
-    """Return the windows that a model's configuration gives to its layers, counted."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [_WINDOWED] * config.num_hidden_layers
-    return Counter(window if kind == _WINDOWED else None for kind in kinds)
 
 
 def _hidden(model: PreTrainedModel, by_sequence: Callable[[Tensor], Tensor], **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -224,7 +202,8 @@ def _hidden(model: PreTrainedModel, by_sequence: Callable[[Tensor], Tensor], **a
         with torch.enable_grad():
             hidden = by_sequence(model.base_model(use_cache=False, **arguments)[0])
             weights = torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device).view_as(hidden)
-            (gradient,) = torch.autograd.grad(hidden, embedded, weights.to(hidden.dtype))
+            # Of a sum: autograd imports sympy, half a second, for the gradient of a tensor.
+            (gradient,) = torch.autograd.grad((hidden * weights.to(hidden.dtype)).sum(), embedded)
     finally:
         handle.remove()
     return hidden.detach(), gradient

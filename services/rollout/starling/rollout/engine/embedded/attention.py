@@ -9,7 +9,7 @@ positions, so that keys and values are not copied once per query head, as in the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,17 +19,19 @@ from transformers.masking_utils import sdpa_mask
 
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import attention
+from starling.algo.attention.probe import (
+    PROBE,
+    WINDOWS_DIFFER,
+    is_close,
+    layer_windows,
+    probe_paths,
+    probe_tokens,
+)
 from starling.rollout.engine.embedded.cache import PagedCache
 
 PAGED: Final = "starling_paged"
-FULL, WINDOWED = "full_attention", "sliding_attention"
-"""Layer types of transformers."""
 _OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias", "head_mask", "indexer_topk")
 """Arguments of attention functions that change the attention, and that only other functions of transformers know."""
-_PROBE: Final = Forest((3, 1, 1, 2), (-1, 0, 1, 0))
-"""Two sequences of five tokens, which have three in common."""
-_PROBES: Final = 3
-"""Draws of the probe's tokens: rounding may send a token of one to another expert, but not of all."""
 
 
 def paged_attention(
@@ -118,30 +120,53 @@ def why_unpacked(model: PreTrainedModel) -> str | None:
 
 def _probe(model: Any) -> str | None:
     """Compare the logits of a packed row with those of its sequences alone; return what is wrong, None for nothing."""
-    config, paths = model.config.get_text_config(), torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]])
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [WINDOWED] * config.num_hidden_layers
-    expected = Counter(window if kind == WINDOWED else None for kind in kinds)
-    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
-    vocabulary = int(model.get_input_embeddings().num_embeddings)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_PROBES):
-        tokens = torch.randint(vocabulary, (_PROBE.num_tokens,), generator=generator)
-        windows: list[int | None] = []
-        alone = model(input_ids=tokens[paths].to(model.device), use_cache=False).logits
-        packed = model(
-            input_ids=tokens[None].to(model.device),
-            position_ids=torch.from_numpy(_PROBE.positions)[None].to(model.device),
+    expected = Counter(layer_windows(model.config))
+    windows: list[int | None] = []
+
+    def packed_logits(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        windows.clear()
+        logits: torch.Tensor = model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
             use_cache=False,
-            structure=_PROBE,
+            structure=PROBE,
             attention_mask=unread_mask(model),
             observed_windows=windows,
-        ).logits[0][paths.to(model.device)]
-        if Counter(windows) != expected:
-            return "its layers do not hand their windows to the attention function of transformers"
-        if bool((packed - alone).abs().max() <= tolerance * alone.abs().max()):
-            return None
-    return "a packed row and its sequences alone differ"
+        ).logits[0]
+        return logits
+
+    matches = _matches(model, packed_logits)
+    if Counter(windows) != expected:
+        return WINDOWS_DIFFER
+    return None if matches else "a packed row and its sequences alone differ"
+
+
+@torch.inference_mode()
+def matches_model(model: Any, packed_logits: Callable[..., torch.Tensor]) -> bool:
+    """Return whether `packed_logits` computes what `model` does, observed on two short sequences.
+
+    Args:
+        model: a causal language model of transformers.
+        packed_logits: returns [T, vocabulary], given token ids and positions, int64 [T], and the attention of a layer
+            (`decoder.Attend`).
+    """
+
+    def attend(
+        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return attention(query, key, value, PROBE, scale, window=window)
+
+    return _matches(model, lambda tokens, positions: packed_logits(tokens, positions, attend))
+
+
+def _matches(model: Any, packed_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+    """Compare the logits of a packed row with the model's of its sequences alone."""
+    paths, positions = probe_paths(model.device), torch.from_numpy(PROBE.positions).to(model.device)
+    for tokens in probe_tokens(model):
+        alone = model(input_ids=tokens[paths], use_cache=False).logits
+        if is_close(packed_logits(tokens, positions)[paths], alone, model.dtype):
+            return True
+    return False
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:

@@ -33,11 +33,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from starling.algo.attention.forest import Forest
+from starling.algo.attention.interface import attention
+
 Index = npt.NDArray[np.int64]
 
 BLOCK_TOKENS: Final = 32
-GATHERED_BYTES: Final = 1 << 20
-"""Most bytes of keys and values of a layer that a decode step gathers instead of reading them in place."""
+GATHERED_BYTES: Final = 4 << 20
+"""Most bytes of a layer's keys and values, in single precision and padded, that a decode step gathers instead of
+reading them in place: what a core has in its cache."""
+KEPT_BYTES: Final = 16 << 20
+"""Size below which the pools do not shrink when rows leave."""
 WIDENED_TOKENS: Final = 8192
 """Tokens of one head, in half precision, that are widened together: what a core has in its cache."""
 HIDDEN: Final = -1e30
@@ -100,7 +106,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._lengths: Index = np.zeros(0, np.int64)
         self._pools = [self._new_pool(shape, 0) for shape in shapes]
         self._layer = 0
-        self._step = _Step(self, in_place=False)
+        self._step = _Step(self, replaceable=False)
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +142,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Give every row a place for its next token.
 
         Args:
-            replaceable: whether the model calls `attend` where the cache is read in place.
+            replaceable: whether the model calls `attend`; else its layers get padded keys and values.
 
         Raises:
             CacheFullError: the limit on blocks is reached.
@@ -147,32 +153,15 @@ class PagedCache(Cache):  # type: ignore[misc]
         tails = self._tails()
         self._fill[tails] += 1
         self._lengths += 1
-        largest = max(one.num_heads * (one.key_dim + one.value_dim) * one.dtype.itemsize for one in self._shapes)
-        padded_bytes = self.num_rows * int(self._counts.max()) * BLOCK_TOKENS * largest
-        self._step = _Step(self, in_place=replaceable and padded_bytes > GATHERED_BYTES)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether this step reads the cache by `attend`."""
-        return self._step.in_place
+        self._step = _Step(self, replaceable=replaceable)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one token per row, [R, G, 1, D]; return the keys and values to attend to, unless they are in place."""
+        """Write one token per row, [R, G, 1, D]; return what to attend to, unless the model calls `attend`."""
         self._layer = layer_idx
-        heads = key_states.shape[1]
-        target = self._step.targets(heads)
-        for pool, states in zip(self._pools[layer_idx], (key_states, value_states), strict=True):
-            pool.view(-1, pool.shape[-1]).index_copy_(0, target, states.reshape(-1, pool.shape[-1]))
-        if self._step.in_place:
-            return key_states, value_states
-        index, rows = self._step.gathered(heads), self.num_rows
-        keys, values = (
-            pool.view(-1, BLOCK_TOKENS * pool.shape[-1]).index_select(0, index).view(rows, heads, -1, pool.shape[-1])
-            for pool in self._pools[layer_idx]
-        )
-        return keys, values
+        self.write(layer_idx, self._step.targets(key_states.shape[1]), key_states, value_states)
+        return (key_states, value_states) if self._step.replaceable else self._gather(layer_idx)
 
     def masks(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return this step's additive masks [R, 1, 1, tokens] for full and for sliding layers, if any."""
@@ -185,11 +174,48 @@ class PagedCache(Cache):  # type: ignore[misc]
         Returns:
             [R, 1, H, E].
         """
-        keys, values = self._pools[self._layer]
-        rows, heads, _, _ = query.shape
+        return self._attend(self._layer, query[:, :, 0], scale, window)[:, None]
+
+    def attend_newest(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Write one token per row, with keys and values [R, G, D], and attend from `query` [R, H, D].
+
+        Returns:
+            [R, H, E].
+        """
+        self.write(layer, self._step.targets(key.shape[1]), key, value)
+        return self._attend(layer, query, scale, window)
+
+    def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, padded to the longest row: [R, G, tokens, D]."""
+        heads, rows = self._pools[layer][0].shape[1], self.num_rows
+        index = self._step.gathered(heads)
+        keys, values = (
+            pool.view(-1, pool.shape[-1]).index_select(0, index).view(rows, heads, -1, pool.shape[-1])
+            for pool in self._pools[layer]
+        )
+        return keys, values
+
+    def _attend(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attend from `query` [R, H, D] to the rows' blocks of a layer; return [R, H, E]."""
+        attended = self._attend_in_place if self._step.in_place else self._attend_gathered
+        return attended(layer, query * scale, window).to(query.dtype)
+
+    def _attend_gathered(self, layer: int, query: Tensor, window: int | None) -> Tensor:
+        rows, heads, dim = query.shape
+        wide = torch.promote_types(query.dtype, torch.float32)
+        keys, values = (gathered.flatten(0, 1).to(wide) for gathered in self._gather(layer))
+        scores = torch.bmm(query.to(wide).reshape(len(keys), -1, dim), keys.transpose(1, 2))
+        scores.view(rows, heads, -1).add_(self._step.padded_mask(window)[:, :, 0])
+        return torch.bmm(scores.softmax(-1), values).view(rows, heads, -1)
+
+    def _attend_in_place(self, layer: int, query: Tensor, window: int | None) -> Tensor:
+        keys, values = self._pools[layer]
+        rows, heads, _ = query.shape
         groups = keys.shape[1]
-        scaled = (query[:, :, 0] * scale).view(rows, groups, heads // groups, -1)
-        parts = [part.attend(scaled, keys, values, window) for part in self._step.parts]
+        grouped = query.reshape(rows, groups, heads // groups, -1)
+        parts = [part.attend(grouped, keys, values, window) for part in self._step.parts]
         tops, sums, outputs = (torch.cat(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
         owners = self._step.owners
         top = tops.index_select(0, self._step.pairs).view(rows, -1, heads).amax(1)
@@ -198,7 +224,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         total = sums.new_zeros(rows + 1, heads).index_add_(0, owners, sums.mul_(weights))
         output = outputs.new_zeros(rows + 1, heads, outputs.shape[-1])
         output.index_add_(0, owners, outputs.mul_(weights[:, :, None]))
-        return (output[:rows] / total[:rows, :, None])[:, None].to(query.dtype)
+        return output[:rows] / total[:rows, :, None]
 
     # --- rows join and leave -------------------------------------------------------------------------------------
 
@@ -257,7 +283,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._num_own -= self._close(released[released >= 0], self._num_own, is_shared=False)
         self._num_shared -= self._close(released[released < 0], self._num_shared, is_shared=True)
         used = self._num_own + self._num_shared
-        if 2 * used <= self._capacity:
+        if not used or (2 * used <= self._capacity and self.size_bytes > KEPT_BYTES):
             self._resize(used)
 
     def clear_free(self) -> None:
@@ -266,20 +292,22 @@ class PagedCache(Cache):  # type: ignore[misc]
             for pool in pair:
                 pool[self._num_own : self._capacity - self._num_shared].zero_()
 
-    def write(self, layer: int, places: Index, keys: Tensor, values: Tensor) -> None:
-        """Write the keys and values of tokens, [G, T, D], at `places` [T]."""
+    def write(self, layer: int, target: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write the keys and values of tokens, [T, G, D], at `target` [T * G], from `targets_of`."""
         for pool, states in zip(self._pools[layer], (keys, values), strict=True):
-            heads, size = states.shape[0], states.shape[2]
-            target = torch.from_numpy(self._by_head(places, heads)).to(self._device)
-            pool.view(-1, size).index_copy_(0, target, states.transpose(0, 1).reshape(-1, size))
+            pool.view(-1, pool.shape[-1]).index_copy_(0, target, states.reshape(-1, pool.shape[-1]))
+
+    def targets_of(self, places: Index, heads: int) -> Tensor:
+        """Return the rows of a pool as [tokens, D] that hold `places`, by head: int64 [len(places) * G]."""
+        return torch.from_numpy(self._by_head(places, heads).reshape(-1)).to(self._device)
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
     def _by_head(self, places: Index, heads: int) -> Index:
-        """Return the rows of a pool as [tokens, D] that hold `places`, [len(places) * heads]."""
+        """Return the rows of a pool as [tokens, D] that hold `places`, [len(places), heads]."""
         blocks, offsets = places // BLOCK_TOKENS % self._capacity, places % BLOCK_TOKENS
         by_head: Index = (blocks[:, None] * heads + np.arange(heads)) * BLOCK_TOKENS + offsets[:, None]
-        return by_head.reshape(-1)
+        return by_head
 
     def _is_held(self) -> npt.NDArray[np.bool_]:
         """Return which entries of the tables are blocks: bool [rows, most blocks]."""
@@ -395,6 +423,7 @@ class PrefillCache(Cache):  # type: ignore[misc]
         """Create it; `places` [T], from `PagedCache.join`, are those of the packed tokens."""
         super().__init__(layers=[])
         self._cache, self._places = cache, places
+        self._targets: dict[int, Tensor] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: the tokens have none before them."""
@@ -404,55 +433,87 @@ class PrefillCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values of the packed tokens, [1, G, T, D], and return them."""
-        self._cache.write(layer_idx, self._places, key_states[0], value_states[0])
+        self._write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
+
+    def attend(
+        self, forest: Forest, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Write keys and values [T, G, D], and attend from `query` [T, H, D] to the segments of `forest`.
+
+        Returns:
+            [T, H, E].
+        """
+        self._write(layer, key, value)
+        return attention(query, key, value, forest, scale, window=window)
+
+    def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        heads = keys.shape[1]
+        if heads not in self._targets:
+            self._targets[heads] = self._cache.targets_of(self._places, heads)
+        self._cache.write(layer, self._targets[heads], keys, values)
 
 
 class _Step:
     """What the layers of one decode step have in common; computed when the first of them needs it."""
 
-    def __init__(self, cache: PagedCache, *, in_place: bool) -> None:
-        self.in_place, self._cache = in_place, cache
+    def __init__(self, cache: PagedCache, *, replaceable: bool) -> None:
+        self.replaceable, self._cache = replaceable, cache
         self._targets: dict[int, Tensor] = {}
         self._gathered: dict[int, Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
     def on_device(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._cache._device)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether `PagedCache.attend` reads the blocks in place."""
+        cache = self._cache
+        largest = max(
+            one.num_heads * (one.key_dim + one.value_dim) * max(one.dtype.itemsize, 4) for one in cache._shapes
+        )
+        return cache.num_rows * cache.width * largest > GATHERED_BYTES
 
     def targets(self, heads: int) -> Tensor:
         """Return where the newest token of each row is written, by head: int64 [R * G]."""
         if heads not in self._targets:
             cache, tails = self._cache, self._cache._tails()
             places = tails * BLOCK_TOKENS + cache._fill[tails] - 1
-            self._targets[heads] = self.on_device(cache._by_head(places, heads))
+            self._targets[heads] = cache.targets_of(places, heads)
         return self._targets[heads]
 
     def gathered(self, heads: int) -> Tensor:
-        """Return which rows of a pool, as [blocks x G, N x D], the padded tensor has: int64 [R * G * most blocks]."""
+        """Return which rows of a pool, as [tokens, D], the padded tensor has: int64 [R * G * longest row]."""
         if heads not in self._gathered:
-            blocks = self._padded_tables % self._cache._capacity
-            index = blocks[:, None] * heads + np.arange(heads)[:, None]
-            self._gathered[heads] = self.on_device(index.reshape(-1))
+            cache, tokens = self._cache, self._padded_places
+            by_head = cache._by_head(tokens.reshape(-1), heads).reshape(*tokens.shape, heads)
+            self._gathered[heads] = self.on_device(by_head.transpose(0, 2, 1).reshape(-1))
         return self._gathered[heads]
 
     @cached_property
-    def _padded_tables(self) -> Index:
-        """Block ids, [rows, most blocks]; rows with fewer blocks repeat their first one."""
-        most = int(self._cache._counts.max())
-        tables = self._cache._tables[:, :most]
-        padded: Index = np.where(self._cache._is_held()[:, :most], tables, tables[:, :1])
+    def _padded_places(self) -> Index:
+        """Places of the tokens of each row, [R, longest row]; shorter rows repeat their first one."""
+        cache = self._cache
+        tables = cache._tables[:, : int(cache._counts.max())]
+        held = np.where(cache._is_held()[:, : tables.shape[1]], cache._fill[tables], 0)
+        offsets = np.arange(BLOCK_TOKENS)
+        places = tables[:, :, None] * BLOCK_TOKENS + offsets
+        padded = np.repeat(places[:, 0, :1], cache.width, axis=1)
+        # Both masks select the tokens in the order of rows and positions.
+        padded[np.arange(cache.width) < cache._lengths[:, None]] = places[offsets < held[:, :, None]]
         return padded
 
     def padded_mask(self, window: int | None) -> Tensor:
-        """Return the additive mask of the padded tensor, float32 [R, 1, 1, tokens]."""
-        cache, tables = self._cache, self._padded_tables
-        offsets = np.arange(BLOCK_TOKENS)
-        seen = offsets < cache._fill[tables][:, :, None]
-        seen &= cache._is_held()[:, : tables.shape[1], None]
-        if window is not None:
-            seen &= cache._base[tables][:, :, None] + offsets >= (cache._lengths - window)[:, None, None]
-        mask = np.where(seen, np.float32(0), np.float32(-np.inf))
-        return self.on_device(mask.reshape(len(tables), 1, 1, -1))
+        """Return the additive mask of the padded tensor, float32 [R, 1, 1, longest row]."""
+        if window not in self._masks:
+            lengths, tokens = self._cache._lengths[:, None], np.arange(self._cache.width)
+            seen = tokens < lengths
+            if window is not None:
+                seen &= tokens >= lengths - window
+            mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+            self._masks[window] = self.on_device(mask.reshape(len(lengths), 1, 1, -1))
+        return self._masks[window]
 
     @cached_property
     def parts(self) -> list[_Part]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,18 +21,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from starling.algo.attention.probe import FULL, WINDOWED
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import PromptLogprobs
 from starling.rollout.engine.embedded.attention import (
-    FULL,
     PAGED,
-    WINDOWED,
     unread_mask,
     use_paged_attention,
     why_unpacked,
 )
 from starling.rollout.engine.embedded.batch import PrefillSequence
 from starling.rollout.engine.embedded.cache import CachedSequence, LayerShape, PagedCache, PrefillCache
+from starling.rollout.engine.embedded.decoder import plain_decoder
 from starling.rollout.engine.embedded.packing import Packing, Places
 from starling.rollout.engine.embedded.sampling import join_prompt_logprobs, score_prompt_tokens
 
@@ -74,6 +75,7 @@ class Forward:
                 reason=reason,
             )
         self._packs = reason is None
+        self._plain = plain_decoder(model) if self._packs else None
         self.cache = self._new_cache()
 
     def decode(self, last: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -89,14 +91,17 @@ class Forward:
             CacheFullError: the KV cache reaches its limit; nothing has changed.
         """
         self.cache.begin(replaceable=self._packs)
+        ids, positions = self.to_device(last), self.to_device(position)
+        if self._plain is not None:
+            return self._plain.logits(self._plain.hidden(ids, positions, self.cache.attend_newest))
         arguments: dict[str, Any]
-        if self.cache.in_place:
+        if self._packs:
             arguments = {"blocks": self.cache, "attention_mask": unread_mask(self._model)}
         else:
             arguments = {"attention_mask": self._by_kind(*self.cache.masks(self._dtype))}
         logits = self._model(
-            input_ids=self.to_device(last)[:, None],
-            position_ids=self.to_device(position)[:, None],
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
             past_key_values=self.cache,
             use_cache=True,
             **arguments,
@@ -150,20 +155,7 @@ class Forward:
 
     def _prefill_packed(self, packing: Packing, version: int) -> torch.Tensor:
         """Prefill one packed row; return the logits after the last token of each sequence."""
-        tokens = packing.logit_tokens()
-        extra = {"logits_to_keep": self.to_device(tokens)} if self._takes_logits_to_keep else {}
-        logits = self._model(
-            input_ids=self.to_device(packing.ids)[None],
-            position_ids=self.to_device(packing.positions()),
-            past_key_values=PrefillCache(self.cache, packing.places),
-            use_cache=True,
-            structure=packing.forest,
-            attention_mask=unread_mask(self._model),
-            **{name: self.to_device(array) for name, array in _pixels(packing.sequences).items()},
-            **extra,
-        ).logits[0]
-        if not extra:
-            logits = logits.index_select(0, self.to_device(tokens))
+        logits = self._packed_logits(packing, self.to_device(packing.logit_tokens()))
         begin = len(packing.sequences)
         for sequence in packing.scored:
             prompt = sequence.group.request.prompt_ids
@@ -172,6 +164,28 @@ class Forward:
             begin += len(rows)
         last: torch.Tensor = logits[: len(packing.sequences)]
         return last
+
+    def _packed_logits(self, packing: Packing, tokens: torch.Tensor) -> torch.Tensor:
+        """Write the keys and values of a packed row into the cache; return the logits after `tokens`, [tokens, V]."""
+        ids, positions = self.to_device(packing.ids), self.to_device(packing.positions())
+        pixels = {name: self.to_device(array) for name, array in _pixels(packing.sequences).items()}
+        prefilled = PrefillCache(self.cache, packing.places)
+        if self._plain is not None:
+            attend = partial(prefilled.attend, packing.forest)
+            hidden = self._plain.hidden(ids, positions[0], attend)
+            return self._plain.logits(hidden.index_select(0, tokens))
+        extra = {"logits_to_keep": tokens} if self._takes_logits_to_keep else {}
+        logits: torch.Tensor = self._model(
+            input_ids=ids[None],
+            position_ids=positions,
+            past_key_values=prefilled,
+            use_cache=True,
+            structure=packing.forest,
+            attention_mask=unread_mask(self._model),
+            **pixels,
+            **extra,
+        ).logits[0]
+        return logits if extra else logits.index_select(0, tokens)
 
     def _prefill_alone(
         self,
@@ -224,7 +238,8 @@ class Forward:
     def _write(self, prefilled: DynamicCache, places: npt.NDArray[np.int64]) -> None:
         """Copy the keys and values of one sequence into the cache."""
         for number, layer in enumerate(prefilled.layers):
-            self.cache.write(number, places, layer.keys[0], layer.values[0])
+            keys, values = (states[0].transpose(0, 1) for states in (layer.keys, layer.values))
+            self.cache.write(number, self.cache.targets_of(places, keys.shape[1]), keys, values)
 
     def _by_kind(
         self, full: torch.Tensor, sliding: torch.Tensor | None

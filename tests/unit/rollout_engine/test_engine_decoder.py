@@ -1,0 +1,128 @@
+"""Plain decoders: which models have one, and that it computes what the model does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONTEXT, FAMILIES, drain, make_engine, make_model, random_prompt, reference_logprobs, request
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from starling.algo.attention.forest import Forest
+from starling.algo.attention.interface import attention
+from starling.rollout.engine.embedded.attention import use_paged_attention
+from starling.rollout.engine.embedded.decoder import plain_decoder
+
+torch.set_num_threads(1)
+
+WITH_BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+SCALED_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": CONTEXT // 4,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: FAMILIES[name] for name in FAMILIES if name != "gpt2"},
+    "llama_biases": ("llama", {**FAMILIES["llama"][1], **WITH_BIASES}),
+    "llama_scaled_rope": ("llama", {**FAMILIES["llama"][1], "rope_parameters": SCALED_ROPE}),
+    "qwen3_yarn": ("qwen3", {**FAMILIES["qwen3"][1], "rope_parameters": YARN}),
+    "llama_gelu": ("llama", {**FAMILIES["llama"][1], "hidden_act": "gelu"}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": FAMILIES["gpt2"],
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**FAMILIES["qwen3"][1], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "granite": ("granite", FAMILIES["llama"][1]),
+}
+
+
+def build(case: tuple[str, dict[str, Any]], dtype: torch.dtype = torch.float64) -> Any:
+    kind, settings = case
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    use_paged_attention(model)
+    return model.requires_grad_(False)
+
+
+@torch.inference_mode()
+def difference(model: Any, decoder: Any) -> float:
+    """Return the largest difference of logits, relative to them, over two sequences that share 20 tokens."""
+    forest = Forest((20, 20, 9), (-1, 0, 0))
+    tokens = torch.tensor(random_prompt(1, 49))
+    packed = decoder.packed_logits(
+        tokens,
+        torch.from_numpy(forest.positions),
+        lambda layer, query, key, value, scale, window: attention(query, key, value, forest, scale, window=window),
+    )
+    found = 0.0
+    for path in (torch.arange(40), torch.cat((torch.arange(20), torch.arange(40, 49)))):
+        alone = model(input_ids=tokens[path][None], use_cache=False).logits[0]
+        found = max(found, float((packed[path] - alone).abs().max() / alone.abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_decoder_computes_what_the_model_does(name: str) -> None:
+    model = build(CASES[name])
+    decoder = plain_decoder(model)
+    assert decoder is not None
+    assert difference(model, decoder) < 2e-6  # The norms of transformers are in single precision.
+
+
+def test_plain_decoder_rounds_as_the_model_does() -> None:
+    model = build(CASES["qwen3"], torch.bfloat16)
+    decoder = plain_decoder(model)
+    assert decoder is not None
+    assert difference(model, decoder) < 0.02
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_keep_their_modules(name: str) -> None:
+    assert plain_decoder(build(OTHERS[name])) is None
+
+
+def test_model_that_computes_more_than_its_layers_keeps_its_modules() -> None:
+    model = build(CASES["llama"])
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert plain_decoder(model) is None
+
+
+def test_model_with_other_linear_layers_keeps_its_modules() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(inputs)
+
+    model = build(CASES["llama"])
+    own = model.model.layers[1].mlp
+    own.up_proj.__class__ = Scaled
+    assert plain_decoder(model) is None
+
+
+def test_plain_decoder_reads_the_weights_of_the_model() -> None:
+    """Adoptions write into them, and `Module.to` replaces them."""
+    engine, other = make_engine(model := make_model("llama")), make_model("llama", seed=1)
+    engine.add(request("a", random_prompt(0, 5)))
+    drain(engine)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data = its.data.clone()
+    engine.add(request("b", prompt := random_prompt(1, 5), max_tokens=9))
+    completion = drain(engine)["b"].completions[0]
+    expected = reference_logprobs(other, prompt, completion.token_ids)
+    torch.testing.assert_close(torch.from_numpy(completion.logprobs), torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
