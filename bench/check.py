@@ -11,7 +11,8 @@ A figure has regressed where the whole confidence interval of its ratio (`check_
 tolerance, twice: after the first rounds, and again in as many new ones, of which alone the second verdict is made. So
 neither a single disturbed round nor a busy machine raises an alarm, and a cost that grew by 15 % does. A figure whose
 interval includes a growth of 15 % is `unclear`, which is no failure: the machine is too busy to tell. The exit status
-is 1 if a figure has regressed, and 0 if there is nothing to compare.
+is 1 if a figure has regressed, and 0 if there is nothing to compare. A regression that is worth it is no failure where
+a commit of the change says so in its last lines: `Slower: step_s the journal is durable`.
 
     bench   figure                   what it costs
     start   help_cpu_s               processor time of `starling --help`
@@ -35,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -196,6 +197,21 @@ def table(found: Iterable[Compared]) -> str:
     )
 
 
+def stated_reasons(trailers: str) -> dict[str, str]:
+    """Return why figures may have regressed, by figure, from lines of a figure and its reason."""
+    lines = (line.partition(" ") for line in trailers.splitlines())
+    return {figure: reason.strip() for figure, _, reason in lines if reason.strip()}
+
+
+def explanation(one: Compared, reasons: Mapping[str, str]) -> str:
+    """Return what is said of a figure that has regressed."""
+    times = f"{one.ratio.value:.2f} times ({one.ratio.low:.2f} to {one.ratio.high:.2f})"
+    said = f"REGRESSED: {one.figure} of {one.bench} is {times} what it was; tolerated are {1 + one.tolerance:.2f}."
+    if one.figure in reasons:
+        return f"{said}\nA commit of the change says why: {reasons[one.figure]}"
+    return f"{said}\nFind the cause with a profile, or end a commit's message with `Slower: {one.figure} <why>`."
+
+
 def samples_of(before: Side, now: Side) -> Sample:
     """Return the sampler: scripts of the change for both sides, and the older ones where those fail on older code."""
     scripts: dict[tuple[str, str], Path] = {}
@@ -250,13 +266,11 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"\nbefore: {subject}; now: the working tree; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print(table(found))
-    regressed = [one for one in found if one.regressed]
-    for one in regressed:
-        times = f"{one.ratio.value:.2f} times ({one.ratio.low:.2f} to {one.ratio.high:.2f})"
-        print(
-            f"\nREGRESSED: {one.figure} of {one.bench} is {times} what it was; tolerated are {1 + one.tolerance:.2f}."
-        )
-        print("Find the cause with a profile, or say in the commit why the change is worth it.")
+    reasons = stated_reasons(git("log", "--format=%(trailers:key=Slower,valueonly)", f"{base}..HEAD") or "")
+    for one in found:
+        if one.regressed:
+            print(f"\n{explanation(one, reasons)}")
+    regressed = [one for one in found if one.regressed and one.figure not in reasons]
     print(f"\n{'FAILED' if regressed else 'passed'} after {time.monotonic() - started:.0f} s")
     return 1 if regressed else 0
 

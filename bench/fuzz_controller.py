@@ -1,27 +1,31 @@
 """Well-formed lies against the whole controller with a real journal, while other replicas work.
 
-    python bench/fuzz_controller.py [--quick | --lies N] [--seed S]
+    python bench/fuzz_controller.py [--quick | --lies N] [--seed S] [--variant NAME]
 
 One rollout, one reward replica and one teacher lie: they answer with valid types and false contents, under their own
-leases, those of others and made-up ones, early, late and twice, and they send messages that answer nothing
-(`starling.sim.replicas.lies`). When the controller evicts one, it comes back, at last under another name, as a thief of
-many keys would. Two of each role and the policy tell the truth. The controller is killed and restarted from its journal
-now and then, and an operator asks it why it waits.
+leases, those of others and made-up ones, early, late and twice; they send messages that answer nothing, close their
+connections, and claim former work (`starling.sim.replicas.lies`, `fuzz_answers`). When the controller evicts one, it
+comes back, at last under another name, as a thief of many keys would. Two of each role and the policy tell the truth;
+they fail, leave and lose their connections now and then. The controller is killed and restarted from its journal, which
+was compacted or not, and an operator asks it why it waits, changes settings and requests evaluations. Without
+`--variant` all runs of `fuzz_variants` take turns.
 
     crashes             exceptions of the controller, and runs that failed
     unproven_versions   versions or roots that no policy brought, in the journal or in a command
-    poisoned_steps      dispatched steps that the policy's decoder does not read, or of unlike teachers' data
+    poisoned_steps      dispatched steps that the policy's decoder does not read, or of unlike groups; partial
+                        completions that no rollout can resume
     lost_prompts        prompts that were admitted and neither trained, nor discarded, nor are live; or trained twice;
-                        or leased to no replica
+                        or leased to no replica; or other ones in the compacted journal
     bad_lines           notes that are no JSON
+    refused             honest replicas that are not admitted again
+    stalls              times of ten simulated minutes without a step
+    clashes             replicas that were woken while another one had their devices
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import struct
 import tempfile
 import time
 from collections import Counter, deque
@@ -30,70 +34,60 @@ from typing import Any
 
 import msgspec
 from figure import machine, print_figure, progress, rounded, versions
+from fuzz_answers import Answer, generated, interrupted, plausible, scored, taught
+from fuzz_findings import LIMITS, Findings, count_lost, orphans
+from fuzz_variants import CHANGES, EVENT_S, VARIANTS
 from msgspec.structs import replace
 
-from starling.common.errors import StarlingError
-from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
 from starling.common.wire.telemetry import RunSnapshot
-from starling.controller.core.events import Command, Event, Fetch, Fetched, FinishRun, Note, Prune, Send, Ticked
+from starling.controller.core.compaction import compact
+from starling.controller.core.events import (
+    Event,
+    Fetch,
+    Fetched,
+    Prune,
+    ReplicaDisconnected,
+    Send,
+    Ticked,
+)
 from starling.controller.core.events import Write as WriteRecord
 from starling.controller.core.groups.arrival import received
-from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.plan import LeaseTimeouts, RunPlan
-from starling.controller.core.records import (
-    GroupDiscarded,
-    StepCommitted,
-    StepFrozen,
-    StepReopened,
-    VersionAdopted,
-    VersionPublished,
-)
+from starling.controller.core.records import VersionAdopted
+from starling.controller.core.recovery import restore
+from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.journal.resume import start_incarnation
 from starling.controller.shell.status import MetricsHistory, snapshot
-from starling.policy.train.data.groups import groups_from_wire
+from starling.sim.checks.recovery import difference
 from starling.sim.replicas.lies import lie, strange_hello, unasked
-from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, offer_of, published
+from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, published
 
-GROUP_SIZE, TOKENS = 2, 3
 FLIPPED = bytes(15) + b"!"
 """Weights that no policy has published."""
-RESTARTS_PER_HEARTBEAT = 0.3
+RESTARTS_PER_HEARTBEAT = 0.05
+"""Of an honest replica, and of its connection: more than two a minute would not be admitted."""
 STRANGE_HELLOS = 0.3
 """Share of the hellos of liars."""
 HONEST = ("policy-0", "rollout-0", "rollout-1", "reward-0", "reward-1", "teacher-0", "teacher-1")
 TAKEN: dict[str, tuple[type, ...]] = {
-    "rollout": (wire.GenerateGroup, wire.PublishWeights, wire.AdoptWeights), "reward": (wire.ScoreGroup,),
-    "teacher": (wire.ScoreTokens,),
+    "rollout": (wire.GenerateGroup, wire.PublishWeights, wire.AdoptWeights, wire.Sleep, wire.Wake),
+    "reward": (wire.ScoreGroup,), "teacher": (wire.ScoreTokens,),
 }  # fmt: skip
 """Commands that each of the roles that lie is sent."""
+GIVEN_BACK, OPERATED, COMPACTED = 0.001, 0.1, 0.02
+"""Shares of the groups that an honest rollout gives back, and of the heartbeats with a command and a compaction."""
+PLAUSIBLE = 0.25
+"""Share of the answers of liars that keep to every form."""
+FIGURES = {
+    **dict.fromkeys(("crashes", "unproven_versions", "poisoned_steps", "bad_lines"), "findings"),
+    "lost_prompts": "prompts", "refused": "replicas", "stalls": "stalls", "clashes": "findings",
+}  # fmt: skip
+"""Figures and their units."""
 TOGETHER = 64
 """Events in one transaction of the journal."""
-EVENT_S, HEARTBEAT_S = 0.002, 2.0
-LIES_PER_RESTART = 20_000
-PLAN = RunPlan(
-    seed=0,
-    sampling=wire.Sampling(max_tokens=TOKENS),
-    eval_sampling=wire.Sampling(max_tokens=TOKENS),
-    num_steps=1_000_000,
-    prompts_per_step=4,
-    group_size=GROUP_SIZE,
-    max_staleness=1,
-    save_every=20,
-    evaluate_every=50,
-    heartbeat_s=HEARTBEAT_S,
-    lease_s=30.0,
-    num_teachers=1,
-    teacher_top_k=1,
-    timeouts=LeaseTimeouts(generate_s=20.0, score_s=20.0, teach_s=20.0),
-)
-LIMITS = wire.ModelLimits(vocabulary_size=1000, longest=64)
-METAS = tuple(
-    wire.TensorMeta(dtype=dtype, shape=(num,), nbytes=4 * num)
-    for dtype, num in (("int32", 1), *((kind, GROUP_SIZE * TOKENS) for kind in ("int32", "float32", "int32")))
-)
+LIES_PER_RESTART = 5_000
 
 
 class Prompts:
@@ -104,65 +98,12 @@ class Prompts:
         return wire.Prompt(id=f"train/0/{position}", text="x")
 
 
-class Findings:
-    """What went wrong, and what the run has done, read from the commands of the controller."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.frozen: dict[int, tuple[int, ...]] = {}
-        self.trained: list[int] = []
-        self.discarded: set[int] = set()
-        self.committed = 0
-
-    def note(self, kind: str, what: str) -> None:
-        """Count a finding, and show the first ones."""
-        self.counts[kind] += 1
-        if self.counts[kind] <= 5:
-            progress(f"{kind}: {what}")
-
-    def check(self, command: Command) -> None:
-        """Check one command."""
-        match command:
-            case WriteRecord(record=VersionPublished(version=version, root=root)):
-                if version > self.committed or root != offer_of(version).root:
-                    self.note("unproven_versions", f"version {version} of root {root} was journaled")
-            case WriteRecord(record=StepFrozen(step=step, ordinals=ordinals)):
-                self.frozen[step] = ordinals
-            case WriteRecord(record=StepReopened(step=step)):
-                del self.frozen[step]
-            case WriteRecord(record=StepCommitted(step=step)):
-                self.committed = step
-                self.trained += self.frozen.pop(step)
-            case WriteRecord(record=GroupDiscarded(key=key)) if key.startswith("t"):
-                self.discarded.add(int(key[1:]))
-            case Send(message=wire.AdoptWeights(version=version)) if version > self.committed:
-                self.note("unproven_versions", f"version {version} is to be adopted")
-            case Send(message=wire.TrainStep() as message, buffers=buffers):
-                try:
-                    groups = groups_from_wire(message.groups, buffers, LIMITS)
-                    if len({one.teacher.top_ids.shape[1] if one.teacher and one.teacher.top_ids is not None else 0
-                            for one in groups} | {1}) > 1:  # fmt: skip
-                        self.note("poisoned_steps", "teachers sent other numbers of likeliest tokens")
-                    if {one.temperature for one in groups} != {PLAN.sampling.temperature}:
-                        self.note("poisoned_steps", f"temperatures {[one.temperature for one in groups]}")
-                except StarlingError as error:
-                    self.note("poisoned_steps", str(error))
-            case Note(kind=kind, fields=fields):
-                try:
-                    json.dumps(fields, allow_nan=False)
-                except ValueError:
-                    self.note("bad_lines", f"{kind}: {fields}")
-            case FinishRun(ok=False, reason=reason):
-                self.note("crashes", f"the run failed: {reason}")
-            case _:
-                pass
-
-
 class Fuzzer:
     """A controller with its journal, and the replicas around it."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._path, self._rng, self.found = folder / "journal.sqlite", random.Random(seed), Findings()
+    def __init__(self, folder: Path, seed: int, variant: str) -> None:
+        self._plan, self._event_s = VARIANTS[variant], EVENT_S.get(variant, 0.005)
+        self._path, self._rng, self.found = folder / "journal.sqlite", random.Random(seed), Findings(self._plan)
         self.now = self._beat_at = 0.0
         self.num_events = self.num_lies = self.num_restarts = 0
         self.kinds: Counter[str] = Counter()
@@ -179,40 +120,96 @@ class Fuzzer:
         """Honest rollouts that were evicted because a liar says that they sent it other weights: each once at most."""
         self._holds_lies: set[str] = set()
         """Honest rollouts whose weights, which a liar sent them, are not those of their version."""
+        self._awake: set[str] = set()
+        """Honest replicas that have the devices that both sides share."""
         self._wanted = -1
+        self._data = RunPrompts(Prompts(), Prompts(), [wire.Prompt(id=f"held-out/{n}", text="x") for n in range(3)])
         self._open()
         for name in (*HONEST, "rollout-2", "reward-2", "teacher-2"):
             self._join(name)
 
     def _open(self) -> None:
         self._journal = Journal(self._path)
-        incarnation = start_incarnation(self._journal, "fuzz", PLAN)
-        held_out = [wire.Prompt(id=f"held-out/{n}", text="x") for n in range(3)]
+        incarnation = start_incarnation(self._journal, "fuzz", self._plan)
         self._journal.commit()
-        entries = list(self._journal.read())
-        self.controller = Controller(PLAN, Prompts(), Prompts(), held_out, journal=entries, incarnation=incarnation)
+        entries, data = list(self._journal.read()), self._data
+        self.controller = Controller(
+            self._plan, data.prompts, data.examples, data.held_out, journal=entries, incarnation=incarnation
+        )
 
     def restart(self) -> None:
         """Kill the controller, and start it again from its journal, which holds no leases."""
         for key in orphans(self.controller):
             self.found.note("lost_prompts", f"{key} is leased to no replica")
         self._journal.commit()
+        if self._rng.random() < 0.5:
+            self._compact()
         self._journal.close()
         self.num_restarts += 1
         self._open()
+        name = f"rollout-{self.liars['rollout']}"
+        if name in self._versions:  # it comes before those whose work it claims
+            self._hello(name)
+            self._receive(name, self._claim(name))
+
+    def _restored(self) -> ControllerState:
+        state = ControllerState(self._plan, self._data, self.controller.state.incarnation)
+        restore(state, list(self._journal.read()))
+        return state
+
+    def _compact(self) -> None:
+        """Compact the journal, which must then lead to the same state as before."""
+        record = compact(self.controller.state)
+        if record is not None:
+            whole = self._restored()
+            self._journal.compact(record)
+            self.kinds["compactions"] += 1
+            if problem := difference(whole, self._restored()):
+                self.found.note("lost_prompts", f"the compacted journal restores another state: {problem}")
 
     def close(self) -> None:
         """Close the journal."""
         self._journal.commit()
         self._journal.close()
 
+    def run(self, num: int) -> None:
+        """Send `num` lies, unless the controller crashes."""
+        restart_at = LIES_PER_RESTART
+        while self.num_lies < num and not self.found.counts["crashes"]:
+            try:
+                self.tell_lie()
+                self.work()
+                if self.num_lies >= restart_at:
+                    restart_at += LIES_PER_RESTART
+                    self.restart()
+            except Exception as error:  # noqa: BLE001 (what is looked for)
+                self.found.note("crashes", f"{type(error).__name__}: {error}")
+
+    def detail(self) -> dict[str, Any]:
+        """Return what the run has done."""
+        found = self.found
+        return {
+            "lies": self.num_lies,
+            "by_kind": dict(self.kinds),
+            "events": self.num_events,
+            "simulated_s": rounded(self.now),
+            "restarts": self.num_restarts,
+            "steps": found.committed,
+            "slowest_step_s": rounded(found.slowest_s),
+            "discarded": len(found.discarded),
+            "filtered": found.num_filtered,
+            "resumed": found.num_resumed,
+            "evaluated": found.num_evaluations,
+            "names_of_liars": dict(self.liars),
+        }
+
     # --- the controller ---
 
     def _handle(self, event: Event) -> None:
-        self.now += EVENT_S
+        self.now += self._event_s
         self.num_events += 1
         for command in self.controller.step(event):
-            self.found.check(command)
+            self.found.check(command, self.now)
             match command:
                 case WriteRecord(record=VersionAdopted(name=name, version=version)) if name in self._holds_lies:
                     self.found.note("unproven_versions", f"{name} is said to hold version {version}")
@@ -240,6 +237,7 @@ class Fuzzer:
     def _join(self, name: str) -> None:
         self._incarnations[name] = self._incarnations.get(name, 0) + 1
         self._held[name] = {}
+        self._awake.discard(name)
         self._versions[name] = self.found.committed if name.startswith("policy") else -1
         self._hello(name)
 
@@ -277,48 +275,56 @@ class Fuzzer:
                 self._held[name][lease] = send
                 self._seen.append(send)
                 if name in HONEST:
+                    self._use_devices(name, message)
                     self._answers.append((name, *self._truth(name, send)))
+
+    def _use_devices(self, name: str, message: wire.Down) -> None:
+        """Note that an honest replica sleeps or wakes, and check that no one else has its devices."""
+        match message:
+            case wire.Sleep():
+                self._awake.discard(name)
+            case wire.Wake():
+                self._awake.add(name)
+                if others := [one for one in self._awake if one[0] != name[0]]:
+                    self.found.note("clashes", f"{name} is woken, and {others} have the devices")
+            case wire.TrainStep() | wire.GenerateGroup() if self._plan.colocate and name not in self._awake:
+                self.kinds["work_asleep"] += 1
 
     def _replace(self, name: str, reason: str) -> None:
         """Bring a liar back that was evicted: as another process, or under another name."""
         role = name.rpartition("-")[0]
-        if name in HONEST and (name in self._accused or "than were published" not in reason):
-            self.found.note("crashes", f"{name} was refused: {reason}")
+        is_accused = name in HONEST and "than were published" in reason
+        if name in HONEST and (name in self._accused if is_accused else "start a replica of another name" in reason):
+            self.found.note("refused", f"{name}: {reason}")
             return
         self.kinds["evictions"] += 1
-        if name in HONEST:
+        if is_accused:
             self._accused.add(name)
+        elif name in HONEST:
+            self.kinds["honest_evictions"] += 1
+            progress(f"{self.now:.0f} s: {name} was evicted: {reason}")
         elif "start a replica of another name" in reason:
             self.liars[role] += 1
             name = f"{role}-{self.liars[role]}"
         self._incarnations.setdefault(name, 0)
         self._answers.append((name, wire.Drain(reason=""), ()))  # type: ignore[arg-type]
 
-    def _truth(self, name: str, send: Send) -> tuple[wire.Up, tuple[bytes, ...]]:
+    def _truth(self, name: str, send: Send) -> Answer:
         """Return the answer of a replica that works."""
         version, message = self._versions[name], send.message
         match message:
-            case wire.GenerateGroup(lease=lease, num_completions=num):
-                meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=TOKENS, text=lease,
-                                           oldest_version=version, newest_version=version)  # fmt: skip
-                metas = METAS if num == GROUP_SIZE else tuple(
-                    replace(m, shape=(TOKENS * num,), nbytes=4 * TOKENS * num) if i else m for i, m in enumerate(METAS)
-                )  # fmt: skip
-                buffers = (*(bytes(m.nbytes) for m in metas[:3]), struct.pack("<i", version) * (TOKENS * num))
-                return wire.GroupGenerated(lease=lease, trajectories=(meta,) * num, tensors=metas), buffers
-            case wire.ScoreGroup(lease=lease, completions=completions):
-                rewards = tuple(float(index % 2) for index in range(len(completions)))
-                return wire.GroupScored(lease=lease, rewards=rewards, statuses=(wire.Status.OK,) * len(rewards)), ()
-            case wire.ScoreTokens(lease=lease, lengths=lengths):
-                num = sum(lengths)
-                shapes = {"teacher_logprobs": (num,), "teacher_top_ids": (num, 1), "teacher_top_logprobs": (num, 1)}
-                metas = tuple(
-                    wire.TensorMeta(
-                        dtype="int32" if "ids" in kind else "float32", shape=shape, nbytes=4 * num, name=kind
-                    )
-                    for kind, shape in shapes.items()
-                )
-                return wire.TokensScored(lease=lease, tensors=metas), (bytes(4 * num),) * 3
+            case wire.GenerateGroup():
+                if name in HONEST and self._rng.random() < GIVEN_BACK:
+                    return interrupted(message, send.buffers, version, self._rng.randint(0, 2))
+                return generated(message, send.buffers, version)
+            case wire.ScoreGroup():
+                return scored(message, self._rng)
+            case wire.ScoreTokens():
+                return taught(message, send.buffers, self._plan.teacher_top_k or 0, self._rng)
+            case wire.Sleep(lease=lease):
+                return wire.Slept(lease=lease), ()
+            case wire.Wake(lease=lease):
+                return wire.Woken(lease=lease), ()
             case wire.TrainStep(lease=lease, step=step):
                 self._versions[name] = step
                 return wire.StepTrained(lease=lease, step=step, metrics={}), ()
@@ -348,24 +354,57 @@ class Fuzzer:
                 case _:
                     self._receive(name, message, buffers)
         if self.now >= self._beat_at:
-            self._beat_at = self.now + HEARTBEAT_S
-            if self._rng.random() < RESTARTS_PER_HEARTBEAT:
-                self._join("rollout-1")  # it pulls while others hold the version already
+            self._beat_at = self.now + self._plan.heartbeat_s
+            self._disturb()
+            self.found.check_progress(self.now)
             for name in [*HONEST, *(f"{role}-{number}" for role, number in self.liars.items())]:
                 if name in self._versions:
                     self._receive(name, self._heartbeat(name))
             self._handle(Ticked(self.now))
             for about in ("status", "why"):
                 self._receive("operator-0", wire.QueryRun(request="", about=about))  # type: ignore[arg-type]
+            if self._rng.random() < OPERATED:
+                self._operate()
             view = snapshot(self.controller.state, MetricsHistory(0.0), self.now, 0)
             msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=RunSnapshot)
+
+    def _disturb(self) -> None:
+        """Restart an honest replica or close its connection, and compact the journal, now and then."""
+        rng = self._rng
+        if rng.random() < RESTARTS_PER_HEARTBEAT:
+            # It pulls while others hold the version already.
+            for send in list(self._held["rollout-1"].values()):
+                if isinstance(send.message, wire.GenerateGroup):
+                    version = self._versions["rollout-1"]
+                    self._receive("rollout-1", *interrupted(send.message, send.buffers, version, rng.randint(0, 2)))
+            self._receive("rollout-1", wire.Leave(reason="it is restarted"))
+            self._join("rollout-1")
+        if rng.random() < RESTARTS_PER_HEARTBEAT:
+            self._handle(ReplicaDisconnected(self.now, rng.choice(HONEST)))
+        if rng.random() < COMPACTED:
+            self._journal.commit()
+            self._compact()
+
+    def _operate(self) -> None:
+        """Request an evaluation, or change a setting."""
+        request = f"request {self.num_events}"
+        key, values = self._rng.choice(CHANGES)
+        change = wire.ChangeSetting(request=request, key=key, value=self._rng.choice(values))
+        asked = wire.RequestEvaluation(request=request)
+        self._receive("operator-0", change if self._rng.random() < 0.7 else asked)
 
     def _heartbeat(self, name: str) -> wire.Heartbeat:
         held = tuple(wire.HeldLease(lease=lease, phase="answered") for lease in self._held[name])
         for send in self._held[name].values():  # an answer that was lost with a controller is sent again
-            if name in HONEST and len(self._answers) < 100 and self._rng.random() < 0.2:
+            if name in HONEST and len(self._answers) < 100 and self._rng.random() < 0.5:
                 self._answers.append((name, *self._truth(name, send)))
         return wire.Heartbeat(leases=held, version=self._versions[name])
+
+    def _claim(self, name: str) -> wire.Heartbeat:
+        """Return a heartbeat that claims work which was last given to others, beside its own."""
+        own = self._heartbeat(name)
+        others = [getattr(send.message, "lease", "") for send in list(self._seen)[-10:]]
+        return replace(own, leases=(*own.leases, *[wire.HeldLease(lease=one, phase="working") for one in others]))
 
     def tell_lie(self) -> None:
         """Let one of the liars send a false message."""
@@ -379,19 +418,34 @@ class Fuzzer:
             message, buffers = rng.choice(self._told)
         elif rng.random() < 0.2:
             message, buffers = unasked(role, [send.message.lease for send in held], rng)  # type: ignore[union-attr]
+        elif self._seen and rng.random() < 0.05:
+            message, buffers = self._claim(name), ()
         elif rng.random() < 0.01:
             self.num_lies += 1
             self._hello(name)
             return
+        elif rng.random() < 0.01:
+            self.num_lies += 1
+            self.kinds["closed_connections"] += 1
+            self._handle(ReplicaDisconnected(self.now, name))
+            return
         else:
             others = [send for send in self._seen if type(send.message) in TAKEN[role]]
-            if held and rng.random() < 0.7:
-                message, buffers = self._truth(name, rng.choice(held))
+            switches = [send for send in held if isinstance(send.message, wire.Sleep | wire.Wake)]
+            command: Any = None
+            if switches and rng.random() < 0.8:  # the run goes no faster than these are answered
+                command = switches[0]
+            elif held and rng.random() < 0.7:
+                command = rng.choice(held)
             elif others and rng.random() < 0.8:
-                message, buffers = self._truth(name, rng.choice(others))
-            else:
-                message, buffers = self._heartbeat(name), ()
-            if rng.random() < (0.3 if isinstance(message, wire.WeightsAdopted | wire.WeightsPublished) else 0.9):
+                command = rng.choice(others)
+            message, buffers = self._heartbeat(name), ()
+            if command is not None:
+                message, buffers = self._truth(name, command)
+            kind = rng.random()
+            if command is not None and kind < PLAUSIBLE:
+                message, buffers = plausible((message, buffers), command.message, command.buffers, rng)
+            elif kind < (0.3 if isinstance(message, wire.WeightsAdopted | wire.WeightsPublished) else 0.9):
                 message, buffers = lie(message, buffers, rng)
             if isinstance(message, wire.GroupGenerated | wire.GroupScored) and others and rng.random() < 0.2:
                 other: Any = rng.choice(others).message
@@ -407,69 +461,36 @@ class Fuzzer:
         self._receive(name, message, buffers)
 
 
-def orphans(controller: Controller) -> list[str]:
-    """Return the groups that are leased to no replica: no result can come, and no deadline ends the wait."""
-    state = controller.state
-    leased = [group.key for group in state.buffer.within(GroupState.LEASED)]
-    held = {
-        lease_subject(lease)
-        for member in state.replicas.membership.of("rollout")
-        for lease in state.replicas.leases.of(member.name, "generate")
-    }
-    return [key for key in leased if key not in held]
-
-
-def count_lost(fuzzer: Fuzzer) -> int:
-    """Return how many admitted prompts are unaccounted for, or were trained twice or out of order."""
-    found, buffer = fuzzer.found, fuzzer.controller.state.buffer
-    trained = found.trained
-    live = {group.ordinal for group in buffer.live()}
-    accounted = set(trained) | found.discarded | live
-    missing = set(range(buffer.num_admitted)) - accounted
-    wrong = len(trained) - len(set(trained)) + (trained != sorted(trained)) + len(set(trained) & found.discarded)
-    return len(missing) + wrong + len(orphans(fuzzer.controller)) + found.counts["lost_prompts"]
-
-
 def main() -> None:
     """Send the given number of lies."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="50,000 lies instead of 1,000,000")
     parser.add_argument("--lies", type=int, default=0, help="number of lies")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", choices=sorted(VARIANTS), default="", help="one run instead of all in turn")
     arguments = parser.parse_args()
     num = arguments.lies or (50_000 if arguments.quick else 1_000_000)
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="starling-fuzz-") as folder:
-        fuzzer = Fuzzer(Path(folder), arguments.seed)
-        restart_at = LIES_PER_RESTART
-        while fuzzer.num_lies < num and not fuzzer.found.counts["crashes"]:
-            try:
-                fuzzer.tell_lie()
-                fuzzer.work()
-                if fuzzer.num_lies >= restart_at:
-                    restart_at += LIES_PER_RESTART
-                    fuzzer.restart()
-            except Exception as error:  # noqa: BLE001 (what is looked for)
-                fuzzer.found.note("crashes", f"{type(error).__name__}: {error}")
-        lost = count_lost(fuzzer)
-        fuzzer.close()
+    variants = [arguments.variant] if arguments.variant else list(VARIANTS)
+    begin, counts, runs = time.monotonic(), Counter[str](), {}
+    for index, variant in enumerate(variants):
+        with tempfile.TemporaryDirectory(prefix="starling-fuzz-") as folder:
+            fuzzer = Fuzzer(Path(folder), arguments.seed + index, variant)
+            fuzzer.run(num // len(variants))
+            counts += fuzzer.found.counts
+            counts["lost_prompts"] += count_lost(fuzzer.found, fuzzer.controller)
+            runs[variant] = fuzzer.detail()
+            fuzzer.close()
     detail = {
         "seed": arguments.seed,
-        "lies": fuzzer.num_lies,
-        "by_kind": dict(fuzzer.kinds),
-        "events": fuzzer.num_events,
-        "restarts": fuzzer.num_restarts,
-        "steps": fuzzer.found.committed,
-        "discarded": len(fuzzer.found.discarded),
-        "names_of_liars": dict(fuzzer.liars),
+        "lies": sum(run["lies"] for run in runs.values()),
+        "runs": runs,
         "seconds": rounded(time.monotonic() - begin),
         **machine(),
         **versions("msgspec", "numpy"),
     }
-    for figure in ("crashes", "unproven_versions", "poisoned_steps", "bad_lines"):
-        value = fuzzer.found.counts[figure]
-        print_figure("fuzz_controller", figure, value, unit="findings", goal=0, better="lower", detail=detail)
-    print_figure("fuzz_controller", "lost_prompts", lost, unit="prompts", goal=0, better="lower", detail=detail)
+    for figure, unit in FIGURES.items():
+        print_figure("fuzz_controller", figure, counts[figure], unit=unit, goal=0, better="lower", detail=detail)
+        detail = {}
 
 
 if __name__ == "__main__":

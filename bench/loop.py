@@ -298,8 +298,8 @@ def report(run_times: dict[str, list[RunTimes]], scale: Scale) -> None:
         },
     }
     for figure, key, goal in (
-        ("seconds_to_reward_over_trl", "seconds_from_start", 0.8),
-        ("seconds_to_reward_after_start_over_trl", "seconds_from_first_step", 0.8),
+        ("seconds_to_reward_over_trl", "seconds_from_start", 0.5),
+        ("seconds_to_reward_after_start_over_trl", "seconds_from_first_step", 0.4),
         ("seconds_per_step_over_trl", "seconds_per_step", None),
     ):
         ours, theirs = sides["starling"][key], sides[trl][key]
@@ -308,6 +308,8 @@ def report(run_times: dict[str, list[RunTimes]], scale: Scale) -> None:
             shown = {"reason": f"a run did not reach {scale.threshold} in {scale.num_steps} steps", **shown}
         value = None if ours is None or theirs is None else ours / theirs
         print_figure("loop", figure, value, unit="ratio", goal=goal, better="lower", detail=shown)
+    start_s = sides["starling"]["start_seconds"]
+    print_figure("loop", "start_to_first_step_s", start_s, unit="s", goal=3.5, better="lower", detail={"see": "above"})
 
 
 def main() -> None:

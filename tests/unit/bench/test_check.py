@@ -14,7 +14,7 @@ from pathlib import Path
 
 import check_checkouts
 import pytest
-from check import Compared, NotMeasured, Sample, check, table
+from check import Compared, NotMeasured, Sample, check, explanation, stated_reasons, table
 from check_checkouts import Side, base_commit, changed_files, check_out, is_measured
 from check_intervals import MIN_ROUNDS
 from check_processes import cpu_of_tree, delay_s, descendants, run_delays
@@ -85,6 +85,14 @@ def test_bench_that_fails_before_the_change_is_left_out_and_one_that_fails_after
     for failed in ((NOW,), (BEFORE, NOW)):
         with pytest.raises(NotMeasured, match="core failed after the change:\nno such module"):
             check(tuple(ROUNDS), BEFORE, NOW, ROUNDS, failing(*failed))
+
+
+def test_reason_that_a_commit_states_is_shown_for_its_figure_only() -> None:
+    reasons = stated_reasons("step_s the journal is durable\n\nfirst_step_s\nstep_cpu_s  checks\n")
+    assert reasons == {"step_s": "the journal is durable", "step_cpu_s": "checks"}
+    slower, other = (Compared("loop", name, "s", [1.0] * 8, [1.5] * 8) for name in ("step_s", "first_step_s"))
+    assert explanation(slower, reasons).endswith("A commit of the change says why: the journal is durable")
+    assert explanation(other, reasons).endswith("end a commit's message with `Slower: first_step_s <why>`.")
 
 
 def test_table_names_figure_goal_both_sides_and_the_ratio_with_its_interval() -> None:
