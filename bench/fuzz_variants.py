@@ -33,6 +33,7 @@ COLOCATED: Final = replace(
 VARIANTS: Final = {
     "plain": PLAIN,
     "filtered": replace(PLAIN, dynamic_sampling=True),
+    "small": replace(PLAIN, dynamic_sampling=True, prompts_per_step=2, filter_limit=8),
     "truncated": TRUNCATED,
     "colocated": COLOCATED,
     "everything": replace(COLOCATED, dynamic_sampling=True, sampling=TRUNCATED.sampling),

@@ -65,7 +65,7 @@ def test_restarted_controller_sends_the_same_commands() -> None:
             "sampled_reward_mean": 0.5,
         }
     )
-    assert again.num_filtered_in_a_row == buffer.num_filtered_in_a_row == 0
+    assert again.filtering.num_in_a_row == buffer.filtering.num_in_a_row == 0
     assert again.num_free_slots() == buffer.num_free_slots()
 
 

@@ -238,8 +238,7 @@ def durable_state(state: ControllerState) -> dict[str, Any]:
         "groups": groups_of(buffer, state.version),
         "filtered": (
             buffer.num_filtered,
-            buffer.num_filtered_in_a_row,
-            buffer.filtered_by,
+            buffer.filtering.summary(),
             tuple(buffer.filtered_rewards(state.version + 1)),
         ),
         "counts": (buffer.num_admitted, buffer.num_discarded, buffer.num_frozen_steps, buffer.num_trained_groups),

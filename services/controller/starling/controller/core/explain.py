@@ -193,10 +193,14 @@ def overdue(state: ControllerState) -> str | None:
             f"the run {missing}, for {state.plan.start_s:g} s; start what is missing or lower the number in the recipe"
         )
     buffer = state.buffer
-    num_discarded, num_filtered = buffer.num_discarded_in_a_row, buffer.num_filtered_in_a_row
+    num_discarded, num_filtered = buffer.num_discarded_in_a_row, buffer.filtering.num_in_a_row
     if num_discarded >= state.plan.max_discarded:
         return f"the last {num_discarded} groups were all discarded; the last one, {buffer.last_discarded}"
-    if num_filtered >= state.plan.max_filtered:
+    membership = state.replicas.membership
+    # Most rows are short, and need no second look.
+    if num_filtered >= state.plan.max_filtered and state.plan.max_filtered <= buffer.filtering.num_of_several(
+        lambda role: [member.name for member in membership.of(role)]
+    ):
         return (
             f"the last {num_filtered} groups were all filtered out, because the rewards of each were equal, and "
             "rl.filter_limit allows no more; give prompts that the model sometimes solves, raise rl.group_size or "

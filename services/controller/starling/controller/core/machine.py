@@ -61,7 +61,9 @@ from starling.controller.core.replicas.assignments import release
 from starling.controller.core.replicas.departure import (
     depart,
     distrust,
+    evict_by_counts,
     evict_culprit,
+    evict_filtering,
     evict_hanging,
     evict_useless,
     stop_awaiting,
@@ -215,6 +217,8 @@ def _tick(state: ControllerState) -> None:
             evict_hanging(state, member, lease)
     if state.lifecycle.stage in ACTIVE:
         evict_culprit(state)
+        evict_filtering(state)
+        evict_by_counts(state)
         evict_useless(state)
         problem = overdue(state)
         if problem is not None:

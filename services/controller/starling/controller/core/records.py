@@ -17,6 +17,7 @@ has which lease) the replicas report in their heartbeats.
 | `TeacherLogprobsStored`       | a teacher's log-probabilities, with their payload | as above                  |
 | `GroupRequeued`     | completions were thrown away; how often so far   | as above                   |
 | `GroupDiscarded`    | a prompt that was discarded, or filtered out     | the next compaction |
+| `FilterCountReset`  | a replica was evicted for filtered groups        | the next compaction |
 | `StepFrozen`        | which groups a step trains                       | the next compaction |
 | `StepReopened`      | its groups wait for another freeze               | the next compaction |
 | `StepCommitted`     | the step is made: its version exists             | the next compaction |
@@ -39,6 +40,7 @@ import msgspec
 
 from starling.common.ids import Purpose, Role
 from starling.common.wire.messages import Alarm, ModelLimits, PartialCompletionMeta, Prompt, TensorMeta, TrajectoryMeta
+from starling.controller.core.groups.filtering import FilterCount
 
 
 class RunBegun(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="run_begun"):
@@ -143,6 +145,8 @@ class RewardsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="gr
     key: str
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]] = {}
+    scorer: str = ""
+    """The reward replica that gave them; empty if none did, and in old journals."""
 
 
 class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_returned"):
@@ -269,6 +273,12 @@ class ReplicaCounted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="r
     """How often so far."""
 
 
+class FilterCountReset(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="filter_count_reset"):
+    """A replica was evicted because of groups that were filtered out: its own, and those in a row, are counted anew."""
+
+    name: str
+
+
 class SourceEvicted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="source_evicted"):
     """A rollout was evicted on the word of a reader, which it had sent other weights than were published.
 
@@ -351,8 +361,8 @@ class BufferSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The steps that are not published yet."""
     groups: tuple[GroupSummary, ...]
     """In the order of admission."""
-    filtered_by: dict[str, dict[str, int]] = {}
-    """Of the groups that were filtered out in a row; old journals lack it."""
+    filtering: tuple[FilterCount, ...] = ()
+    """Which replicas had to do with groups that were filtered out, and that were not; old journals lack it."""
 
 
 class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -467,6 +477,7 @@ Record = (
     | MemberJoined
     | MemberLeft
     | ReplicaCounted
+    | FilterCountReset
     | SourceEvicted
     | GroupsOpened
     | CompletionsStored

@@ -77,6 +77,8 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             records.MemberLeft() | records.VersionAdopted() | records.ReplicaCounted() | records.SourceEvicted()
         ) as record:
             _apply_to_membership(membership, record)
+        case records.FilterCountReset(name=name):
+            state.buffer.filtering.forget(name)
         case records.CheckpointLoaded(digest=digest):
             state.weights.checkpoint = digest
         case records.DataRead(is_changed=True):
@@ -186,8 +188,8 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
                 oldest, newest = record.oldest_version, record.newest_version
                 partial = PartialCompletions(completions, tensors, payload, oldest, newest)
                 groups.store_partial(group, partial, record.temperature)
-        case records.RewardsStored(rewards=rewards, components=components):
-            groups.store_rewards(group, rewards, components)
+        case records.RewardsStored(rewards=rewards, components=components, scorer=scorer):
+            groups.store_rewards(group, rewards, components, scorer)
         case records.TeacherLogprobsStored(tensors=tensors):
             groups.store_teacher_logprobs(group, tensors, payload)
         case records.GroupRequeued(tries=tries, floor=floor):

@@ -19,6 +19,7 @@ from starling.algo.staleness import num_slots
 from starling.common.kinds import RunKind
 from starling.common.wire.messages import Prompt
 from starling.controller.core.groups.digest import digest_of_prompts
+from starling.controller.core.groups.filtering import FilteredGroups, of_unknown
 from starling.controller.core.groups.group import FROZEN, SCORED, TRAINED, Group, Groups, GroupState
 from starling.controller.core.records import BufferSummary, StepFrozen
 
@@ -50,10 +51,8 @@ class GroupBuffer(Groups):
         """Steps of the run that this one continues, and the position in the data where that run ended."""
         self.num_filtered = 0
         """Groups that were filtered out because all their rewards were equal."""
-        self.num_filtered_in_a_row = 0
-        """Groups filtered out since the last group that was kept."""
-        self.filtered_by: dict[str, Counter[str]] = {"rollout": Counter(), "reward": Counter()}
-        """By role: how many of these each replica generated or scored; an empty name stands for unknown ones."""
+        self.filtering = FilteredGroups()
+        """How many of them, and of the others, each rollout and reward replica had to do with."""
         self.num_discarded_in_a_row = 0
         """Groups discarded, also those of an evaluation, since the last group that was scored."""
         self.discarded_by: dict[str, Counter[str]] = {"answer": Counter(), "rollout": Counter()}
@@ -119,11 +118,15 @@ class GroupBuffer(Groups):
         return group.ordinal - self.num_trained_groups - num_discarded
 
     def store_rewards(
-        self, group: Group, rewards: tuple[float | None, ...], components: dict[str, tuple[float | None, ...]]
+        self,
+        group: Group,
+        rewards: tuple[float | None, ...],
+        components: dict[str, tuple[float | None, ...]],
+        scorer: str = "",
     ) -> None:
         """Store the rewards of a generated group."""
-        self.note_kept()
-        super().store_rewards(group, rewards, components)
+        self.filtering.note_kept(group.generator, scorer)
+        super().store_rewards(group, rewards, components, scorer)
 
     def _complete(self, group: Group) -> None:
         super()._complete(group)
@@ -138,12 +141,6 @@ class GroupBuffer(Groups):
         """Let every group that is not frozen wait again without completions, because its prompt may differ."""
         super().regenerate_all(floor)
         self._num_ready = 0
-
-    def note_kept(self) -> None:
-        """Begin to count filtered groups anew."""
-        self.num_filtered_in_a_row = 0
-        for names in self.filtered_by.values():
-            names.clear()
 
     def note_discarded_by(self, generator: str, replica: str) -> None:
         """Note which rollout generated a group that is discarded, if one did, and whose answer led to that."""
@@ -160,9 +157,7 @@ class GroupBuffer(Groups):
         """Discard a group whose rewards, by `scorer`, are all equal: it has no advantage to learn from, and did not
         fail."""
         self.num_filtered += 1
-        self.num_filtered_in_a_row += 1
-        self.filtered_by["rollout"][group.generator] += 1
-        self.filtered_by["reward"][scorer] += 1
+        self.filtering.note_filtered(group.generator, scorer)
         bisect.insort(self._filtered, (group.ordinal, reward))
         self.move(group, GroupState.DISCARDED)
         self._remove(group)
@@ -289,23 +284,22 @@ class GroupBuffer(Groups):
             num_frozen_steps=self.num_frozen_steps,
             num_trained_groups=self.num_trained_groups,
             num_filtered=self.num_filtered,
-            num_filtered_in_a_row=self.num_filtered_in_a_row,
+            num_filtered_in_a_row=self.filtering.num_in_a_row,
             num_discarded_before=self._num_discarded_before,
             discarded=tuple(self._discarded),
             filtered=tuple(self._filtered),
             passed_over={step: tuple(filtered) for step, filtered in self._passed_over.items()},
             frozen=tuple(self.frozen_record(step) for step in self._frozen),
             groups=self.summaries(),
-            filtered_by={role: dict(names) for role, names in self.filtered_by.items()},
+            filtering=self.filtering.summary(),
         )
 
     def restore(self, summary: BufferSummary, prompt: Callable[[int], Prompt]) -> None:
         """Bring a fresh buffer to the state of `summary`; `prompt` returns the prompt of an ordinal."""
         self.num_admitted, self.num_discarded = summary.num_admitted, summary.num_discarded
         self.num_frozen_steps, self.num_trained_groups = summary.num_frozen_steps, summary.num_trained_groups
-        self.num_filtered, self.num_filtered_in_a_row = summary.num_filtered, summary.num_filtered_in_a_row
-        for role, names in self.filtered_by.items():
-            names.update(summary.filtered_by.get(role, {"": self.num_filtered_in_a_row}))
+        self.num_filtered = summary.num_filtered
+        self.filtering.restore(summary.filtering or of_unknown(summary.num_filtered_in_a_row))
         self._discarded, self._num_discarded_before = list(summary.discarded), summary.num_discarded_before
         self._filtered = list(summary.filtered)
         self._passed_over = {step: list(filtered) for step, filtered in summary.passed_over.items()}

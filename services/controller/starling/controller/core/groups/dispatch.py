@@ -13,6 +13,7 @@ from starling.controller.core.groups.results import store_zero_rewards
 from starling.controller.core.plan import draw_seed
 from starling.controller.core.replicas.assignments import grant
 from starling.controller.core.replicas.membership import Member
+from starling.controller.core.replicas.routing.earliest_finish import Route, Routing
 from starling.controller.core.replicas.routing.slots import SlotIndex
 from starling.controller.core.state import ControllerState
 
@@ -26,7 +27,7 @@ def dispatch(state: ControllerState) -> None:
     evaluation = state.evaluations.current
     while evaluation is not None and (group := evaluation.next_longest()) is not None:
         refreshed_slots(state, "rollout")
-        route = evaluation.routing.soonest(evaluation.version, group.expected_tokens)
+        route = _route(evaluation.routing, group, evaluation.version)
         if route is None:
             break
         _generate(state, route.member, evaluation, group, evaluation.version)
@@ -40,7 +41,7 @@ def dispatch(state: ControllerState) -> None:
             group = longest
         tokens = group.expected_tokens
         routing = refreshed_slots(state, "rollout").routing
-        route = routing.soonest(required, tokens)
+        route = _route(routing, group, required)
         if route is None:
             return  # the groups behind it need at least as new a version
         if routing.should_wait(route, required, tokens, buffer.waiting_tokens):
@@ -48,6 +49,14 @@ def dispatch(state: ControllerState) -> None:
                 continue
             return
         _generate(state, route.member, buffer, group, required)
+
+
+def _route(routing: Routing, group: Group, min_version: int) -> Route | None:
+    """Return the rollout that finishes a group first, if possible another one than the one that spoiled it."""
+    route = routing.soonest(min_version, group.expected_tokens)
+    if route is not None and route.member.name == group.spoiled_by:
+        return routing.soonest_but(group.spoiled_by, min_version, group.expected_tokens) or route
+    return route
 
 
 def score(state: ControllerState) -> None:
@@ -59,7 +68,7 @@ def score(state: ControllerState) -> None:
             if not state.plan.num_rewards:  # the journal lost the record of its rewards
                 store_zero_rewards(state, groups, group)
                 continue
-            member = refreshed_slots(state, "reward").rewards.least_busy()
+            member = _scorer(state, "reward", group)
             if member is None:
                 return
             _score(state, member, group)
@@ -68,10 +77,23 @@ def score(state: ControllerState) -> None:
 def score_with_teachers(state: ControllerState) -> None:
     """Give generated groups to teachers, before or after they have their rewards."""
     while (group := state.buffer.next_to_teacher()) is not None:
-        member = refreshed_slots(state, "teacher").teachers.least_busy()
+        member = _scorer(state, "teacher", group)
         if member is None:
             return
         _score_tokens(state, member, group)
+
+
+def _scorer(state: ControllerState, role: Role, group: Group) -> Member | None:
+    """Return the least busy replica of a role, but not the one that has failed this group while there are others.
+
+    Otherwise a replica could choose prompts that are discarded, by failing each of their tries.
+    """
+    slots = refreshed_slots(state, role)
+    index = slots.rewards if role == "reward" else slots.teachers
+    member = index.least_busy()
+    if member is not None and member.name == group.failed_by and state.replicas.membership.num(role) > 1:
+        return index.least_busy_but(group.failed_by)
+    return member
 
 
 def refreshed_slots(state: ControllerState, role: Role) -> SlotIndex:

@@ -118,6 +118,10 @@ class Group(msgspec.Struct, gc=False):
     """The rollout that generated its completions; empty if a controller stored them that did not record it."""
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
+    failed_by: str = ""
+    """The reward replica or teacher that could not score it last: its next try is another one's, if there is one."""
+    spoiled_by: str = ""
+    """The rollout that had generated what could not be scored: another one with a free slot generates it next."""
     problem: str = ""
     """Why it was discarded."""
     num_lost_engines: int = 0
@@ -268,9 +272,13 @@ class Groups:
             heapq.heappush(self._to_teacher, group.ordinal)
 
     def store_rewards(
-        self, group: Group, rewards: tuple[float | None, ...], components: dict[str, tuple[float | None, ...]]
+        self,
+        group: Group,
+        rewards: tuple[float | None, ...],
+        components: dict[str, tuple[float | None, ...]],
+        scorer: str = "",
     ) -> None:
-        """Store the rewards of a generated group."""
+        """Store the rewards of a generated group; `scorer`: the replica that gave them, empty if none did."""
         group.score_lease, group.rewards, group.components = "", rewards, components
         self._complete(group)
 

@@ -238,6 +238,8 @@ def _check_temperature(state: ControllerState, lease: Lease, group: Group, tempe
 
 def _reject(state: ControllerState, member: Member, groups: Groups, group: Group, error: InvalidResultError) -> None:
     """Count a result that cannot be used as a failed try of its group, and distrust the replica if it is malformed."""
+    if member.role in state.replicas.membership.unscored:
+        note_unscored(state, group.generator, member)
     retry(state, groups, group, str(error), member.name)
     if error.is_malformed:
         distrust(state, member, f"{member.name} answered for prompt {group.prompt.id}: {error}")
@@ -348,7 +350,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     groups, group = found
     if not wire.TRAINABLE_STATUSES.issuperset(message.statuses) or None in message.rewards:
         reason = "; ".join([problem[:MAX_REASON_CHARACTERS] for problem in message.problems[:3]])
-        note_unscored(state, group.generator, member.name)
+        note_unscored(state, group.generator, member)
         retry(state, groups, group, reason or "a scorer gave no reward", member.name)
         return
     try:
@@ -356,7 +358,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    note_scored(state, group.generator, member.name)
+    note_scored(state, group.generator, member)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
         note_used(state, group.generator)
@@ -364,9 +366,9 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         _filter(state, group, rewards[0] or 0.0, member.name)
         return
     components = _known_names(state, member, message.components)
-    groups.store_rewards(group, message.rewards, components)
+    groups.store_rewards(group, message.rewards, components, member.name)
     _note_if_complete(state, group)
-    state.outbox.write(RewardsStored(key=group.key, rewards=message.rewards, components=components))
+    state.outbox.write(RewardsStored(key=group.key, rewards=message.rewards, components=components, scorer=member.name))
     if group.purpose == "evaluate":
         state.dirty |= Dirty.EVALUATE
     elif state.buffer.is_full():  # most groups are not the last of their step
@@ -389,7 +391,7 @@ def on_tokens_scored(
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    note_scored(state, group.generator, member.name)
+    note_scored(state, group.generator, member)
     groups.store_teacher_logprobs(group, message.tensors, event.buffers)
     _note_if_complete(state, group)
     state.outbox.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)
@@ -444,6 +446,8 @@ def retry(
         was_used = group.state in (GroupState.SCORED, GroupState.FROZEN)
         state.replicas.membership.conduct[replica].note_spoiled(was_used=was_used)
     groups.num_env_errors += status is wire.Status.ENV_ERROR
+    if group.trajectories:
+        group.failed_by, group.spoiled_by = replica, generator
     _revoke_scoring(state, group)
     group.problem = reason
     groups.retry(group, (state.incarnation, state.replicas.leases.num_granted), retryable=retryable)

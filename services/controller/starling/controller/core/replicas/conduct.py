@@ -26,35 +26,21 @@ def note_used(state: ControllerState, *replicas: str) -> None:
         state.replicas.membership.conduct[name].note_used()
 
 
-def note_unscored(state: ControllerState, generator: str, scorer: str) -> None:
+def note_unscored(state: ControllerState, generator: str, scorer: Member) -> None:
     """Note that a reward replica or a teacher could not score what `generator`, empty if unknown, has generated.
 
     Either may be at fault. The caller counts it against the scorer.
     """
     membership = state.replicas.membership
-    membership.conduct[scorer].generators.add(generator)
-    membership.unable[scorer] = None
+    membership.unscored[scorer.role].note_lost(generator, scorer.name)
     if generator:
         membership.conduct[generator].num_spoiled += 1
-    _note_elsewhere(state, generator, scorer, -1)
 
 
-def note_scored(state: ControllerState, generator: str, scorer: str) -> None:
+def note_scored(state: ControllerState, generator: str, scorer: Member) -> None:
     """Note that a reward replica or a teacher has scored what `generator`, empty if unknown, has generated."""
-    note_used(state, scorer)
-    if state.replicas.membership.unable:
-        _note_elsewhere(state, generator, scorer, 1)
-
-
-def _note_elsewhere(state: ControllerState, generator: str, scorer: str, change: int) -> None:
-    """Note for other scorers, which could not score what `generator` has generated, whether this one can."""
-    membership, role = state.replicas.membership, scorer.rpartition("-")[0]
-    for name in list(membership.unable):
-        conduct = membership.conduct[name]
-        if not conduct.generators:
-            del membership.unable[name]
-        elif name != scorer and name.rpartition("-")[0] == role and generator in conduct.generators:
-            conduct.num_elsewhere += change
+    note_used(state, scorer.name)
+    state.replicas.membership.unscored[scorer.role].note_used(generator, scorer.name)
 
 
 def note_answered(state: ControllerState, member: Member, lease: Lease) -> None:

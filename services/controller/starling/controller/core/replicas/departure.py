@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
-from starling.controller.core.records import MemberLeft
+from starling.controller.core.groups.filtering import SIDES
+from starling.controller.core.records import FilterCountReset, MemberLeft
 from starling.controller.core.replicas.assignments import requeue
+from starling.controller.core.replicas.blame import PairCounts
 from starling.controller.core.replicas.conduct import note_invalid, note_no_offer, note_unanswered
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Conduct, Member
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.state import MAX_TEXT_CHARACTERS, ControllerState
 
+SCORERS: Final[tuple[Role, ...]] = ("reward", "teacher")
 CULPRIT_SHARE: Final = 0.75
-"""Share of the groups that were discarded, or filtered out, in a row, from which on one replica is at fault."""
+"""Share of the groups that were discarded in a row, from which on one replica is at fault."""
 
 
 def remove(state: ControllerState, name: str, reason: str, *, ended: bool = False) -> None:
@@ -87,24 +91,81 @@ def distrust(state: ControllerState, member: Member, reason: str) -> None:
 def evict_culprit(state: ControllerState) -> None:
     """Evict the replica that led to nearly all groups that were discarded in a row, if another one has its role.
 
-    Otherwise one replica that fails whatever it is given, and fails it fast, would end the run. The same for groups
-    that were filtered out in a row, by completions that are all the same, or by equal rewards. A few of the groups may
-    be of others: they too fail a prompt now and then, and dynamic sampling filters out what they generate.
+    Otherwise one replica that fails whatever it is given, and fails it fast, would end the run. A few of the groups may
+    be of others: they too fail a prompt now and then.
     """
-    buffer, plan = state.buffer, state.plan
-    num = buffer.num_discarded_in_a_row
+    buffer, num = state.buffer, state.buffer.num_discarded_in_a_row
+    if num < state.plan.max_discarded:
+        return
     # A scorer that fails may be at fault, or the completions that it was given.
     suspects = sorted(buffer.discarded_by.values(), key=lambda names: _share_used(state, _greatest_share(names)[0]))
-    if num >= plan.max_discarded and any(
-        _evict_if_culprit(state, names, f"{num} groups that were discarded") for names in suspects
-    ):
+    generator, scorer = (_greatest_share(buffer.discarded_by[kind])[0] for kind in ("rollout", "answer"))
+    member = state.replicas.membership.members.get(scorer)
+    if member is not None and member.role in SCORERS and _fails_alone(state, generator, member):
+        suspects = [buffer.discarded_by["answer"]]
+    if any(_evict_if_culprit(state, names, f"{num} groups that were discarded") for names in suspects):
         buffer.note_not_discarded()
-    num = buffer.num_filtered_in_a_row
-    suspects = sorted(buffer.filtered_by.values(), key=lambda names: -_greatest_share(names)[1])
-    if num >= plan.max_filtered and any(
-        _evict_if_culprit(state, names, f"{num} groups that were filtered out") for names in suspects
-    ):
-        buffer.note_kept()
+
+
+def evict_filtering(state: ControllerState) -> None:
+    """Evict the replica that led to nearly all groups that were filtered out in a row, if another one has its role.
+
+    It may leave so few groups to others that these cannot be compared. If that is so of a rollout and of a reward
+    replica, the latter is evicted, and not counted: its scores are then compared with those of others.
+    """
+    filtering, membership = state.buffer.filtering, state.replicas.membership
+    if filtering.num_in_a_row < state.plan.max_filtered:
+        return
+    culprits = []
+    for role in SIDES:
+        name, share = _greatest_share(filtering.in_a_row_of(role))
+        member = membership.members.get(name)
+        if share >= CULPRIT_SHARE and member is not None and membership.num(role) > 1:
+            culprits.append(
+                (member, f"{name} led to {share:.0%} of {filtering.num_in_a_row} groups that were filtered")
+            )
+    if culprits:
+        member, reason = culprits[-1]
+        filtering.forget(member.name)
+        state.outbox.write(FilterCountReset(name=member.name))
+        if len(culprits) == 1:
+            note_invalid(state, member.name, reason)
+        evict(state, member, reason)
+
+
+def evict_by_counts(state: ControllerState) -> None:
+    """Evict replicas whose groups are filtered out, or not scored, far more often than those of others of their role.
+
+    Once a replica has been counted, its groups are counted anew, since it may come back repaired.
+    """
+    filtering = state.buffer.filtering
+    if filtering.counts.is_due(state.now):
+        for name in _evict_stranger(state, filtering.counts, "reward", "filtered out"):
+            filtering.forget(name)
+            state.outbox.write(FilterCountReset(name=name))
+    for role, unscored in state.replicas.membership.unscored.items():
+        if unscored.is_due(state.now):
+            for name in _evict_stranger(state, unscored, role, "thrown away because they could not be scored"):
+                unscored.forget(name)
+
+
+def _evict_stranger(state: ControllerState, counts: PairCounts, scorers: Role, fate: str) -> list[str]:
+    """Evict and count the rollout and the scorer that stand out in `counts`, if others have their role.
+
+    Returns their names.
+    """
+    membership, evicted = state.replicas.membership, []
+    sides: tuple[tuple[Role, Role], ...] = (("rollout", scorers), (scorers, "rollout"))
+    for role, counterpart in sides:
+        present = {member.name: member for member in membership.of(role)}
+        found = counts.culprit(role, present, membership.num(counterpart)) if len(present) > 1 else None
+        if found is not None:
+            name, how_many = found
+            reason = f"{how_many} that {name} had to do with were {fate}"
+            note_invalid(state, name, reason)
+            evict(state, present[name], reason)
+            evicted.append(name)
+    return evicted
 
 
 def _share_used(state: ControllerState, name: str) -> float:
@@ -141,36 +202,30 @@ def evict_useless(state: ControllerState) -> None:
     membership = state.replicas.membership
     for name, conduct in list(membership.conduct.items()):
         member = membership.members.get(name)
-        if member is None or not (conduct.is_idle or conduct.excess >= state.plan.max_discarded):
+        if member is None or not (conduct.is_idle or _spoils(state, member, conduct)):
             continue
         if conduct.is_idle:
             conduct.is_idle = False  # it is counted already
             if membership.num(member.role) > 1:
                 evict(state, member, f"{name} keeps groups and gives no result")
             continue
-        culprit = _culprit_of(state, member)
-        others = [membership.conduct[one.name] for one in membership.of(culprit.role) if one is not culprit]
+        others = [membership.conduct[one.name] for one in membership.of(member.role) if one is not member]
         if any(one.num_used > one.num_spoiled for one in others):  # else the prompts or the scorers may be at fault
             excess, conduct.excess = conduct.excess, 0
-            conduct.clear_generators()
-            reason = f"{culprit.name} led to {excess} more groups that were thrown away than to groups with rewards"
-            note_invalid(state, culprit.name, reason)
-            evict(state, culprit, reason)
+            reason = f"{name} led to {excess} more groups that were thrown away than to groups with rewards"
+            note_invalid(state, name, reason)
+            evict(state, member, reason)
 
 
-def _culprit_of(state: ControllerState, member: Member) -> Member:
-    """Return `member`, or the only rollout that generated what it could not score, if less of its work was of use.
+def _spoils(state: ControllerState, member: Member, conduct: Conduct) -> bool:
+    """Say whether a replica spoils more groups than it is of use to; of a scorer, `evict_by_counts` decides that."""
+    return conduct.excess >= state.plan.max_discarded and member.role not in SCORERS
 
-    Not if others could score what this rollout has generated meanwhile: a rollout does not choose who scores it.
-    """
-    conduct = state.replicas.membership.conduct[member.name]
-    generators = conduct.generators
-    generator = state.replicas.membership.members.get(next(iter(generators), ""))
-    if len(generators) != 1 or generator is None or state.replicas.membership.num("rollout") == 1:
-        return member
-    if conduct.num_elsewhere > 0:
-        return member
-    return min(member, generator, key=lambda one: _share_used(state, one.name))
+
+def _fails_alone(state: ControllerState, generator: str, scorer: Member) -> bool:
+    """Say whether other scorers of this role can score what `generator` has generated, as far as they were asked."""
+    membership = state.replicas.membership
+    return membership.num(scorer.role) > 1 and membership.unscored[scorer.role].fails_alone(generator, scorer.name)
 
 
 def refuse(state: ControllerState, name: str, reason: str) -> None:

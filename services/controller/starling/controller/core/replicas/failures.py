@@ -37,9 +37,11 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
         on_policy_version(state, member, message.version)  # it may have made the very step that it reports as failed
     found = state.group_of_lease(message.lease)
     if found is not None:
-        if kind in ("score", "teach"):
-            note_unscored(state, found[1].generator, member.name)
-        retry(state, *found, reason, member.name, retryable=not message.fatal)
+        is_scoring = kind in ("score", "teach")
+        if is_scoring:
+            note_unscored(state, found[1].generator, member)
+        # Another replica may well be able to score it.
+        retry(state, *found, reason, member.name, retryable=is_scoring or not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
         note_bad_pull(state, source_of(lease), member.name)
         _transfer_failed(state, member, lease, subject, reason)

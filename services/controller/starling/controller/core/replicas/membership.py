@@ -12,6 +12,7 @@ from starling.common.ids import Role
 from starling.common.ranges import MAX_SLOTS
 from starling.common.wire.messages import Hello, LeaseProgress, Wait
 from starling.controller.core.allowance import Allowances
+from starling.controller.core.replicas.blame import PairCounts
 from starling.weightsync.plan.layout import Layout
 
 MAX_GONE = 4096
@@ -67,10 +68,6 @@ class Conduct:
     """Groups that were thrown away because of its answers."""
     excess: int = 0
     """How many more groups were spoiled than used, never below 0."""
-    generators: set[str] = field(default_factory=set)
-    """Of a reward replica or a teacher: the rollouts of what it could not score, since `excess` was last 0."""
-    num_elsewhere: int = 0
-    """How many more groups of these rollouts other replicas of its role could score since then than not."""
     balance_s: float = 0.0
     """Seconds for which it had the groups that it answered, less those for which it had others: a sum over groups."""
     wasted_s: float = 0.0
@@ -89,13 +86,6 @@ class Conduct:
         """Note that an answer to a group is of use."""
         self.num_used += 1
         self.excess = max(0, self.excess - 1)
-        if not self.excess:
-            self.clear_generators()
-
-    def clear_generators(self) -> None:
-        """Forget what it could not score: its fault, or that of a rollout, was decided, or it does well again."""
-        self.generators.clear()
-        self.num_elsewhere = 0
 
     def note_spoiled(self, *, was_used: bool = False) -> None:
         """Note that a group was thrown away because of an answer; `was_used`: after it had counted as used."""
@@ -124,8 +114,8 @@ class Membership:
     groups of some steps, and how often it alone could not adopt weights."""
     conduct: defaultdict[str, Conduct] = field(default_factory=lambda: defaultdict(Conduct))
     """By replica, also after it left."""
-    unable: dict[str, None] = field(default_factory=dict)
-    """Reward replicas and teachers that could not score something, and perhaps do well again."""
+    unscored: dict[Role, PairCounts] = field(default_factory=lambda: {"reward": PairCounts(), "teacher": PairCounts()})
+    """By role of the scorers: groups that they could not score, and that they could."""
     hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
     """By replica: hellos that are answered."""
     accusers: dict[str, bool] = field(default_factory=dict)
@@ -254,7 +244,7 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct, self.unable)
+            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct)
             for known in (
                 *by_name,
                 self.accusers,

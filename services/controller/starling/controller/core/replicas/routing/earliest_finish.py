@@ -103,6 +103,18 @@ class Routing:
             del self._heaps[place]
         return None if best is None or found is None else Route(found, best[0])
 
+    def soonest_but(self, name: str, min_version: int, tokens: int) -> Route | None:
+        """Return the one of `soonest` among all rollouts but `name`; this looks at all of them."""
+        routes = [
+            ((queued + tokens) / speed, other, member)
+            for (version, speed), heap in self._heaps.items()
+            if version >= min_version
+            for queued, other, stamp, member in heap
+            if other != name and self._known.get(other, UNKNOWN)[0] == stamp
+        ]
+        seconds, _, member = min(routes, key=lambda route: route[:2], default=(0.0, "", None))
+        return None if member is None else Route(member, seconds)
+
     def should_wait(self, route: Route, min_version: int, tokens: int, waiting: int) -> bool:
         """Say whether a group of `tokens` finishes earlier if it waits for a rollout that has no free slot now.
 

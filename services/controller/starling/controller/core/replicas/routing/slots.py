@@ -68,6 +68,16 @@ class FreeSlots:
                 best = heap[0]
         return None if best is None else best[3]
 
+    def least_busy_but(self, name: str) -> Member | None:
+        """Return the member with the largest free share that is not `name`; this looks at all of them."""
+        entries = [
+            entry
+            for heap in self._heaps.values()
+            for entry in heap
+            if entry[1] != name and entry[2] == self._stamps.get(entry[1])
+        ]
+        return min(entries, key=lambda entry: entry[:2])[3] if entries else None
+
     def _remove_stale(self) -> None:
         """Remove stale entries, also those of old versions, which `least_busy` never looks at."""
         heaps = self._heaps
