@@ -287,6 +287,24 @@ def test_policy_computes_the_roots_of_the_most_frequent_layouts() -> None:
     assert weights.root_plans(layouts[0], [misfit, layouts[1]]).keys() == {weights.layout_key(layouts[0], layouts[1])}
 
 
+def test_adoption_of_an_older_version_proves_nothing() -> None:
+    """It is the true root of a version that was published, and not the one of the lease."""
+    script = Script()
+    enters(script, "rollout-0", "b")
+    enters(script, "policy-0", "a")
+    script.joins("reward-0", slots=8)
+    script.publishes(0)
+    [first] = [one for one in script.sent if isinstance(one.message, wire.AdoptWeights)]
+    script.adopts("rollout-0", 0)
+    script.generate_and_score(0, 1)
+    script.trains(1)
+    script.publishes(1)
+    second = [one for one in script.sent if isinstance(one.message, wire.AdoptWeights)][-1]
+    assert second.message.version == 1
+    script.receive("rollout-0", replace(adopted(first.message, first.buffers), lease=second.message.lease))
+    assert script.state.replicas.membership.members["rollout-0"].version == -1
+
+
 @pytest.mark.parametrize("version", [1, 5, -1])
 def test_adoption_of_another_version_than_the_one_of_the_lease_proves_nothing(version: int) -> None:
     script = offering()

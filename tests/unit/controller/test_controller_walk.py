@@ -10,7 +10,9 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.explain import run_phase
+from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.machine import advance
+from starling.controller.core.records import StepFrozen
 from starling.sim.replicas.weights import encoded_layout, layout_of, offer_of
 from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.offers.tickets import offer_for, reading_cost
@@ -406,3 +408,13 @@ def test_step_metrics_have_rewards_and_staleness() -> None:
     assert notes[0].fields["staleness_max"] == 1
     assert notes[0].fields["reward_mean"] == 0.5
     assert notes[0].fields["phase"] == "rl"
+
+
+def test_frozen_step_has_the_digest_of_its_prompts() -> None:
+    """By which a resumed run sees that its data has changed."""
+    script = Script()
+    script.start_run()
+    script.generate_and_score(0, 1)
+    [record] = [write.record for write in script.journal if isinstance(write.record, StepFrozen)]
+    assert record.digest
+    assert record.digest == digest_of_prompts(group.prompt for group in script.state.buffer.frozen_groups(1))
