@@ -37,7 +37,7 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
         on_policy_version(state, member, message.version)  # it may have made the very step that it reports as failed
     found = state.group_of_lease(message.lease)
     if found is not None:
-        if kind in ("score", "teach"):
+        if kind in ("score", "teach") and found[1].giver is None:
             note_unscored(state, found[1].generator, member.name)
         retry(state, *found, reason, member.name, retryable=not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
