@@ -20,6 +20,8 @@ TOKENS = 3
 """Length of a completion, unless its group is resumed from more, or may have fewer."""
 UNREADABLE_TEXT, UNREADABLE_TOKEN = "unreadable", 999
 """What no scorer, and no teacher, can score: the second one has a smaller vocabulary than the policy."""
+TEXTS = {UNREADABLE_TOKEN: UNREADABLE_TEXT, 998: "x"}
+"""Texts of completions that begin with these tokens, by token; all others are different."""
 SCORER_FAILURES = 0.02
 """Share of the groups that an honest reward replica or teacher fails to score."""
 
@@ -49,6 +51,11 @@ class Completions:
             self._arrays.append(np.concatenate(longer))
 
     @property
+    def ids(self) -> list[Array]:
+        """Tokens, by completion."""
+        return np.split(self._arrays[0], self._ends)
+
+    @property
     def versions(self) -> list[Array]:
         """Version of each token, by completion."""
         return np.split(self._arrays[2], self._ends)
@@ -74,11 +81,13 @@ def generated(command: wire.GenerateGroup, buffers: Sequence[bytes], version: in
         wire.TrajectoryMeta(
             status=before.status or wire.Status.OK,
             num_tokens=len(versions),
-            text=f"{command.lease} {index}",
+            text=TEXTS.get(int(ids[0]), f"{command.lease} {index}"),
             oldest_version=int(versions.min(initial=1 << 30)),
             newest_version=int(versions.max(initial=-1)),
         )
-        for index, (before, versions) in enumerate(zip(completions.before, completions.versions, strict=True))
+        for index, (before, ids, versions) in enumerate(
+            zip(completions.before, completions.ids, completions.versions, strict=True)
+        )
     )
     tensors, sent = completions.tensors()
     prompt = wire.TensorMeta(dtype="int32", shape=(1,), nbytes=4)
@@ -125,7 +134,7 @@ def plausible(answer: Answer, command: wire.LeasedCommand, given: Sequence[bytes
     message, buffers = answer
     match message, command:
         case wire.GroupGenerated(), wire.GenerateGroup():
-            if rng.random() < 0.3:
+            if rng.random() < 0.5:
                 return _given_back(command, given, message.trajectories[0].newest_version, rng)
             return rng.choice(_OF_COMPLETIONS)(message, buffers, rng)
         case wire.GroupScored(rewards=rewards), _:
@@ -167,13 +176,32 @@ _OF_COMPLETIONS: Sequence[Callable[[wire.GroupGenerated, tuple[bytes, ...], rand
 
 def _given_back(command: wire.GenerateGroup, given: Sequence[bytes], version: int, rng: random.Random) -> Answer:
     """Give a group back with partial completions, some of which have ended, or are longer than allowed."""
+    if rng.random() < 0.3:
+        return _ended(command, given, version, rng)
     longer = replace(command, sampling=replace(command.sampling, max_tokens=rng.choice((1, 2, 3, 4, 64, 70))))
     message, buffers = interrupted(longer, given, version, rng.choice((0, 1, 2, 3, 4, 70)))
     assert isinstance(message, wire.GroupInterrupted)
     statuses = (None, None, wire.Status.OK, wire.Status.TRUNCATED)
     partial = tuple(replace(one, status=rng.choice(statuses)) for one in message.partial)
     if rng.random() < 0.1:
-        ids = np.full(sum(one.num_tokens for one in partial), UNREADABLE_TOKEN, np.int32).tobytes()
-        buffers = tuple(ids if index in (0, 4) else buffer for index, buffer in enumerate(buffers))
+        buffers = _of_one_token(partial, buffers, UNREADABLE_TOKEN)
     temperature = rng.choice((message.temperature, message.temperature, -1.0, 0.0, 0.8, 1.0))
     return replace(message, partial=partial, temperature=temperature, lost=rng.random() < 0.1), buffers
+
+
+def _ended(command: wire.GenerateGroup, given: Sequence[bytes], version: int, rng: random.Random) -> Answer:
+    """Give a group back whose completions have all ended, or all but one, and are of no use to the next rollout."""
+    message, buffers = interrupted(command, given, version, TOKENS)
+    assert isinstance(message, wire.GroupInterrupted)
+    first, *others = message.partial
+    first = replace(first, status=rng.choice((wire.Status.OK, None)))
+    partial = (first, *[replace(one, status=wire.Status.OK) for one in others])
+    return replace(message, partial=partial), _of_one_token(partial, buffers, rng.choice(list(TEXTS)))
+
+
+def _of_one_token(
+    partial: Sequence[wire.PartialCompletionMeta], buffers: tuple[bytes, ...], token: int
+) -> tuple[bytes, ...]:
+    """Return the tensors of partial completions that consist of one token, again and again."""
+    ids = np.full(sum(one.num_tokens for one in partial), token, np.int32).tobytes()
+    return tuple(ids if index in (0, 4) else buffer for index, buffer in enumerate(buffers))

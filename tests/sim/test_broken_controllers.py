@@ -178,7 +178,7 @@ def discarded_groups_keep_their_teacher_leases(patch: pytest.MonkeyPatch) -> Non
 
 
 def partial_completions_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(results, "_store_partial", lambda state, groups, group, message, buffers: 0)
+    patch.setattr(results, "_store_partial", lambda state, member, groups, group, message, buffers: 0)
 
 
 def resumed_groups_start_over(patch: pytest.MonkeyPatch) -> None:

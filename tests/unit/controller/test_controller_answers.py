@@ -211,7 +211,11 @@ def test_rollout_with_a_new_engine_gets_work_again() -> None:
         run.interrupts("rollout-0", lease, 1, 1)
     run.heartbeats("rollout-0", version=-1)
     assert not run.leased("rollout-0")
-    run.heartbeats("rollout-0", version=0)
+    for _ in range(int(run.plan.lease_s)):  # it returned its groups: others have the first choice
+        run.heartbeats("reward-0")
+        run.heartbeats("rollout-0", version=0)
+        assert not run.leased("rollout-0")
+        run.advance_time(1.0)
     assert run.leased("rollout-0") == ["generate:t0:1", "generate:t1:1"]
 
 

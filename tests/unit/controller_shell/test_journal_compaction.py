@@ -19,7 +19,7 @@ from test_journal import generated, num_contents, scored, step_frozen, teacher_s
 from transcript import SMALL, Stream
 
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Prompt
+from starling.common.wire.messages import PartialCompletionMeta, Prompt, Status, TensorMeta
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import Ticked
 from starling.controller.core.machine import Controller
@@ -33,6 +33,7 @@ from starling.controller.core.records import (
     GroupRequeued,
     GroupsOpened,
     JournalEntry,
+    PartialCompletionsStored,
     RunBegun,
     StateCompacted,
     StepCommitted,
@@ -135,6 +136,41 @@ def test_compaction_restores_the_same_state(path: Path) -> None:
         assert found[0][1].buffers == generated("t4", "def").payload
         assert found[1] is not None
         assert compacted(journal) == record, "a compaction of a compacted journal changes nothing"
+
+
+def test_compaction_keeps_whose_partial_completions_there_were(path: Path) -> None:
+    """Of a group that waits with them, of one that was resumed from them, and of one that began anew."""
+    tensors = tuple(TensorMeta(dtype=kind, shape=(1,), nbytes=4) for kind in ("int32", "float32", "int32"))
+    partials = [
+        JournalEntry(
+            PartialCompletionsStored(
+                key=f"t{n}",
+                partial=(PartialCompletionMeta(num_tokens=1, status=Status.OK),),
+                tensors=tensors,
+                oldest_version=0,
+                newest_version=0,
+                temperature=1.0,
+                giver=f"rollout-{n}",
+            ),
+            (bytes(4),) * 3,
+        )
+        for n in range(3)
+    ]
+    resumed = generated("t1", "abc")
+    assert isinstance(resumed.record, CompletionsStored)
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, BEGUN, JournalEntry(GroupsOpened(first=0, num=3)), *partials)
+        write(journal, JournalEntry(replace(resumed.record, generator="rollout-0", giver="rollout-1"), resumed.payload))
+        write(journal, JournalEntry(GroupRequeued(key="t2", tries=0, anew=True)))
+        whole = restored(journal)
+        compacted(journal)
+        again = restored(journal)
+    assert difference(whole, again) == ""
+    waiting, answered, anew = sorted(again.buffer.live(), key=lambda group: group.ordinal)
+    assert waiting.partial is not None
+    assert waiting.partial.giver == "rollout-0"
+    assert (answered.generator, answered.giver) == ("rollout-0", "rollout-1")
+    assert (anew.partial, anew.is_anew) == (None, True)
 
 
 def test_compacted_journal_takes_further_records(path: Path) -> None:

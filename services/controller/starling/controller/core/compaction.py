@@ -54,4 +54,4 @@ def fill(group: Group, entry: JournalEntry) -> None:
             group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *payload)
         case records.PartialCompletionsStored(partial=completions, tensors=tensors) as stored if group.partial:
             oldest, newest = stored.oldest_version, stored.newest_version
-            group.partial = PartialCompletions(completions, tensors, payload, oldest, newest)
+            group.partial = PartialCompletions(completions, tensors, payload, oldest, newest, stored.giver)

@@ -112,6 +112,8 @@ class CompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag
     """The lease under which they were generated."""
     generator: str = ""
     """The rollout that generated them; empty in old journals, which lack it."""
+    giver: str | None = None
+    """As `Group.giver`; old journals lack it."""
 
 
 class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_interrupted"):
@@ -129,6 +131,8 @@ class PartialCompletionsStored(msgspec.Struct, frozen=True, kw_only=True, gc=Fal
     newest_version: int
     temperature: float
     """Divisor of the logits under which they were sampled."""
+    giver: str = ""
+    """The rollout that generated them; empty if it resumed those of another, and in old journals, which lack it."""
 
 
 class TeacherLogprobsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_taught"):
@@ -157,6 +161,9 @@ class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="gr
     floor: tuple[int, int] = (0, 0)
     """Incarnation and number of the newest lease at that time. No lease up to this one is reclaimed for the group; old
     journals lack it."""
+    anew: bool = False
+    """They were resumed from partial completions of another rollout: that counts no try, and the group takes no more of
+    these."""
 
 
 class GroupDiscarded(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_discarded"):
@@ -341,7 +348,9 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     problem: str = ""
     """Why it was given up, in a run that answers each prompt once."""
     generator: str = ""
-    """The rollout that generated its completions; old journals lack it."""
+    """The rollout that generated its completions; old journals lack it, and what follows."""
+    giver: str | None = None
+    is_anew: bool = False
 
 
 class BufferSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):

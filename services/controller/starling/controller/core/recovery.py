@@ -179,21 +179,22 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
             group.temperature = record.temperature
             state.replicas.had_quorum = state.replicas.had_quorum or group.purpose == "train"
             groups.store_completions(group, trajectories, tensors, payload, lease)
-            group.generator = record.generator
+            group.generator, group.giver = record.generator, record.giver
             if trajectories:
                 num_tokens = group.num_tokens / len(trajectories)
                 state.replicas.lengths.note(group.prompt.id, group.purpose, num_tokens)
         case records.PartialCompletionsStored(partial=completions, tensors=tensors):
             if len(payload) == len(tensors):  # otherwise a later record has more of the group
                 oldest, newest = record.oldest_version, record.newest_version
-                partial = PartialCompletions(completions, tensors, payload, oldest, newest)
+                partial = PartialCompletions(completions, tensors, payload, oldest, newest, record.giver)
                 groups.store_partial(group, partial, record.temperature)
         case records.RewardsStored(rewards=rewards, components=components, scorer=scorer):
             groups.store_rewards(group, rewards, components, scorer)
         case records.TeacherLogprobsStored(tensors=tensors):
             groups.store_teacher_logprobs(group, tensors, payload)
-        case records.GroupRequeued(tries=tries, floor=floor):
+        case records.GroupRequeued(tries=tries, floor=floor, anew=anew):
             groups.regenerate(group, tries, floor)
+            group.is_anew = group.is_anew or anew
         case records.GroupDiscarded(filtered=True, reward=reward, generator=generator, scorer=scorer):
             group.generator = generator
             state.buffer.filter(group, reward, scorer)

@@ -7,7 +7,8 @@
 `TRANSITIONS` lists every legal transition, and `Groups.move` enforces it.
 
 A rollout that leaves gracefully gives back the tokens so far of its groups. Such a group waits with these partial
-completions, and the next rollout resumes from them. This is no failure of the group and does not count as a try.
+completions, and the next rollout resumes from them. This is no failure of the group and does not count as a try. If the
+result is of no use, the partial completions may be why: the group begins anew, once, and takes no others.
 
 In a run with teachers a generated group is scored once it has both its rewards and its teacher's log-probabilities. The
 two come from different replicas, in either order.
@@ -116,6 +117,11 @@ class Group(msgspec.Struct, gc=False):
     """The lease under which its completions were generated. Leases to score these completions are all newer."""
     generator: str = ""
     """The rollout that generated its completions; empty if a controller stored them that did not record it."""
+    giver: str | None = None
+    """Set if they were resumed from partial completions of another rollout: its name if all of these had ended, so that
+    they are all its own, and empty otherwise."""
+    is_anew: bool = False
+    """It began anew because of such partial completions, and takes no more."""
     temperature: float = 1.0
     """Divisor of the logits, as of its dispatch."""
     failed_by: str = ""
@@ -331,7 +337,7 @@ class Groups:
         group.tries, group.floor = tries, floor
         group.trajectories, group.tensors, group.buffers, group.rewards = (), (), (), ()
         group.score_lease = group.teacher_lease = group.generated_by = group.generator = ""
-        group.has_teacher_logprobs, group.partial = False, None
+        group.has_teacher_logprobs, group.partial, group.giver = False, None, None
         self.move(group, GroupState.WAITING)
 
     def regenerate_all(self, floor: tuple[int, int]) -> None:
@@ -376,6 +382,8 @@ class Groups:
             partial=NO_TOKENS if summary.has_partial else None,
             problem=summary.problem,
             generator=summary.generator,
+            giver=summary.giver,
+            is_anew=summary.is_anew,
             expected_tokens=summary.expected_tokens,
         )
         self._counts[state] += 1
@@ -414,6 +422,8 @@ def _summary(group: Group) -> GroupSummary:
         trajectories=tuple(replace(t, text="") for t in group.trajectories) if keeps_trajectories else (),
         problem=group.problem if group.state is GroupState.SCORED and not group.trajectories else "",
         generator=group.generator,
+        giver=group.giver,
+        is_anew=group.is_anew,
     )
 
 

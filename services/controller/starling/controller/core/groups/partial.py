@@ -21,11 +21,19 @@ class PartialCompletions:
     oldest_version: int
     """Oldest, and below newest, weight version among its tokens."""
     newest_version: int
+    giver: str = ""
+    """The rollout that generated and gave them back; empty if it resumed those of another, or if it is not known."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all completions together."""
         return sum([completion.num_tokens for completion in self.completions])
+
+    def giver_for(self, rollout: str) -> str | None:
+        """Return `Group.giver` of the completions that `rollout` resumes from these."""
+        if self.giver == rollout:
+            return None
+        return "" if any(completion.status is None for completion in self.completions) else self.giver
 
     def is_within(self, oldest: int, newest: int) -> bool:
         """Say whether no token is of a version before `oldest` or after `newest`."""

@@ -5,6 +5,7 @@ Stops 3 to 5 of the walk.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TypeVar
@@ -96,8 +97,9 @@ def on_generated(
     keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
     tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
     trajectories = _with_known_names(state, member, message.trajectories)
+    giver = group.partial.giver_for(member.name) if group.partial is not None else None
     groups.store_completions(group, trajectories, tensors, buffers, message.lease)
-    group.generator = member.name
+    group.generator, group.giver = member.name, giver
     # The form of its tensors was checked: there is one token id for each token of its completions.
     _update_estimates(state, member, lease, group, message.tensors[1].shape[0])
     record = CompletionsStored(
@@ -107,6 +109,7 @@ def on_generated(
         temperature=group.temperature,
         lease=message.lease,
         generator=member.name,
+        giver=giver,
     )
     state.outbox.write(record, buffers)
     if not state.plan.num_rewards:
@@ -238,7 +241,7 @@ def _check_temperature(state: ControllerState, lease: Lease, group: Group, tempe
 
 def _reject(state: ControllerState, member: Member, groups: Groups, group: Group, error: InvalidResultError) -> None:
     """Count a result that cannot be used as a failed try of its group, and distrust the replica if it is malformed."""
-    if member.role in state.replicas.membership.unscored:
+    if member.role in state.replicas.membership.unscored and group.giver is None:
         note_unscored(state, group.generator, member)
     retry(state, groups, group, str(error), member.name)
     if error.is_malformed:
@@ -275,7 +278,7 @@ def on_interrupted(
     try:
         _check_num_sampled(state, group, lease, [one.num_tokens for one in message.partial])
         _check_temperature(state, lease, group, message.temperature)
-        fields["num_tokens"] = _store_partial(state, groups, group, message, event.buffers)
+        fields["num_tokens"] = _store_partial(state, member, groups, group, message, event.buffers)
     except InvalidResultError as error:
         fields = {"num_tokens": 0, "thrown_away": str(error)}
         malformed = error if error.is_malformed else None
@@ -294,7 +297,12 @@ def on_interrupted(
 
 
 def _store_partial(
-    state: ControllerState, groups: Groups, group: Group, message: wire.GroupInterrupted, buffers: Buffers
+    state: ControllerState,
+    member: Member,
+    groups: Groups,
+    group: Group,
+    message: wire.GroupInterrupted,
+    buffers: Buffers,
 ) -> int:
     """Keep the partial completions of a group. Returns the number of their tokens.
 
@@ -303,7 +311,7 @@ def _store_partial(
     """
     num = num_completions(state, group.purpose)
     partial = parse_partial(message.partial, message.tensors, buffers, num, state.training.limits)
-    if partial is None:
+    if partial is None or group.is_anew:
         return 0
     _check_recording(state, group, partial.tensors, partial.num_tokens)
     if _is_recorded(state, group) and not any(tensor.name == KEPT_COUNTS for tensor in partial.tensors):
@@ -318,6 +326,8 @@ def _store_partial(
     temperature = message.temperature if message.temperature >= 0 else chosen
     if not 0 <= temperature < math.inf:
         raise UnusableResultError("the temperature at which the tokens were sampled is not known")
+    if group.partial is None or group.partial.giver == member.name:  # else it may have resumed those of another
+        partial = dataclasses.replace(partial, giver=member.name)
     if not groups.store_partial(group, partial, temperature):
         return 0
     record = PartialCompletionsStored(
@@ -327,6 +337,7 @@ def _store_partial(
         oldest_version=oldest,
         newest_version=newest,
         temperature=temperature,
+        giver=partial.giver,
     )
     state.outbox.write(record, partial.buffers)
     return partial.num_tokens
@@ -350,7 +361,8 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     groups, group = found
     if not wire.TRAINABLE_STATUSES.issuperset(message.statuses) or None in message.rewards:
         reason = "; ".join([problem[:MAX_REASON_CHARACTERS] for problem in message.problems[:3]])
-        note_unscored(state, group.generator, member)
+        if group.giver is None:
+            note_unscored(state, group.generator, member)
         retry(state, groups, group, reason or "a scorer gave no reward", member.name)
         return
     try:
@@ -361,6 +373,9 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     note_scored(state, group.generator, member)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
+        if group.giver is not None:
+            _begin_anew(state, groups, group, group.giver, f"all its rewards are {rewards[0]:g}")
+            return
         note_used(state, group.generator)
         state.buffer.note_not_discarded()
         _filter(state, group, rewards[0] or 0.0, member.name)
@@ -435,13 +450,17 @@ def retry(
     retryable: bool = True,
     status: wire.Status | None = None,
 ) -> None:
-    """Generate a group again, or discard it.
+    """Generate a group again, or discard it; begin it anew instead if it was resumed from another rollout's tokens.
 
     Args:
         replica: whose answer this follows from; empty for none.
         status: the status of a completion that failed, if one did.
     """
     reason, generator = reason[:MAX_REASON_CHARACTERS], group.generator
+    giver = group.partial.giver_for(replica) if group.partial is not None else group.giver
+    if giver is not None:
+        _begin_anew(state, groups, group, giver, reason)
+        return
     if replica:
         was_used = group.state in (GroupState.SCORED, GroupState.FROZEN)
         state.replicas.membership.conduct[replica].note_spoiled(was_used=was_used)
@@ -463,6 +482,21 @@ def retry(
     kind = GroupState.WAITING if group.state is GroupState.WAITING else GroupState.DISCARDED
     fields = {} if status is None else {"status": str(status)}
     state.outbox.note(str(kind), because_of=replica, prompt=group.prompt.id, tries=group.tries, reason=reason, **fields)
+
+
+def _begin_anew(state: ControllerState, groups: Groups, group: Group, giver: str, reason: str) -> None:
+    """Generate a group again without the partial completions of another rollout, and take no more of them for it.
+
+    They may be why what followed is of no use. So it counts no try, and nothing against whoever resumed or scored them.
+    """
+    if giver:
+        state.replicas.membership.conduct[giver].note_spoiled()
+    _revoke_scoring(state, group)
+    groups.regenerate(group, group.tries, (state.incarnation, state.replicas.leases.num_granted))
+    group.is_anew = True
+    state.dirty |= Dirty.DISPATCH | Dirty.ADMIT | Dirty.TRAIN | Dirty.EVALUATE
+    state.outbox.write(GroupRequeued(key=group.key, tries=group.tries, floor=group.floor, anew=True))
+    state.outbox.note("begun_anew", because_of=giver, prompt=group.prompt.id, reason=reason)
 
 
 def _revoke_scoring(state: ControllerState, group: Group) -> None:

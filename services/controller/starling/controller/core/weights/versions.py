@@ -10,8 +10,6 @@ from starling.controller.core.state import ControllerState
 def set_held_version(state: ControllerState, member: Member, version: int) -> None:
     """Note which version a rollout holds (-1 for none), and whether it needs another one."""
     state.weights.remove_holder(member)
-    if member.version < 0 <= version:  # its engine is ready again, whatever it gave groups back for
-        state.replicas.slots.cooldowns.pop(member.name, None)
     member.version = version
     state.weights.add_holder(member)
     state.replicas.slots.mark(member)
