@@ -61,13 +61,10 @@ from starling.controller.core.replicas.assignments import release
 from starling.controller.core.replicas.departure import (
     depart,
     distrust,
-    evict_by_counts,
-    evict_culprit,
-    evict_filtering,
     evict_hanging,
-    evict_useless,
     stop_awaiting,
 )
+from starling.controller.core.replicas.eviction import evict_by_counts, evict_culprit, evict_filtering, evict_useless
 from starling.controller.core.replicas.failures import on_failed
 from starling.controller.core.replicas.heartbeat import on_heartbeat
 from starling.controller.core.replicas.joining import on_hello

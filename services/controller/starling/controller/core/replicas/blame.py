@@ -100,7 +100,7 @@ class PairCounts:
                 excesses.remove(max(excesses, key=lambda one: one.lost))
             num, lost, variance = (sum(column) for column in zip(_Excess(0, 0.0, 0.0), *excesses, strict=True))
             if lost >= max(MIN_EXCESS, MIN_EXCESS_SHARE * num, NUM_DEVIATIONS * math.sqrt(variance)):
-                return name, f"{lost:.0f} more of {num:.0f} groups than of others"
+                return name, f"{lost:.0f} more of {num:.0f} groups than others"
         return None
 
     def fails_alone(self, rollout: str, scorer: str) -> bool:
