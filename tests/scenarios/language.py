@@ -119,13 +119,15 @@ def _apply(harness: Harness, event: str) -> list[str]:
             return harness.answer_fetch()
         case "stored":
             return harness.report_stored()
+        case "checkpoint":
+            return harness.read_checkpoint(f"{words[0]:0>32}" if words else "")
         case "stop":
             return harness.request_stop(" ".join(words) or "enough")
         case "wait":
             return _wait(harness, float(words[0]), beating="beating" in words)
     verb = VERBS.get(words[0]) if words else None
     if verb is None:
-        others = "crash, fetched, stored, stop, wait"
+        others = "crash, checkpoint, fetched, stored, stop, wait"
         raise ValueError(f"{event!r} is not understood; a replica {', '.join(VERBS)}; or {others}")
     plain, options = _options(words[1:])
     harness.carry_out()

@@ -16,6 +16,7 @@ from wording import command_line, record_text
 from starling.common.wire import messages as wire
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
+    CheckpointRead,
     Event,
     Fetch,
     Fetched,
@@ -106,6 +107,10 @@ class Harness(Script):
         """Report that the file of the last `Store` is on disk."""
         self.carry_out()
         return self._step(Stored(self.now, self.stored_steps[-1]))
+
+    def read_checkpoint(self, digest: str) -> list[str]:
+        """Report that the controller has read the model's folder."""
+        return self._step(CheckpointRead(self.now, digest))
 
     def _step(self, event: Event) -> list[str]:
         self.carry_out()

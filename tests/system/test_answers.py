@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from starling.cli.model.scratch import make_model_folder
 from starling.cli.recipe.schema import load_recipe
 from starling.common.folder_digests import DIGESTS, model_digest
+from starling.controller.core.records import CheckpointLoaded
+from starling.controller.shell.journal.journal import Journal
 
 pytestmark = pytest.mark.system
 
@@ -40,6 +43,18 @@ SYNCHRONOUS = {"rl": {"num_steps": 3, "max_staleness": 0}, "sft": {"num_steps": 
 LONG_PROMPT = "ab" * 20
 """Prompt longer than the tiny model's context."""
 DIFFERS = "has loaded another checkpoint than this run began with: "
+SERVE_BY_HAND = """
+[run]
+kind = "serve"
+id = "one"
+[network]
+curve = false
+heartbeat_s = 0.3
+[data]
+source = ""
+[rollout]
+load_weights = true
+"""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +135,9 @@ def test_infer_answers_prompts_and_reports_the_one_that_fails(tmp_path: Path, mo
     ]  # fmt: skip
     assert "40 tokens" in lines[1]["problem"]
     assert set(lines[0]["completions"][0]) == {"text", "status", "num_tokens"}, "nothing was scored"
+    with closing(Journal(tmp_path / "runs/infer/attempt-1/journal.sqlite")) as journal:
+        [checkpoint] = [record for record in journal.records() if isinstance(record, CheckpointLoaded)]
+    assert (checkpoint.name, checkpoint.digest) == ("controller", model_digest(model))
     second = Command(tmp_path, *words, *flags, name="again")
     assert second.wait() == 2
     assert sentence(second).startswith("answers.jsonl exists; give another --out")
@@ -137,25 +155,21 @@ def test_evaluate_fails_if_no_prompt_has_an_answer(tmp_path: Path, model: Path) 
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["num_failed"] == 2
 
 
-def test_rollout_of_another_checkpoint_is_refused_also_after_a_restart(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    (other / DIGESTS).unlink(missing_ok=True)
-    with (other / "model.safetensors").open("r+b") as file:
+def flip_bit(model: Path, folder: Path) -> Path:
+    """Copy a model to `folder` and flip one bit of its weights."""
+    shutil.copytree(model, folder)
+    (folder / DIGESTS).unlink(missing_ok=True)
+    with (folder / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    settings = [
-        "[run]",
-        "kind = 'serve'",
-        "id = 'one'",
-        "[network]",
-        "curve = false",
-        "heartbeat_s = 0.3",
-        "[data]",
-        "source = ''",
-    ]
-    (tmp_path / "serve.toml").write_text("\n".join([*settings, "[rollout]", "load_weights = true"]))
+    return folder
+
+
+def test_rollout_of_another_checkpoint_is_refused_also_after_a_restart(tmp_path: Path, model: Path) -> None:
+    other = flip_bit(model, tmp_path / "other")
+    (tmp_path / "serve.toml").write_text(SERVE_BY_HAND)
     config = ("--config", "serve.toml", "--dir", "run")
     run_folder = tmp_path / "run"
     run_folder.mkdir()
@@ -190,6 +204,27 @@ def test_rollout_of_another_checkpoint_is_refused_also_after_a_restart(tmp_path:
         assert f"the controller refuses rollout-0: rollout-0 {DIFFERS}" in refused("rollout-0", other, address)
         controller.interrupt()
         assert controller.wait() == 0
+    with starling_command(tmp_path, "controller", *config, "--controller.model-path", str(other)) as controller:
+        assert controller.wait() == 2, controller.transcript()
+    assert f"starling controller: the checkpoint in {other} is not that of this run: " in controller.errors
+
+
+def test_first_rollout_is_refused_if_the_controller_has_another_checkpoint(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "serve.toml").write_text(SERVE_BY_HAND)
+    config = ("--config", "serve.toml", "--dir", "run")
+    address_file = tmp_path / "run" / "controller.json"
+    address_file.parent.mkdir()
+    with starling_command(tmp_path, "controller", *config, "--controller.model-path", str(model)) as controller:
+        controller.wait_until(address_file.exists, "its address")
+        address = json.loads(address_file.read_text())["address"]
+        other = flip_bit(model, tmp_path / "other")
+        words = ("rollout", *config, "--controller", address, "--model.path", str(other))
+        with starling_command(tmp_path, *words, name="rollout-0") as rollout:
+            assert rollout.wait() == 1, rollout.transcript()
+        assert f"the controller refuses rollout-0: rollout-0 {DIFFERS}" in rollout.errors
+        assert f"that of the run is {model_digest(model)}" in rollout.errors
+        controller.interrupt()
+        assert controller.wait() == 0, controller.transcript()
 
 
 def test_serve_answers_an_openai_client_until_stopped(tmp_path: Path, model: Path) -> None:

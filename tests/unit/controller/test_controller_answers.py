@@ -15,9 +15,27 @@ from transcript import SMALL, Script, Stream
 from starling.common.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.common.wire import messages as wire
 from starling.controller.core.compaction import compact
-from starling.controller.core.events import Event, Fetched, FinishRun, Note, Store, Stored, Ticked, Write
+from starling.controller.core.events import (
+    CheckpointRead,
+    Event,
+    Fetched,
+    FinishRun,
+    Note,
+    Store,
+    Stored,
+    Ticked,
+    Write,
+)
+from starling.controller.core.explain import waits, why
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import CompletionsStored, GroupsOpened, JournalEntry, RewardsStored, StoredGroup
+from starling.controller.core.records import (
+    CheckpointLoaded,
+    CompletionsStored,
+    GroupsOpened,
+    JournalEntry,
+    RewardsStored,
+    StoredGroup,
+)
 from starling.sim.replicas.weights import encoded_layout
 
 
@@ -70,6 +88,16 @@ class AnswerRun(Script):
         lines = super()._step(event)
         self.pending_stores += [command for command in self.commands if isinstance(command, Store)]
         return lines
+
+    def reads_checkpoint(self, digest: str) -> list[str]:
+        """The controller has read the model's folder; an empty digest: it cannot be read."""
+        return self._step(CheckpointRead(self.now, digest))
+
+    @property
+    def checkpoints(self) -> list[tuple[str, str]]:
+        """Digest and origin of each checkpoint in the journal."""
+        records = [write.record for write in self.journal]
+        return [(record.digest, record.name) for record in records if isinstance(record, CheckpointLoaded)]
 
     def write_files(self) -> None:
         """Carry out all pending `Store` commands."""
@@ -149,6 +177,91 @@ def test_checkpoint_means_nothing_where_a_policy_sends_the_weights() -> None:
         script.receive(name, hello, encoded_layout(name))
     assert set(script.state.replicas.membership.members) == {"rollout-0", "rollout-1"}
     assert script.state.weights.checkpoint == ""
+
+
+def test_rollouts_get_no_work_before_the_controller_has_read_the_checkpoint() -> None:
+    run = AnswerRun(num_rewards=0, reads_checkpoint=True)
+    run.joins_with_weights("rollout-0", checkpoint="a" * 32)
+    run.advance_time(1.0)
+    assert run.leased("rollout-0") == []
+    assert run.controller.waiting_for == "the digest of the checkpoint, which the controller reads"
+    assert run.checkpoints == []
+    lines = run.reads_checkpoint("a" * 32)
+    assert run.checkpoints == [("a" * 32, "controller")]
+    assert run.leased("rollout-0") == ["generate:t0:0", "generate:t1:0"]
+    assert not any("refused" in line for line in lines), lines
+
+
+def test_rollouts_that_joined_with_another_checkpoint_are_refused_once_the_controller_has_read_its_own() -> None:
+    run = AnswerRun(num_rewards=0, reads_checkpoint=True)
+    for name, checkpoint in (("rollout-0", "b" * 32), ("rollout-1", "a" * 32), ("rollout-2", "")):
+        lines = run.joins_with_weights(name, checkpoint=checkpoint)
+        assert f"{name} <- welcome" in lines
+    lines = run.reads_checkpoint("a" * 32)
+    assert any(line.startswith("rollout-0 <- refused: rollout-0 has loaded another checkpoint") for line in lines)
+    assert sum("refused" in line for line in lines) == 2, "a line of metrics.jsonl, and a message"
+    assert set(run.state.replicas.membership.members) == {"rollout-1", "rollout-2"}
+    assert all(map(run.leased, ("rollout-1", "rollout-2")))
+    for incarnation in (1, 2):
+        lines = run.joins_with_weights("rollout-0", checkpoint="b" * 32, incarnation=incarnation)
+        assert any("refused: rollout-0 has loaded another checkpoint" in line for line in lines), lines
+    assert run.checkpoints == [("a" * 32, "controller")]
+
+
+def test_first_rollout_decides_if_the_controller_cannot_read_the_checkpoint() -> None:
+    run = AnswerRun(num_rewards=0, reads_checkpoint=True)
+    for name, checkpoint in (("rollout-0", ""), ("rollout-1", "b" * 32), ("rollout-2", "a" * 32)):
+        run.joins_with_weights(name, checkpoint=checkpoint)
+    run.reads_checkpoint("")
+    assert run.checkpoints == [("b" * 32, "rollout-1")]
+    assert set(run.state.replicas.membership.members) == {"rollout-0", "rollout-1"}
+    assert all(map(run.leased, ("rollout-0", "rollout-1")))
+
+
+def test_first_rollout_decides_if_it_joins_after_the_controller_could_not_read_the_checkpoint() -> None:
+    run = AnswerRun(num_rewards=0, reads_checkpoint=True)
+    run.reads_checkpoint("")
+    run.joins_with_weights("rollout-0", checkpoint="b" * 32)
+    assert run.checkpoints == [("b" * 32, "rollout-0")]
+    assert run.leased("rollout-0")
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_resumed_run_with_a_journaled_checkpoint_does_not_wait_for_the_controller_to_read_it(compacted: bool) -> None:
+    run = AnswerRun(num_rewards=0, reads_checkpoint=True)
+    run.reads_checkpoint("a" * 32)
+    run.restart(compacted=compacted)
+    lines = run.joins_with_weights("rollout-1", checkpoint="b" * 32, incarnation=2)
+    assert any("refused: rollout-1 has loaded another checkpoint" in line for line in lines), lines
+    run.joins_with_weights("rollout-0", checkpoint="a" * 32, incarnation=2)
+    assert run.leased("rollout-0")
+    assert run.reads_checkpoint("a" * 32) == []
+    assert run.checkpoints == [("a" * 32, "controller")]
+
+
+def test_run_fails_if_the_controller_has_not_read_the_checkpoint_in_time() -> None:
+    run = AnswerRun(num_rewards=0, reads_checkpoint=True, start_s=5.0, lease_s=99.0)
+    run.advance_time(4.0)
+    run.joins_with_weights("rollout-0", checkpoint="a" * 32)
+    run.advance_time(1.0)
+    run.advance_time(4.0)
+    [wait] = [wait for wait in waits(run.state) if wait["owner"] == "controller"]
+    assert (wait["what"], wait["on"]) == ("the digest of the checkpoint", "the model folder")
+    assert (wait["since_s"], wait["seconds_left"]) == (4.0, 1.0)
+    assert why(run.state)[1]["root"] == wait
+    assert run.state.lifecycle.failure == ""
+    run.advance_time(2.0)
+    assert run.state.lifecycle.failure.startswith("the controller has not read the checkpoint within 5 s")
+
+
+def test_endpoints_do_not_wait_for_the_controller_to_read_the_checkpoint() -> None:
+    run = AnswerRun(SERVE, 0, num_rewards=0, reads_checkpoint=True, start_s=5.0, lease_s=99.0)
+    run.joins_with_weights("rollout-0", checkpoint="b" * 32)
+    for _ in range(3):
+        run.advance_time(4.0)
+    assert run.controller.waiting_for == "requests at the endpoints of its rollouts"
+    assert run.state.lifecycle.failure == ""
+    assert any("refused" in line for line in run.reads_checkpoint("a" * 32))
 
 
 def test_every_prompt_is_written_once_in_order() -> None:

@@ -13,7 +13,16 @@ from recorded_run import HELD_OUT, PLAN, hello
 
 from starling.common.errors import ConfigError
 from starling.common.wire import messages as wire
-from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
+from starling.controller.core.events import (
+    CheckpointRead,
+    Event,
+    Fetched,
+    Received,
+    ReplicaDisconnected,
+    StopRequested,
+    Stored,
+    Ticked,
+)
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import CompletionsStored, ControllerStarted, JournalEntry, RewardsStored
 from starling.controller.shell.recording.format import (
@@ -58,6 +67,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Ticked, TIMES),
     st.builds(ReplicaDisconnected, TIMES, NAMES),
     st.builds(StopRequested, TIMES, NAMES),
+    st.builds(CheckpointRead, TIMES, NAMES),
     st.builds(Stored, TIMES, st.integers(0, 9)),
     st.builds(Fetched, TIMES, st.integers(0, 9), st.lists(RECORDS, max_size=3).map(tuple)),
 )

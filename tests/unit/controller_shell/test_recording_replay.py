@@ -14,6 +14,7 @@ from starling.common.errors import ConfigError
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire import messages as wire
 from starling.controller.core.events import (
+    CheckpointRead,
     Command,
     Fetched,
     Received,
@@ -201,6 +202,8 @@ def test_replay_command_describes_events() -> None:
     kept = JournalEntry(RewardsStored(key="t0", rewards=()))
     assert describe_event(Fetched(1.0, 5, (kept,))) == "1 records of step 5 were read"
     assert describe_event(Stored(1.0, 5)) == "the groups of step 5 are in a file"
+    assert describe_event(CheckpointRead(1.0, "a1")) == "the digest of the checkpoint is a1"
+    assert describe_event(CheckpointRead(1.0, "")) == "the checkpoint cannot be read"
 
 
 def test_replay_keeps_streams_apart(path: Path) -> None:

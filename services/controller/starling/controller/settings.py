@@ -228,8 +228,12 @@ class ControllerSettings(SettingsSection):
     journal. Set by `rollout.max_media_bytes`."""
     teacher_top_k: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
     """Limit on the likeliest tokens that a teacher sends for each position; none if not set. Set by `teacher.top_k`."""
+    model_path: str = ""
+    """Model folder of a run without a policy. If it is on the controller's machine, rollouts with another digest are
+    refused; otherwise those with another one than the first rollout. Set by `model.path`."""
     start_s: Seconds = 120.0
-    """The run fails when a role has had too few replicas for this long."""
+    """The run fails when a role has had too few replicas for this long, or when the digest of the model folder of a run
+    without a policy is not known this long after its replicas have joined."""
     drain_s: Seconds = 15.0
     """Time that replicas have to leave at the end of the run."""
     stop_s: Seconds = 240.0

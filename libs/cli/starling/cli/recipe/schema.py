@@ -202,10 +202,12 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     start_s = recipe.controller.start_s
     if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
         start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
-    follows = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate, "rollout_transport": rollout.transport}
+    follows: dict[str, Any] = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate}
+    follows |= {"rollout_transport": rollout.transport}
     # A replica of another recipe, or a broken one, must not make the controller hold more than this recipe allows.
     follows |= {"max_model_len": rollout.max_model_len or 0, "max_media_bytes": rollout.max_media_bytes}
     follows |= {"teacher_top_k": recipe.teacher.top_k} if recipe.teacher is not None else {}
+    follows |= {"model_path": recipe.model.path} if untrained else {}
     controller = recipe.controller.model_copy(update=follows)
     return recipe.model_copy(update={"controller": controller, "rollout": rollout})
 

@@ -17,7 +17,16 @@ from starling.common.errors import ConfigError
 from starling.common.files import check_own
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.messages import Heartbeat, Hello, LeaseFailed, Leave
-from starling.controller.core.events import Event, Fetched, Received, ReplicaDisconnected, StopRequested, Stored, Ticked
+from starling.controller.core.events import (
+    CheckpointRead,
+    Event,
+    Fetched,
+    Received,
+    ReplicaDisconnected,
+    StopRequested,
+    Stored,
+    Ticked,
+)
 from starling.controller.shell.recording.format import RecordingPath
 from starling.controller.shell.recording.replay import ReplayedController, replay
 from starling.controller.shell.status import MetricsHistory, snapshot
@@ -119,6 +128,8 @@ def describe_event(event: Event) -> str:
             return f"{len(records)} records of step {step} were read"
         case Stored(step=step):
             return f"the groups of step {step} are in a file"
+        case CheckpointRead(digest=digest):
+            return f"the digest of the checkpoint is {digest}" if digest else "the checkpoint cannot be read"
 
 
 def _describe_message(message: Any) -> str:

@@ -68,7 +68,15 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     step: int
 
 
-Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored
+class CheckpointRead(msgspec.Struct, frozen=True, gc=False):
+    """The controller has read the checkpoint of a run without a policy, which it was to read: `reads_checkpoint`."""
+
+    now: float
+    digest: str
+    """Of the model's folder, as in the hello of a rollout; empty if the folder cannot be read."""
+
+
+Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored | CheckpointRead
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):

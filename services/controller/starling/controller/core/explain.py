@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -45,8 +46,8 @@ class Cause(NamedTuple):
 
     text: str
     kinds: tuple[str, ...] = ()
-    """Kinds of the controller's waits that this is: kinds of leases, or `missing`, `restart`, `goodbye`. Empty where
-    the controller waits for no replica."""
+    """Kinds of the controller's waits that this is: kinds of leases, or `missing`, `restart`, `goodbye`, `digest`.
+    Empty where the controller waits for no replica."""
     on: str = ""
     """The one replica that is waited for; empty for any."""
 
@@ -103,6 +104,8 @@ def _cause(state: ControllerState) -> Cause:
         return Cause(f"a replica that offers version {weights.version} to {', '.join(sorted(weights.outdated)[:3])}")
     if plan.kind.serves_requests:
         return Cause("requests at the endpoints of its rollouts")
+    if weights.awaits_checkpoint:
+        return Cause("the digest of the checkpoint, which the controller reads", ("digest",))
     if plan.kind.reads_trajectories:
         return Cause(f"the files to give the groups of step {state.version + 1}")
     return Cause(
@@ -182,7 +185,7 @@ def generates_more(state: ControllerState) -> bool:
 
 
 def overdue(state: ControllerState) -> str | None:
-    """Return why the run must fail: a role stayed empty too long, nothing can be scored, or a stop takes too long."""
+    """Return why the run must fail: something is missing or a stop takes too long, or nothing can be scored."""
     now, missing = state.now, missing_role(state)
     if missing is None:
         state.replicas.membership.missing_since = None
@@ -192,6 +195,8 @@ def overdue(state: ControllerState) -> str | None:
         return (
             f"the run {missing}, for {state.plan.start_s:g} s; start what is missing or lower the number in the recipe"
         )
+    if missing is None and (problem := _checkpoint_overdue(state)) is not None:
+        return problem
     buffer = state.buffer
     num_discarded, num_filtered = buffer.num_discarded_in_a_row, buffer.filtering.num_in_a_row
     if num_discarded >= state.plan.max_discarded:
@@ -209,6 +214,20 @@ def overdue(state: ControllerState) -> str | None:
     if state.lifecycle.stopping and now > state.lifecycle.deadline:
         return f"the run did not stop gracefully within {state.plan.stop_s:g} s; it waits for {explain(state)}"
     return None
+
+
+def _checkpoint_overdue(state: ControllerState) -> str | None:
+    """Return that the controller reads the checkpoint for too long, with all replicas there, or None."""
+    weights, plan = state.weights, state.plan
+    if not weights.awaits_checkpoint or plan.kind.serves_requests:
+        return None
+    weights.checkpoint_deadline = min(weights.checkpoint_deadline, state.now + plan.start_s)
+    if state.now <= weights.checkpoint_deadline:
+        return None
+    return (
+        f"the controller has not read the checkpoint within {plan.start_s:g} s after its replicas have joined; check "
+        "the disk of model.path on its machine, or raise controller.start_s"
+    )
 
 
 def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
@@ -284,6 +303,10 @@ def _waits(state: ControllerState) -> Iterator[tuple[str, dict[str, Any]]]:
         since = now - membership.missing_since
         missing = (missing_role(state) or "").removeprefix("needs ")
         yield "missing", _wait("controller", missing, "launcher", since, state.plan.start_s - since)
+    if state.weights.awaits_checkpoint and state.weights.checkpoint_deadline < math.inf:
+        left = state.weights.checkpoint_deadline - now
+        what = "the digest of the checkpoint"
+        yield "digest", _wait("controller", what, "the model folder", state.plan.start_s - left, left)
     if state.lifecycle.stage is RunStage.DRAINING:
         left = state.lifecycle.deadline - now
         for name in sorted(membership.members):

@@ -35,6 +35,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import evaluate
 from starling.controller.core.events import (
+    CheckpointRead,
     Command,
     Event,
     Fetched,
@@ -67,7 +68,7 @@ from starling.controller.core.replicas.departure import (
 from starling.controller.core.replicas.eviction import evict_by_counts, evict_culprit, evict_filtering, evict_useless
 from starling.controller.core.replicas.failures import on_failed
 from starling.controller.core.replicas.heartbeat import on_heartbeat
-from starling.controller.core.replicas.joining import on_hello
+from starling.controller.core.replicas.joining import on_checkpoint_read, on_hello
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.reclaim import reclaim
@@ -199,6 +200,8 @@ def _handle(state: ControllerState, event: Event) -> None:
                 state.dirty |= Dirty.CATCH_UP | Dirty.TRAIN
         case Stored(step=step):
             on_stored(state, step)
+        case CheckpointRead(digest=digest):
+            on_checkpoint_read(state, digest)
 
 
 def _tick(state: ControllerState) -> None:

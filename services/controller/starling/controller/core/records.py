@@ -220,10 +220,11 @@ class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag=
 
 
 class CheckpointLoaded(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="checkpoint_loaded"):
-    """The first rollout of a run without a policy has loaded the checkpoint of this digest: the run's version 0."""
+    """The checkpoint of a run without a policy, its version 0, has this digest."""
 
     digest: str
     name: str
+    """`controller`, which has read it itself; or the first rollout that has loaded it, where the controller cannot."""
 
 
 class VersionAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="version_adopted"):

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from starling.common.service import ServiceArguments, serve
 from starling.common.wire.messages import ReleaseLeases
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
+    CheckpointRead,
     Command,
     Event,
     Fetch,
@@ -42,6 +44,7 @@ from starling.controller.core.records import MetricsSummary, StateCompacted, Ste
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.data.load import RunData, load_data
 from starling.controller.settings import ControllerProcess
+from starling.controller.shell.checkpoint import CheckpointReader, read_checkpoint
 from starling.controller.shell.journal.commit_queue import CommitQueue
 from starling.controller.shell.journal.journal import Journal, JournalFullError
 from starling.controller.shell.journal.resume import (
@@ -134,8 +137,9 @@ class Shell:
         files.recover()
         self._trajectories = TrajectoryWriter(files, self.hub.wake)
         self._data: RunData | None = None
-        self._file_events: list[Fetched | Stored] = []
-        """Steps that were read or written and that the core does not know of yet."""
+        self._file_events: list[Fetched | Stored | CheckpointRead] = []
+        """Steps that were read or written, and the checkpoint, that the core does not know of yet."""
+        self._checkpoint: CheckpointReader | None = None
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
         # A metrics.jsonl that was cut is not as long as the summary says: the next one is made at once.
@@ -150,6 +154,7 @@ class Shell:
                 self._folder / "controller.json",
                 json.dumps({"address": self.hub.address, "telemetry": self.hub.telemetry_address}),
             )
+        self._checkpoint = read_checkpoint(self._settings, self.hub.wake)
         try:
             self._controller = self._load_controller()
             self._serve(self._controller, stop)
@@ -184,7 +189,7 @@ class Shell:
 
     def _load_controller(self) -> Controller:
         self._data = data = load_data(self._settings)
-        self._plan = data.plan
+        self._plan = replace(data.plan, reads_checkpoint=self._checkpoint is not None)
         read = check_data(self._journal.records(), data, accept=self._settings.controller.accept_changed_data)
         if read is not None:
             self._journal.append(read)
@@ -316,6 +321,9 @@ class Shell:
         if self._commands.is_urgent or not wait:
             self._commands.flush()
         self._file_events += [Stored(time.monotonic(), step) for step in self._trajectories.written()]
+        digest = self._checkpoint.take(controller.state.weights.checkpoint) if self._checkpoint is not None else None
+        if digest is not None:
+            self._file_events.append(CheckpointRead(time.monotonic(), digest))
         while self._file_events:
             self._handle(controller, self._file_events.pop(0), "files")
             self._commands.flush()

@@ -24,6 +24,8 @@ def dispatch(state: ControllerState) -> None:
     Of groups that need the same version, the longest of a step goes first, so that it does not hold up the step in the
     end. The order of dispatch never changes which step trains a group.
     """
+    if state.weights.awaits_checkpoint:
+        return
     evaluation = state.evaluations.current
     while evaluation is not None and (group := evaluation.next_longest()) is not None:
         refreshed_slots(state, "rollout")

@@ -1,4 +1,4 @@
-"""Joining of replicas: a hello is admitted or refused."""
+"""Joining of replicas: a hello is admitted or refused, also for the checkpoint of a run without a policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
-from starling.controller.core.replicas.departure import depart, refuse
+from starling.controller.core.replicas.departure import depart, evict, refuse
 from starling.controller.core.replicas.membership import LAYOUT_BOXES_PER_HELLO, LAYOUT_BYTES_PER_HELLO, Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version, version_problem
@@ -52,9 +52,8 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)
     welcome(state, member)
     if member.role == "rollout":
-        if message.checkpoint and not state.plan.kind.trains and not state.weights.checkpoint:
-            state.weights.checkpoint = message.checkpoint
-            state.outbox.write(CheckpointLoaded(digest=message.checkpoint, name=name))
+        if not state.plan.kind.trains and not state.weights.is_reading_checkpoint:
+            _set_checkpoint(state, message.checkpoint, name)
         set_held_version(state, member, member.version)
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
@@ -96,23 +95,47 @@ def _check(
     # A rollout that was a member had weights: its engine is being rebuilt.
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
         refusal = f"this run has no policy, and {name} holds no weights; set rollout.load_weights = true"
-    return refusal or _checkpoint_problem(state, name, message), layout
+    if refusal is None and message.role == "rollout":
+        refusal = _checkpoint_problem(state, name, message.checkpoint)
+    return refusal, layout
 
 
-def _checkpoint_problem(state: ControllerState, name: str, message: wire.Hello) -> str | None:
+def on_checkpoint_read(state: ControllerState, digest: str) -> None:
+    """Take the digest of the checkpoint that the controller has read; empty: the first rollout that joined decides.
+
+    Rollouts that have joined meanwhile are compared with it.
+    """
+    state.weights.is_reading_checkpoint, state.dirty = False, Dirty.ALL
+    _set_checkpoint(state, digest, "controller")
+    for member in list(state.replicas.membership.of("rollout")):
+        problem = _checkpoint_problem(state, member.name, member.checkpoint)
+        if problem is None:
+            _set_checkpoint(state, member.checkpoint, member.name)
+        else:
+            evict(state, member, problem)
+
+
+def _set_checkpoint(state: ControllerState, digest: str, name: str) -> None:
+    """Make `digest`, unless it is empty, that of the run's checkpoint, unless that is known."""
+    if digest and not state.weights.checkpoint:
+        state.weights.checkpoint = digest
+        state.outbox.write(CheckpointLoaded(digest=digest, name=name))
+
+
+def _checkpoint_problem(state: ControllerState, name: str, digest: str) -> str | None:
     """Return why the checkpoint that a rollout of a run without a policy has loaded is not that of the run, or None.
 
     What a rollout says of its own weights cannot be proven here. This finds folders that differ, not lies.
     """
-    if state.plan.kind.trains or message.role != "rollout" or not message.checkpoint:
+    if state.plan.kind.trains or not digest:
         return None  # A replica of an older version does not report it.
-    if not _DIGEST.fullmatch(message.checkpoint):
+    if not _DIGEST.fullmatch(digest):
         return f"{name} sent a digest of its checkpoint that is not 32 hexadecimal digits"
-    if message.checkpoint == (state.weights.checkpoint or message.checkpoint):
+    if digest == (state.weights.checkpoint or digest):
         return None
     return (
         f"{name} has loaded another checkpoint than this run began with: its model folder has the digest "
-        f"{message.checkpoint}, and that of the run is {state.weights.checkpoint}; give it a copy of the same folder, "
+        f"{digest}, and that of the run is {state.weights.checkpoint}; give it a copy of the same folder, "
         "or begin a new run"
     )
 

@@ -50,6 +50,8 @@ class Member:
     """It can train a share of a step together with other policies."""
     layout: Layout | None = None
     """Layout of its weights; None for a replica without weights."""
+    checkpoint: str = ""
+    """Of a rollout in a run without a policy: the digest of the model folder that it has loaded; empty if unknown."""
     gauges: dict[str, float] = field(default_factory=dict)
     progress: dict[str, LeaseProgress] = field(default_factory=dict)
     """By lease, as of the last heartbeat: valid only for a lease that is still in force."""
@@ -201,6 +203,7 @@ class Membership:
             can_offer=hello.serves and name not in self.accused and self.num_bad_offers[name] < MAX_INVALID,
             shares_steps=hello.shares_steps,
             layout=layout,
+            checkpoint=hello.checkpoint,
             has_reported=not known,
         )
         self.members[name] = self._by_role[hello.role][name] = member

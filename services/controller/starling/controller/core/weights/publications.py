@@ -80,7 +80,11 @@ class Publications:
     layout_roots: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     """By version, and by key of the policy's and the rollout's layout: the layout roots that policies computed."""
     checkpoint: str = ""
-    """The digest of the model folder that the first rollout of a run without a policy has loaded."""
+    """The digest of the model folder of a run without a policy: as the controller has read it, or the first rollout."""
+    is_reading_checkpoint: bool = False
+    """The controller is reading that folder."""
+    checkpoint_deadline: float = float("inf")
+    """When the run fails if it still is; set once all replicas are there."""
     policy_layout: Layout | None = None
     """Layout of the policy that joined or published last; None before any has."""
     offers: dict[str, PublishedOffer] = field(default_factory=dict)
@@ -106,6 +110,11 @@ class Publications:
     _plans: PlanCache = field(default_factory=PlanCache)
     _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
     """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
+
+    @property
+    def awaits_checkpoint(self) -> bool:
+        """Whether no rollout may get work yet, because the digest of the checkpoint is not known."""
+        return self.is_reading_checkpoint and not self.checkpoint
 
     # --- offers -----------------------------------------------------------------------------------------------------
 

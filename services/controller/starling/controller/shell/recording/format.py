@@ -29,6 +29,7 @@ from starling.common.files import open_regular
 from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, Up, WeightsPublished
 from starling.controller.core.events import (
     Buffers,
+    CheckpointRead,
     ContentsProblem,
     Event,
     Fetched,
@@ -131,6 +132,13 @@ class StepStoredFrame(msgspec.Struct, frozen=True, array_like=True, tag="step_st
     step: int
 
 
+class CheckpointFrame(msgspec.Struct, frozen=True, array_like=True, tag="checkpoint_read"):
+    """`CheckpointRead`."""
+
+    now: float
+    digest: str
+
+
 class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The last entry. The reader adds it to a recording that was cut off."""
 
@@ -140,7 +148,7 @@ class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """Whether the controller died before it could write this entry."""
 
 
-EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | StepReadFrame | StepStoredFrame
+EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | StepReadFrame | StepStoredFrame | CheckpointFrame
 Frame = JournalFrame | PromptFrame | EventFrame | RecordingEnd
 Entry = Event | PromptFrame | RecordingEnd
 
@@ -166,6 +174,8 @@ def event_frame(event: Event) -> EventFrame:
             return StepReadFrame(now, step, tuple(journal_frame(entry) for entry in records))
         case Stored(now=now, step=step):
             return StepStoredFrame(now, step)
+        case CheckpointRead(now=now, digest=digest):
+            return CheckpointFrame(now, digest)
 
 
 def journal_frame(entry: JournalEntry) -> JournalFrame:
@@ -241,6 +251,8 @@ def _entry_of(frame: EventFrame | PromptFrame | RecordingEnd) -> Entry:
             return Fetched(now, step, tuple(entry_from(one) for one in records))
         case StepStoredFrame(now=now, step=step):
             return Stored(now, step)
+        case CheckpointFrame(now=now, digest=digest):
+            return CheckpointRead(now, digest)
         case PromptFrame() | RecordingEnd():
             return frame
 
