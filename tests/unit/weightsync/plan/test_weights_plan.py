@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -29,9 +29,11 @@ from starling.weightsync.plan.layout import (
     FEW_SHARDS,
     ITEM_BYTES,
     MAX_LAYOUT_BOXES,
+    MAX_LAYOUT_RAILS,
     MAX_LAYOUT_RANKS,
     MAX_LAYOUT_TENSORS,
     MAX_OTHER_BYTES,
+    MAX_RANK_RAILS,
     Box,
     Layout,
     Place,
@@ -502,3 +504,22 @@ def test_layout_whose_boxes_hold_a_tensor_many_times_is_refused() -> None:
     assert len(decode_layout(overlapping(4)).ranks[0].shards) == 5, "copies count once"
     with pytest.raises(WeightsError, match="The distinct boxes of tensor w of rollout-0 have 4500 elements in all"):
         decode_layout(overlapping(5))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_rails", "complaint"),
+    [
+        (1, MAX_RANK_RAILS + 1, f"Rank 0 of r names {MAX_RANK_RAILS + 1} rails"),
+        (MAX_LAYOUT_RAILS // MAX_RANK_RAILS + 1, MAX_RANK_RAILS, f"names {MAX_LAYOUT_RAILS + MAX_RANK_RAILS} rails"),
+    ],
+)
+def test_layout_with_more_rails_than_a_cluster_has_is_refused(num_ranks: int, num_rails: int, complaint: str) -> None:
+    """The controller compares the rails of each rank with those of each other."""
+
+    def encoded(rails: Callable[[int], Iterable[str]]) -> bytes:
+        ranks = [RankLayout(place=Place(rails=tuple(rails(rank))), shards=()) for rank in range(num_ranks)]
+        return encode(Layout(replica="r", tensors=(), ranks=tuple(ranks)))
+
+    assert decode_layout(encoded(lambda _: map(str, range(MAX_RANK_RAILS))))
+    with pytest.raises(WeightsError, match=complaint):
+        decode_layout(encoded(lambda rank: (f"{rank}.{rail}" for rail in range(num_rails))))

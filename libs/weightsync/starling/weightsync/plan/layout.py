@@ -67,6 +67,10 @@ billion with each expert on its own. The controller decodes them and plans for t
 version."""
 MAX_OTHER_BYTES: Final = 4 << 20
 """Maximum bytes of a layout besides its tensors and boxes: names of hosts, devices and rails."""
+MAX_RANK_RAILS: Final = 32
+MAX_LAYOUT_RAILS: Final = 4096
+"""Maximum numbers of rails in a layout from a peer: of one rank, and of all together. Hosts have 8 to 32 cards, and a
+cluster has as many rails as one of its hosts, or one for each switch."""
 
 MAX_OVERLAP: Final = 4
 """Maximum elements of the distinct boxes of one tensor in a layout from a peer, in multiples of those of the tensor. A
@@ -205,13 +209,29 @@ def decode_layout(data: bytes | bytearray | memoryview, limit: int = MAX_LAYOUT_
         limit: on its boxes, beside that of `most_boxes` of the tensors that it names.
 
     Raises:
-        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks or boxes, or too large ones.
+        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks, rails or boxes, or too large
+            ones.
     """
     _check_numbers(data, limit)
     layout = decode(Layout, data)
     check_layout(layout)
+    _check_rails(layout)
     _check_overlaps(layout)
     return layout
+
+
+def _check_rails(layout: Layout) -> None:
+    """Check that a layout names no more rails than a cluster has: they are compared rank by rank."""
+    names: set[str] = set()
+    for rank, held in enumerate(layout.ranks):
+        names.update(held.place.rails)
+        if len(held.place.rails) > MAX_RANK_RAILS:
+            raise WeightsError(
+                f"Rank {rank} of {layout.replica} names {len(held.place.rails)} rails, expected at most "
+                f"{MAX_RANK_RAILS}."
+            )
+    if len(names) > MAX_LAYOUT_RAILS:
+        raise WeightsError(f"{layout.replica} names {len(names)} rails, expected at most {MAX_LAYOUT_RAILS}.")
 
 
 def _check_overlaps(layout: Layout) -> None:
