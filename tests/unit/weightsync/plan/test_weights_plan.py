@@ -541,7 +541,7 @@ def test_layout_of_many_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     """Its ticket would allow it to read as many."""
     monkeypatch.setattr(layout_module, "FREE_BYTES", 0)
     assert decode_layout(columns_of(40, 512, MAX_COPIES))
-    with pytest.raises(WeightsError, match="The shards of rollout-0 have 89128960 bytes in all, .* at most 16 times"):
+    with pytest.raises(WeightsError, match=r"The shards of rollout-0 have 89128960 bytes in all, .* at most 16 times"):
         decode_layout(columns_of(20, 512, MAX_COPIES + 1))
 
 
@@ -562,3 +562,10 @@ def test_layout_with_more_rails_than_a_cluster_has_is_refused(num_ranks: int, nu
     assert decode_layout(encoded(lambda _: map(str, range(MAX_RANK_RAILS))))
     with pytest.raises(WeightsError, match=complaint):
         decode_layout(encoded(lambda rank: (f"{rank}.{rail}" for rail in range(num_rails))))
+
+
+def test_plan_counts_each_box_that_it_moves_and_the_distinct_ones() -> None:
+    source = decode_layout(columns_of(1, 512))
+    plan = make_plan(source, decode_layout(columns_of(4, 128, 3)))
+    assert (plan.num_boxes, plan.total_bytes) == (12, 3 * 512 * 512)
+    assert (plan.num_distinct_boxes, plan.distinct_bytes) == (4, 512 * 512)

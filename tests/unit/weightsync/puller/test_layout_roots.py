@@ -202,7 +202,9 @@ def test_snapshot_ends_the_layout_roots_of_the_one_in_whose_place_it_is_taken(mo
         first = publisher.snapshot(0, local(source, 0, model.full(0)), {"endless": cast("Plan", endless)})
         assert endless.begun.wait(DEADLINE_S)
         for version in (1, 2):
-            newest = publisher.snapshot(version, local(source, 0, model.full(version)), {"it": make_plan(source, layout)})
+            newest = publisher.snapshot(
+                version, local(source, 0, model.full(version)), {"it": make_plan(source, layout)}
+            )
         assert first.layout_roots(DEADLINE_S) == {}
         assert newest.layout_roots(DEADLINE_S).keys() == {"it"}
 

@@ -31,7 +31,7 @@ from transport_peers import (
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, Transport, make_offer
-from starling.weightsync.offers.tickets import MAX_READS, offer_for, prove, reading_cost, ticket
+from starling.weightsync.offers.tickets import BOX_COST_BYTES, offer_for, prove, reading_cost, ticket
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
@@ -45,6 +45,7 @@ from starling.weightsync.transports.endpoints import (
 )
 from starling.weightsync.transports.messages import (
     LENGTH,
+    MAX_NAMES,
     REQUEST_BYTES,
     OpenSnapshot,
     ReadBoxes,
@@ -105,6 +106,8 @@ def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
         (read_of(boxes=(piece("a", "uint8", (-1, 3)),)), "malformed box"),
         (read_of(boxes=(piece("a", "object", (0, 3)),)), "malformed box"),
         (read_of(boxes=(ShardPiece(names=(), dtype="uint8", box=PIECE.box),)), "malformed box"),
+        (read_of(boxes=(ShardPiece(names=("a",) * (MAX_NAMES + 1), dtype="uint8", box=PIECE.box),)), "malformed box"),
+        (read_of(boxes=(ShardPiece(names=("a" * BOX_COST_BYTES,), dtype="uint8", box=PIECE.box),)), "bytes for 1 box"),
         (read_of(boxes=(box_of((0,), (1, 1)),)), "malformed box"),
         (read_of(boxes=(box_of((0,) * 2000, ((1 << 63) - 1,) * 2000),)), "malformed box"),
         (read_of(boxes=(box_of((0,), (1 << 62,)),)), "malformed box"),
@@ -353,17 +356,26 @@ def test_replica_that_receives_nothing_over_ucx_keeps_no_packing_memory_from_ano
 def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport) -> None:
     with serving(transport, [PIECE]) as made, reader(transport) as greedy, reader(transport) as second:
         offer = make_offer(1, [made.offer])
-        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", reading_cost(PIECE.size_bytes, 1)).ranks
+        cost = reading_cost(PIECE.size_bytes, 1)
+        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", 3 * cost).ranks
         assert not greedy.connect(mine).reason
-        for _ in range(MAX_READS):
+        for _ in range(3):
             assert not greedy.read([PIECE])[0].reason
         opening, proof = second.opening(mine, rank=1)
         second.client.connect("source", mine)
         assert not second.ask(opening, proof=proof).reason
         for each in (greedy, second):  # all ranks together
-            assert "more of snapshot" in each.ask(each.request([PIECE])).reason
-        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", reading_cost(PIECE.size_bytes, 1)).ranks
-        assert not greedy.open(again).reason
+            each.client.ask("source", each.request([PIECE]), NO_TARGET)
+            event = each.event()
+            if isinstance(event, AnswerReceived):
+                assert "more of snapshot" in event.answer.reason
+                if transport in ("tcp", "gloo"):  # a socket client reads when it waits for an answer
+                    each.client.ask("source", each.request([PIECE]), NO_TARGET)
+                event = each.event()
+            assert isinstance(event, ConnectionLost), "it would ask again and again"
+            each.client.drop("source")
+        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", cost).ranks
+        assert not greedy.connect(again).reason
         assert not greedy.read([PIECE])[0].reason
 
 

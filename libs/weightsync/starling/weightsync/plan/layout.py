@@ -78,8 +78,8 @@ version, so a million boxes that each hold nearly the whole tensor would take it
 MIN_RUN_BYTES: Final = 256
 """Bytes that are digested in the time that a run of contiguous elements takes at least: 11 to 35 ns."""
 MAX_COPIES: Final = 16
-"""Maximum bytes of all boxes of a layout from a peer, copies included, in multiples of the model's: they are what it may
-read from a source. Ranks have copies of some tensors, of all of them where there are no more than on one host."""
+"""Maximum bytes of all boxes of a layout from a peer, copies included, in multiples of the model's: so much may it read
+from a source. The ranks of a replica have copies of some tensors, and at most those of one host have all of them."""
 FREE_BYTES: Final = 256 << 20
 """Both maximums are at least this: a small model may be split into short rows, and held by many ranks."""
 FEW_SHARDS: Final = 32

@@ -166,6 +166,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(len(column(moves.move_parts)) * moves.num_members for moves in self.moves)
 
     @cached_property
+    def num_distinct_boxes(self) -> int:
+        """Number of boxes that are moved to one rank or several, each once per tensor."""
+        return sum(len(column(moves.part_sources)) * moves.num_members for moves in self.moves)
+
+    @cached_property
+    def distinct_bytes(self) -> int:
+        """Size of these boxes."""
+        return sum(int(moves.part_bytes.sum()) * moves.num_members for moves in self.moves)
+
+    @cached_property
     def staging_bytes(self) -> Ints:
         """Size of all pieces of each destination rank, each padded to a multiple of `ALIGNMENT`."""
         total = np.zeros(self.destination_pieces.num_ranks, np.int64)
