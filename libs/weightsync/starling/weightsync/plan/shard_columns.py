@@ -92,7 +92,8 @@ class ShardColumns:
         whole = np.logical_and.accumulate(whole[:, ::-1], axis=1)[:, ::-1]
         run = np.where(whole, self.size, 1).prod(axis=1, dtype=np.float64)
         num_runs = np.where(whole, 1, self.size).prod(axis=1, dtype=np.float64) * (run > 0)
-        return num_runs * np.maximum(run * item_bytes[self.tensor], min_run_bytes)
+        cost: npt.NDArray[np.float64] = num_runs * np.maximum(run * item_bytes[self.tensor], min_run_bytes)
+        return cost
 
     def distinct(self) -> Ints:
         """Return the indices of the distinct boxes of each tensor, each once."""
@@ -100,7 +101,8 @@ class ShardColumns:
         order = np.lexsort(columns.T)
         first = np.ones(len(order), np.bool_)
         first[1:] = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
-        return order[first]
+        indices: Ints = order[first]
+        return indices
 
     def _of_tensors(self, shapes: Sequence[tuple[int, ...]]) -> Ints:
         """Return the shape of the tensor of each shard; shape (shards, dims)."""
