@@ -69,6 +69,24 @@ def test_send_does_not_wait_for_digests(sender: RecordedSender) -> None:
     assert decode_offer(encoded).ranks == (RANK,)
 
 
+def test_offer_does_not_wait_long_for_layout_roots(sender: RecordedSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout chooses its layout: its root may take minutes, or never come."""
+    monkeypatch.setattr("starling.common.offers.ROOTS_TIMEOUT_S", 0.1)
+    digests: Future[RankOffer] = Future()
+    digests.set_result(RANK)
+    early, late, gone = Future[str](), Future[str](), Future[str]()
+    early.set_result("0" * 32)
+    gone.cancel()
+    roots = {"late": late, "early": early, "gone": gone}
+    sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests, roots))
+    _, message, _ = sender.next()
+    assert message.layout_roots == {"early": "0" * 32}
+    late.set_result("1" * 32)
+    assert sender.offers.resend("publish:1:1", 1)
+    _, message, _ = sender.next()
+    assert message.layout_roots == {"early": "0" * 32, "late": "1" * 32}
+
+
 def test_newest_offer_is_resent_on_request(sender: RecordedSender) -> None:
     tensors = {"w": torch.arange(12.0)}
     with Publisher(layout_of(tensors, "policy-0"), transport="local") as publisher:

@@ -17,6 +17,11 @@ from starling.common.wire import messages as wire
 OFFER_TIMEOUT_S: Final = 600.0
 """Longest wait for the digests of a version."""
 
+ROOTS_TIMEOUT_S: Final = 10.0
+ROOTS_SHARE: Final = 8.0
+"""Longest wait for the layout roots after that: so long, and so many times as long as the digests took, whichever is
+longer. Rollouts choose their layouts; those whose roots are late pull this version from a policy."""
+
 AnswerLease = Callable[[str, wire.Up, tuple[bytes, ...]], None]
 
 
@@ -35,7 +40,7 @@ class PublishedVersion(Protocol):
         """
 
     def layout_roots(self, timeout_s: float) -> dict[str, str]:
-        """Return the layout roots that were asked for, by key; waits and raises as `encoded_offer`."""
+        """Return the layout roots that were asked for, by key, as far as they are known within `timeout_s`."""
 
 
 def _ignore() -> None:
@@ -94,7 +99,8 @@ class OfferSender:
     def _send(self, lease: str, publication: PublishedVersion, begin: float) -> None:
         try:
             offer = publication.encoded_offer(max(0.0, begin + OFFER_TIMEOUT_S - time.monotonic()))
-            layout_roots = publication.layout_roots(max(0.0, begin + OFFER_TIMEOUT_S - time.monotonic()))
+            digest_s = time.monotonic() - begin
+            layout_roots = publication.layout_roots(max(ROOTS_TIMEOUT_S, ROOTS_SHARE * digest_s))
         except StarlingError as error:
             self._answer(lease, lease_failure(lease, error), ())
             return

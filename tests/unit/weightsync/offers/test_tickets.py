@@ -6,7 +6,16 @@ import pytest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, make_offer
-from starling.weightsync.offers.tickets import MAX_RANKS, MAX_READS, accept, offer_for, prove, ticket
+from starling.weightsync.offers.tickets import (
+    MAX_COPY_READS,
+    MAX_RANKS,
+    MAX_READS,
+    accept,
+    allowance,
+    offer_for,
+    prove,
+    ticket,
+)
 
 SECRET, NONCE = "ab" * 16, "0123"
 
@@ -86,4 +95,10 @@ def test_offer_for_a_reader_has_no_secret() -> None:
         assert other.secret == ""
         assert rank.secret not in other.ticket
         proof = accept(rank.secret, proof_of(other.ticket), snapshot=7)
-        assert (proof.reader, proof.most_bytes) == ("rollout-1", 1000 * MAX_READS)
+        assert (proof.reader, proof.most_bytes) == ("rollout-1", 1000)
+
+
+def test_copies_of_a_box_are_read_less_often() -> None:
+    """A layout of 872 copies of the model made a ticket for 6,977 times the model."""
+    assert allowance(1000, 1000) == 1000 * MAX_READS
+    assert allowance(10 * 1000, 1000) == 1000 * MAX_READS + 9 * 1000 * MAX_COPY_READS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -71,6 +72,25 @@ def test_distances(one: Place, other: Place, link: str) -> None:
     topology = decode_topology(CLUSTER)
     assert LINKS[distances([one], [other], topology)[0, 0]] == link
     assert LINKS[distances([other], [one], topology)[0, 0]] == link
+
+
+def test_rails_of_one_side_alone_cost_no_memory() -> None:
+    """A replica of 2,048 ranks with 16 rails each, all of other names, cost seconds and hundreds of MiB."""
+    many = [Place(rails=tuple(f"{rank}.{rail}" for rail in range(16))) for rank in range(2048)]
+    other = [Place(rails=("other",)), Place(rails=("7.3", "other"))]
+    tracemalloc.start()
+    links = distances(other, many)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert np.argwhere(links == LINKS.index("rail")).tolist() == [[1, 7]]
+
+
+@given(st.lists(st.sets(st.sampled_from("abcd"), max_size=3), min_size=1, max_size=8), st.integers(0, 8))
+def test_ranks_with_a_common_rail_are_near(rails: list[set[str]], num_sources: int) -> None:
+    places = [Place(rails=tuple(sorted(names))) for names in rails]
+    links = distances(places[:num_sources], places, None)
+    expected = [[LINKS.index("rail" if one & other else "far") for other in rails] for one in rails[:num_sources]]
+    assert links.tolist() == expected
 
 
 def test_topology_places_gpus_and_cards() -> None:

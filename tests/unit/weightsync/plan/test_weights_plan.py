@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -28,10 +28,15 @@ from starling.weightsync.plan.boxes import (
 from starling.weightsync.plan.layout import (
     FEW_SHARDS,
     ITEM_BYTES,
+    MAX_COPIES,
     MAX_LAYOUT_BOXES,
+    MAX_LAYOUT_RAILS,
     MAX_LAYOUT_RANKS,
     MAX_LAYOUT_TENSORS,
     MAX_OTHER_BYTES,
+    MAX_OVERLAP,
+    MAX_RANK_RAILS,
+    MIN_RUN_BYTES,
     Box,
     Layout,
     Place,
@@ -484,9 +489,14 @@ def test_layouts_that_split_each_tensor_in_another_way_are_refused() -> None:
 
 
 def test_layout_of_many_ranks_and_splits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = strips("a", 1, 0, 3), strips("b", 2, 0, 3)
+    monkeypatch.setattr(planner_module, "MAX_DESTINATION_COUNTS", 2)
+    with pytest.raises(WeightsError, match="b splits its tensors in 3 ways over 1 ranks"):
+        make_plan(source, destination)
+    assert make_plan(destination, source)
     monkeypatch.setattr(planner_module, "MAX_COUNTS", 2)
     with pytest.raises(WeightsError, match="b splits its tensors in 3 ways over 1 ranks"):
-        make_plan(strips("a", 1, 0, 3), strips("b", 2, 0, 3))
+        make_plan(destination, source)
 
 
 def overlapping(num: int) -> bytes:
@@ -497,8 +507,65 @@ def overlapping(num: int) -> bytes:
     return encode(Layout(replica="rollout-0", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=shards),)))
 
 
-def test_layout_whose_boxes_hold_a_tensor_many_times_is_refused() -> None:
+def test_layout_whose_boxes_hold_the_model_many_times_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy would digest each of them at each version."""
+    monkeypatch.setattr(layout_module, "FREE_BYTES", 0)
     assert len(decode_layout(overlapping(4)).ranks[0].shards) == 5, "copies count once"
-    with pytest.raises(WeightsError, match="The distinct boxes of tensor w of rollout-0 have 4500 elements in all"):
+    with pytest.raises(WeightsError, match="The distinct boxes of rollout-0 take as long to digest as 18000 bytes"):
         decode_layout(overlapping(5))
+
+
+def columns_of(num: int, width: int, num_copies: int = 1, dtype: str = "bfloat16") -> bytes:
+    """Return a layout of `num_copies` ranks that each hold a tensor of 256 rows in `num` boxes of `width` columns."""
+    boxes = [Box(offset=(0, number * width), size=(256, width)) for number in range(num)]
+    shards = tuple(Shard(tensor=0, box=box, storage="w", offset_bytes=0, strides=(width, 1)) for box in boxes)
+    spec = TensorSpec(name="w", shape=(256, num * width), dtype=dtype)
+    ranks = (RankLayout(place=Place(), shards=shards),) * num_copies
+    return encode(Layout(replica="rollout-0", tensors=(spec,), ranks=ranks))
+
+
+def test_layout_of_many_short_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy digests a short row in the time of a longer one: a layout of columns took it minutes."""
+    monkeypatch.setattr(layout_module, "FREE_BYTES", 0)
+    short = MIN_RUN_BYTES // 2 // MAX_OVERLAP
+    assert decode_layout(columns_of(64, short))
+    assert decode_layout(columns_of(1, 1)), "rows without gaps"
+    complaint = f"take as long to digest as {256 * 64 * MIN_RUN_BYTES} bytes, and the model has {256 * 64 * 2}"
+    with pytest.raises(WeightsError, match=complaint):
+        decode_layout(columns_of(64, 1))
+    monkeypatch.undo()
+    assert decode_layout(columns_of(64, 1)), "a small model"
+
+
+def test_layout_of_many_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ticket would allow it to read as many."""
+    monkeypatch.setattr(layout_module, "FREE_BYTES", 0)
+    assert decode_layout(columns_of(40, 512, MAX_COPIES))
+    with pytest.raises(WeightsError, match=r"The shards of rollout-0 have 89128960 bytes in all, .* at most 16 times"):
+        decode_layout(columns_of(20, 512, MAX_COPIES + 1))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_rails", "complaint"),
+    [
+        (1, MAX_RANK_RAILS + 1, f"Rank 0 of r names {MAX_RANK_RAILS + 1} rails"),
+        (MAX_LAYOUT_RAILS // MAX_RANK_RAILS + 1, MAX_RANK_RAILS, f"names {MAX_LAYOUT_RAILS + MAX_RANK_RAILS} rails"),
+    ],
+)
+def test_layout_with_more_rails_than_a_cluster_has_is_refused(num_ranks: int, num_rails: int, complaint: str) -> None:
+    """The controller compares the rails of each rank with those of each other."""
+
+    def encoded(rails: Callable[[int], Iterable[str]]) -> bytes:
+        ranks = [RankLayout(place=Place(rails=tuple(rails(rank))), shards=()) for rank in range(num_ranks)]
+        return encode(Layout(replica="r", tensors=(), ranks=tuple(ranks)))
+
+    assert decode_layout(encoded(lambda _: map(str, range(MAX_RANK_RAILS))))
+    with pytest.raises(WeightsError, match=complaint):
+        decode_layout(encoded(lambda rank: (f"{rank}.{rail}" for rail in range(num_rails))))
+
+
+def test_plan_counts_each_box_that_it_moves_and_the_distinct_ones() -> None:
+    source = decode_layout(columns_of(1, 512))
+    plan = make_plan(source, decode_layout(columns_of(4, 128, 3)))
+    assert (plan.num_boxes, plan.total_bytes) == (12, 3 * 512 * 512)
+    assert (plan.num_distinct_boxes, plan.distinct_bytes) == (4, 512 * 512)

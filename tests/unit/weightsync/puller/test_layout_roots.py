@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from typing import cast
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import Offer, layout_root
 from starling.weightsync.plan.layout import Layout
-from starling.weightsync.plan.planner import Plan, PlanCache, make_plan
+from starling.weightsync.plan.planner import Bucket, Plan, PlanCache, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 
@@ -156,6 +159,65 @@ def test_layout_root_of_a_plan_that_does_not_fit_is_left_out() -> None:
         snapshot = publisher.snapshot(0, local(source, 0, model.full(0)), plans)
         assert snapshot.layout_roots().keys() == {"fits"}
         assert snapshot.offer().version == 0
+
+
+class EndlessPlan:
+    """A plan whose ranks do not end, as one of very many small boxes."""
+
+    destination = "rollout-9"
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.begun = threading.Event()
+
+    @property
+    def ranks(self) -> Iterator[int]:
+        """Return the first rank again and again."""
+        self.begun.set()
+        return itertools.repeat(0)
+
+    def of_destination(self, rank: int) -> Sequence[Bucket]:
+        """See `Plan.of_destination`."""
+        return self._plan.of_destination(rank)
+
+
+def test_layout_root_that_takes_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("starling.weightsync.publisher.publisher.MIN_ROOT_S", 0.1)
+    model = Model(random.Random(9), num_tensors=3)
+    source, layout = model.layout("policy-0", 1), model.layout("rollout-0", 2)
+    plan = make_plan(source, layout)
+    plans = {"endless": cast("Plan", EndlessPlan(plan)), "it": plan}
+    with policy(source) as publisher:
+        assert publisher.snapshot(0, local(source, 0, model.full(0)), plans).layout_roots(DEADLINE_S).keys() == {"it"}
+
+
+def test_snapshot_ends_the_layout_roots_of_the_one_in_whose_place_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller of `snapshot` trains: it does not wait for them."""
+    monkeypatch.setattr("starling.weightsync.publisher.publisher.MIN_ROOT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("starling.weightsync.publisher.publisher.DIGEST_TIMEOUT_S", DEADLINE_S)
+    model = Model(random.Random(10), num_tensors=3)
+    source, layout = model.layout("policy-0", 1), model.layout("rollout-0", 2)
+    endless = EndlessPlan(make_plan(source, layout))
+    with policy(source) as publisher:
+        first = publisher.snapshot(0, local(source, 0, model.full(0)), {"endless": cast("Plan", endless)})
+        assert endless.begun.wait(DEADLINE_S)
+        for version in (1, 2):
+            newest = publisher.snapshot(
+                version, local(source, 0, model.full(version)), {"it": make_plan(source, layout)}
+            )
+        assert first.layout_roots(DEADLINE_S) == {}
+        assert newest.layout_roots(DEADLINE_S).keys() == {"it"}
+
+
+def test_closing_ends_layout_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("starling.weightsync.publisher.publisher.MIN_ROOT_S", 10 * DEADLINE_S)
+    model = Model(random.Random(11), num_tensors=3)
+    source, layout = model.layout("policy-0", 1), model.layout("rollout-0", 2)
+    endless = EndlessPlan(make_plan(source, layout))
+    with policy(source) as publisher:
+        snapshot = publisher.snapshot(0, local(source, 0, model.full(0)), {"endless": cast("Plan", endless)})
+        assert endless.begun.wait(DEADLINE_S)
+    assert snapshot.layout_roots(DEADLINE_S) == {}
 
 
 def test_layout_key_depends_on_the_boxes_alone() -> None:

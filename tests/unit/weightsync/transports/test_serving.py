@@ -10,8 +10,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -30,10 +31,12 @@ from transport_peers import (
 )
 
 from starling.common.errors import WeightsError
+from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.offers.offer import RankOffer, Transport, make_offer
-from starling.weightsync.offers.tickets import MAX_READS, offer_for, prove, reading_cost, ticket
+from starling.weightsync.offers.tickets import BOX_COST_BYTES, offer_for, prove, reading_cost, ticket
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
+from starling.weightsync.puller.sources import SourceConnections
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.endpoints import (
     MAX_CONNECTIONS,
@@ -45,6 +48,7 @@ from starling.weightsync.transports.endpoints import (
 )
 from starling.weightsync.transports.messages import (
     LENGTH,
+    MAX_NAMES,
     REQUEST_BYTES,
     OpenSnapshot,
     ReadBoxes,
@@ -57,6 +61,8 @@ from starling.weightsync.transports.messages import (
     with_length,
 )
 from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.sockets.channel import Channel
+from starling.weightsync.transports.sockets.client import SocketClient
 from starling.weightsync.transports.source import MAX_LATE, PendingBoxes
 from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
@@ -105,6 +111,8 @@ def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
         (read_of(boxes=(piece("a", "uint8", (-1, 3)),)), "malformed box"),
         (read_of(boxes=(piece("a", "object", (0, 3)),)), "malformed box"),
         (read_of(boxes=(ShardPiece(names=(), dtype="uint8", box=PIECE.box),)), "malformed box"),
+        (read_of(boxes=(ShardPiece(names=("a",) * (MAX_NAMES + 1), dtype="uint8", box=PIECE.box),)), "malformed box"),
+        (read_of(boxes=(ShardPiece(names=("a" * BOX_COST_BYTES,), dtype="uint8", box=PIECE.box),)), "bytes for 1 box"),
         (read_of(boxes=(box_of((0,), (1, 1)),)), "malformed box"),
         (read_of(boxes=(box_of((0,) * 2000, ((1 << 63) - 1,) * 2000),)), "malformed box"),
         (read_of(boxes=(box_of((0,), (1 << 62,)),)), "malformed box"),
@@ -353,17 +361,26 @@ def test_replica_that_receives_nothing_over_ucx_keeps_no_packing_memory_from_ano
 def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport) -> None:
     with serving(transport, [PIECE]) as made, reader(transport) as greedy, reader(transport) as second:
         offer = make_offer(1, [made.offer])
-        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", reading_cost(PIECE.size_bytes, 1)).ranks
+        cost = reading_cost(PIECE.size_bytes, 1)
+        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", 3 * cost).ranks
         assert not greedy.connect(mine).reason
-        for _ in range(MAX_READS):
+        for _ in range(3):
             assert not greedy.read([PIECE])[0].reason
         opening, proof = second.opening(mine, rank=1)
         second.client.connect("source", mine)
         assert not second.ask(opening, proof=proof).reason
         for each in (greedy, second):  # all ranks together
-            assert "more of snapshot" in each.ask(each.request([PIECE])).reason
-        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", reading_cost(PIECE.size_bytes, 1)).ranks
-        assert not greedy.open(again).reason
+            each.client.ask("source", each.request([PIECE]), NO_TARGET)
+            event = each.event()
+            if isinstance(event, AnswerReceived):
+                assert "more of snapshot" in event.answer.reason
+                if transport in ("tcp", "gloo"):  # a socket client reads when it waits for an answer
+                    each.client.ask("source", each.request([PIECE]), NO_TARGET)
+                event = each.event()
+            assert isinstance(event, ConnectionLost), "it would ask again and again"
+            each.client.drop("source")
+        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", cost).ranks
+        assert not greedy.connect(again).reason
         assert not greedy.read([PIECE])[0].reason
 
 
@@ -388,6 +405,62 @@ def test_server_leaves_its_process_a_third_of_the_descriptors() -> None:
         assert most_connections() == 341
     assert surplus(["teacher-0"] * 43 + [f"rollout-{number}" for number in range(298)]) == 0
     assert surplus(["teacher-0"] * 42 + [f"rollout-{number}" for number in range(299)]) is None
+
+
+def test_pull_from_more_sources_than_the_reader_can_connect_to_is_refused() -> None:
+    def groups(num: int) -> dict[int, list[RankOffer]]:
+        return {
+            rank: [
+                RankOffer(rank=rank, transport="tcp", address=f"127.0.0.1:{rank + 1}", snapshot=1, holds="", root="")
+            ]
+            for rank in range(num)
+        }
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        closing(SourceConnections(pool)) as sources,
+        limited(resource.RLIMIT_NOFILE, 1024),
+    ):
+        assert len(sources.connections(groups(341))) == 341
+        with pytest.raises(WeightsError, match="342 sources, and this process may connect to 341"):
+            sources.connections(groups(342))
+
+
+def test_socket_client_hangs_up_all_connections_before_it_waits_for_one() -> None:
+    """Each waits for its threads, which took 300 connections several seconds."""
+    channels: list[Channel] = []
+    hung_up: list[bool] = []
+
+    class Carrier:
+        """A carrier that is told when the client waits for its connection."""
+
+        def __init__(self, channel: Channel) -> None:
+            channels.append(channel)
+
+        def opened(self) -> None:
+            """See `PayloadCarrier`."""
+
+        def send(self, answer: memoryview, segments: Sequence[Memory]) -> None:
+            """See `PayloadCarrier`."""
+
+        def receive(self, buffers: Sequence[Memory]) -> None:
+            """See `PayloadCarrier`."""
+
+        def close(self) -> None:
+            """See `PayloadCarrier`."""
+            hung_up.append(all(channel.stop.is_set() for channel in channels))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = SocketClient("test", Carrier)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        offer = RankOffer(rank=0, transport="tcp", address=address, snapshot=1, holds="", root="")
+        for number in range(4):
+            client.connect(str(number), offer)
+        end = time.monotonic() + ANSWER_S
+        while len(channels) < 4 and time.monotonic() < end:
+            select.select([], [], [], 0.01)
+        client.close()
+    assert hung_up == [True] * 4
 
 
 def test_full_server_of_replicas_with_few_connections_each_takes_no_other() -> None:

@@ -34,8 +34,10 @@ MAX_KEYED: Final = 256
 BOX_COST_BYTES: Final = 4096
 """What a box costs its source beside its bytes, in bytes: it is looked up, cut and digested."""
 MAX_READS: Final = 8
-"""How often a pull may read all that it needs from one source rank: a delta is measured before it is read, a box that
-arrives damaged is read again, and one rank may serve for others that failed."""
+"""How often a pull may read each box that it needs from one source rank: a delta is measured before it is read, a box
+that arrives damaged is read again, and one rank may serve for others that failed."""
+MAX_COPY_READS: Final = 2
+"""How often it may read each further copy of a box: a rollout chooses how many copies its layout has."""
 _MAX_CHARACTERS: Final = 512
 _SEPARATOR: Final = "|"
 _MOST: Final = "most="
@@ -74,16 +76,26 @@ def reading_cost(num_bytes: int, num_boxes: int) -> int:
     return num_bytes + BOX_COST_BYTES * num_boxes
 
 
-def offer_for(offer: Offer, reader: str, pull: str, cost: int) -> Offer:
+def allowance(cost: int, distinct_cost: int) -> int:
+    """Return how much a pull may read from one source rank, as `reading_cost`.
+
+    Args:
+        cost: of all boxes of its plan.
+        distinct_cost: of its distinct boxes.
+    """
+    return MAX_READS * distinct_cost + MAX_COPY_READS * (cost - distinct_cost)
+
+
+def offer_for(offer: Offer, reader: str, pull: str, most_bytes: int) -> Offer:
     """Return a publisher's offer with a ticket in place of each secret.
 
     Args:
         offer: as it came from the publisher.
         reader: name of the replica that may pull.
         pull: name of its pull, which no other pull has.
-        cost: `reading_cost` of its plan; it may read `MAX_READS` times as much from each rank.
+        most_bytes: `allowance` of its plan.
     """
-    pull = f"{pull} {_MOST}{MAX_READS * cost}"
+    pull = f"{pull} {_MOST}{most_bytes}"
     ranks = [msgspec.structs.replace(rank, secret="", ticket=ticket(rank.secret, reader, pull)) for rank in offer.ranks]
     return msgspec.structs.replace(offer, ranks=tuple(ranks))
 

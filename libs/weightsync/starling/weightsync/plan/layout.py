@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -67,11 +66,22 @@ billion with each expert on its own. The controller decodes them and plans for t
 version."""
 MAX_OTHER_BYTES: Final = 4 << 20
 """Maximum bytes of a layout besides its tensors and boxes: names of hosts, devices and rails."""
+MAX_RANK_RAILS: Final = 32
+MAX_LAYOUT_RAILS: Final = 4096
+"""Maximum numbers of rails in a layout from a peer: of one rank, and of all together. Hosts have 8 to 32 cards, and a
+cluster has as many rails as one of its hosts, or one for each switch."""
 
 MAX_OVERLAP: Final = 4
-"""Maximum elements of the distinct boxes of one tensor in a layout from a peer, in multiples of those of the tensor. A
-replica splits a tensor in one way, and copies are equal boxes. A policy digests each distinct box of a rollout's layout
-at each version, so a million boxes that each hold nearly the whole tensor would take it days."""
+"""Maximum cost of digesting the distinct boxes of a layout from a peer, in multiples of the model's bytes. A replica
+splits a tensor in one way, and copies are equal boxes. A policy digests each distinct box of a rollout's layout at each
+version, so a million boxes that each hold nearly the whole tensor would take it days."""
+MIN_RUN_BYTES: Final = 256
+"""Bytes that are digested in the time that a run of contiguous elements takes at least: 11 to 35 ns."""
+MAX_COPIES: Final = 16
+"""Maximum bytes of all boxes of a layout from a peer, copies included, in multiples of the model's: so much may it read
+from a source. The ranks of a replica have copies of some tensors, and at most those of one host have all of them."""
+FREE_BYTES: Final = 256 << 20
+"""Both maximums are at least this: a small model may be split into short rows, and held by many ranks."""
 FEW_SHARDS: Final = 32
 """Shards of a layout that are checked one by one: to make columns of them takes longer."""
 
@@ -193,8 +203,11 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, name: str = "") 
 
 def most_boxes(tensors: Iterable[TensorSpec]) -> int:
     """Return how many boxes a layout of these tensors, which must pass `check_specs`, may have."""
-    num_bytes = sum(math.prod(spec.shape) * item_bytes(spec) for spec in tensors if not spec.same_as)
-    return min(MAX_LAYOUT_BOXES, FREE_BOXES + num_bytes // BYTES_PER_BOX)
+    return min(MAX_LAYOUT_BOXES, FREE_BOXES + _model_bytes(tensors) // BYTES_PER_BOX)
+
+
+def _model_bytes(tensors: Iterable[TensorSpec]) -> int:
+    return sum(math.prod(spec.shape) * item_bytes(spec) for spec in tensors if not spec.same_as)
 
 
 def decode_layout(data: bytes | bytearray | memoryview, limit: int = MAX_LAYOUT_BOXES) -> Layout:
@@ -205,30 +218,53 @@ def decode_layout(data: bytes | bytearray | memoryview, limit: int = MAX_LAYOUT_
         limit: on its boxes, beside that of `most_boxes` of the tensors that it names.
 
     Raises:
-        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks or boxes, or too large ones.
+        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks, rails or boxes, or too large
+            ones.
     """
     _check_numbers(data, limit)
     layout = decode(Layout, data)
     check_layout(layout)
+    _check_rails(layout)
     _check_overlaps(layout)
     return layout
 
 
-def _check_overlaps(layout: Layout) -> None:
-    """Check that the distinct boxes of a tensor, each of which lies inside it, do not hold it many times."""
-    if max(Counter([shard.tensor for shard in _shards(layout)]).values(), default=0) <= MAX_OVERLAP:
-        return
-    num_elements = np.array([math.prod(spec.shape) for spec in layout.tensors], np.float64)
-    for columns in shard_columns(*_shards_with_dims(layout)):
-        often = columns.volumes(len(num_elements)) > MAX_OVERLAP * num_elements
-        volumes = columns.volumes(len(num_elements), distinct_of=often)
-        wrong = np.flatnonzero(often & (volumes > MAX_OVERLAP * num_elements))
-        if len(wrong):
-            spec, volume = layout.tensors[wrong[0]], volumes[wrong[0]]
+def _check_rails(layout: Layout) -> None:
+    """Check that a layout names no more rails than a cluster has: they are compared rank by rank."""
+    names: set[str] = set()
+    for rank, held in enumerate(layout.ranks):
+        names.update(held.place.rails)
+        if len(held.place.rails) > MAX_RANK_RAILS:
             raise WeightsError(
-                f"The distinct boxes of tensor {spec.name} of {layout.replica} have {volume:.0f} elements in all, and "
-                f"the tensor has {math.prod(spec.shape)}; expected at most {MAX_OVERLAP} times as many."
+                f"Rank {rank} of {layout.replica} names {len(held.place.rails)} rails, expected at most "
+                f"{MAX_RANK_RAILS}."
             )
+    if len(names) > MAX_LAYOUT_RAILS:
+        raise WeightsError(f"{layout.replica} names {len(names)} rails, expected at most {MAX_LAYOUT_RAILS}.")
+
+
+def _check_overlaps(layout: Layout) -> None:
+    """Check that the boxes, each of which lies inside its tensor, do not hold the model many times."""
+    shapes = [spec.shape for spec in layout.tensors]
+    item_sizes = np.array([item_bytes(spec) for spec in layout.tensors], np.int64)
+    model_bytes = _model_bytes(layout.tensors)
+    columns = list(shard_columns(*_shards_with_dims(layout)))
+    held_bytes = sum(float(each.volumes(len(shapes)) @ item_sizes) for each in columns)
+    if held_bytes > max(FREE_BYTES, MAX_COPIES * model_bytes):
+        raise WeightsError(
+            f"The shards of {layout.replica} have {held_bytes:.0f} bytes in all, and the model has {model_bytes}; "
+            f"expected at most {MAX_COPIES} times as many."
+        )
+    most = max(FREE_BYTES, MAX_OVERLAP * model_bytes)
+    costs = [each.digest_cost(shapes, item_sizes, MIN_RUN_BYTES) for each in columns]
+    if sum(float(cost.sum()) for cost in costs) <= most:
+        return
+    distinct = sum(float(cost[each.distinct()].sum()) for cost, each in zip(costs, columns, strict=True))
+    if distinct > most:
+        raise WeightsError(
+            f"The distinct boxes of {layout.replica} take as long to digest as {distinct:.0f} bytes, and the model has "
+            f"{model_bytes}; expected at most {MAX_OVERLAP} times as many. Split tensors into longer rows."
+        )
 
 
 def _check_numbers(data: bytes | bytearray | memoryview, limit: int) -> None:

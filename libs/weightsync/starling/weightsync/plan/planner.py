@@ -65,6 +65,9 @@ MAX_CLASSES: Final = 2048
 experts, from 1,024 ranks to 64, have 143."""
 MAX_COUNTS: Final = 1 << 24
 """Maximum product of the ranks of a layout and the ways in which it splits tensors."""
+MAX_DESTINATION_COUNTS: Final = 1 << 16
+"""The same of a destination, at 0.1 ms each: a policy expands the plan for each of its ranks to compute a layout root.
+A trillion parameters over 64 ranks have 9,152."""
 MAX_PLANS: Final = 1024
 """Plans that a `PlanCache` keeps; the least recently used ones are dropped."""
 MAX_DISTANCES: Final = 64
@@ -163,6 +166,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return sum(len(column(moves.move_parts)) * moves.num_members for moves in self.moves)
 
     @cached_property
+    def num_distinct_boxes(self) -> int:
+        """Number of boxes that are moved to one rank or several, each once per tensor."""
+        return sum(len(column(moves.part_sources)) * moves.num_members for moves in self.moves)
+
+    @cached_property
+    def distinct_bytes(self) -> int:
+        """Size of these boxes."""
+        return sum(int(moves.part_bytes.sum()) * moves.num_members for moves in self.moves)
+
+    @cached_property
     def staging_bytes(self) -> Ints:
         """Size of all pieces of each destination rank, each padded to a multiple of `ALIGNMENT`."""
         total = np.zeros(self.destination_pieces.num_ranks, np.int64)
@@ -247,11 +260,11 @@ def make_plan(
             f"{wanted.replica} has its adapters on other weights than {held.replica}, or scales them differently: "
             "give both the same files in model.path, the same model.dtype and the same [model.lora]."
         )
-    for layout in (held, wanted):
-        if len(layout.splits) * len(layout.places) > MAX_COUNTS:
+    for layout, most in ((held, MAX_COUNTS), (wanted, MAX_DESTINATION_COUNTS)):
+        if len(layout.splits) * len(layout.places) > most:
             raise WeightsError(
                 f"{layout.replica} splits its tensors in {len(layout.splits)} ways over {len(layout.places)} ranks, "
-                f"expected a product of at most {MAX_COUNTS}."
+                f"expected a product of at most {most}."
             )
     loads = SourceLoads(distances(held.places, wanted.places, topology), card_numbers(held.places, topology))
     classes, pairs = [], PairBudget()

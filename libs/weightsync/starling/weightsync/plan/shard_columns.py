@@ -67,9 +67,7 @@ class ShardColumns:
 
     def unsound(self, shapes: Sequence[tuple[int, ...]], item_bytes: Ints, most_bytes: int) -> Ints:
         """Return the rows of the shards that may leave their tensor, or end beyond `most_bytes` of their storage."""
-        num_dims = self.offset.shape[1]
-        alike = [shape if len(shape) == num_dims else (0,) * num_dims for shape in shapes]
-        extent = np.array(alike, np.int64).reshape(len(shapes), num_dims)[self.tensor]
+        extent = self._of_tensors(shapes)
         items = item_bytes[self.tensor]
         outside = (self.offset < 0) | (self.offset > extent) | (self.size < 0) | (self.size > extent - self.offset)
         outside |= (self.strides < 0) | (self.strides > most_bytes)
@@ -80,22 +78,38 @@ class ShardColumns:
         rows: Ints = self.row[outside.any(axis=1) | broken]
         return rows
 
-    def volumes(self, num_tensors: int, *, distinct_of: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.float64]:
-        """Return the elements of the boxes of each tensor, in floats; shape (tensors,).
+    def volumes(self, num_tensors: int) -> npt.NDArray[np.float64]:
+        """Return the elements of the boxes of each tensor, in floats; shape (tensors,)."""
+        volume = self.size.prod(axis=1, dtype=np.float64)
+        return np.bincount(self.tensor, volume, minlength=num_tensors).astype(np.float64)
 
-        Args:
-            num_tensors: of the layout.
-            distinct_of: whether only the distinct boxes of each tensor count; shape (tensors,). Without it, all boxes.
-        """
-        rows = np.arange(len(self.tensor))
-        if distinct_of is not None:
-            rows = np.flatnonzero(distinct_of[self.tensor])
-            columns = np.column_stack([self.size[rows], self.offset[rows], self.tensor[rows]])
-            order = np.lexsort(columns.T)
-            differs = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
-            rows = rows[order[np.concatenate([[True], differs])]] if len(rows) else rows
-        volume = self.size[rows].prod(axis=1, dtype=np.float64)
-        return np.bincount(self.tensor[rows], volume, minlength=num_tensors).astype(np.float64)
+    def digest_cost(
+        self, shapes: Sequence[tuple[int, ...]], item_bytes: Ints, min_run_bytes: int
+    ) -> npt.NDArray[np.float64]:
+        """Return the bytes of each box, of which each contiguous run counts as `min_run_bytes` at least."""
+        whole = np.ones(self.size.shape, np.bool_)  # whether all later dims of the box are those of its tensor
+        whole[:, :-1] = (self.size == self._of_tensors(shapes))[:, 1:]
+        whole = np.logical_and.accumulate(whole[:, ::-1], axis=1)[:, ::-1]
+        run = np.where(whole, self.size, 1).prod(axis=1, dtype=np.float64)
+        num_runs = np.where(whole, 1, self.size).prod(axis=1, dtype=np.float64) * (run > 0)
+        cost: npt.NDArray[np.float64] = num_runs * np.maximum(run * item_bytes[self.tensor], min_run_bytes)
+        return cost
+
+    def distinct(self) -> Ints:
+        """Return the indices of the distinct boxes of each tensor, each once."""
+        columns = np.column_stack([self.size, self.offset, self.tensor])
+        order = np.lexsort(columns.T)
+        first = np.ones(len(order), np.bool_)
+        first[1:] = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
+        indices: Ints = order[first]
+        return indices
+
+    def _of_tensors(self, shapes: Sequence[tuple[int, ...]]) -> Ints:
+        """Return the shape of the tensor of each shard; shape (shards, dims)."""
+        num_dims = self.offset.shape[1]
+        alike = [shape if len(shape) == num_dims else (0,) * num_dims for shape in shapes]
+        extents: Ints = np.array(alike, np.int64).reshape(len(shapes), num_dims)[self.tensor]
+        return extents
 
 
 def shard_columns(shards: Sequence[ShardNumbers], num_dims: Ints) -> Iterator[ShardColumns]:

@@ -176,18 +176,18 @@ def card_numbers(places: Sequence[Place], topology: Topology | None = None) -> I
 
 def _share_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools:
     """Return the pairs that have a rail in common."""
-    rails = {
-        rail: number for number, rail in enumerate(sorted({r for p in (*sources, *destinations) for r in p.rails}))
-    }
+    common = {rail for place in sources for rail in place.rails} & {r for place in destinations for r in place.rails}
+    numbers = {rail: number for number, rail in enumerate(sorted(common))}
 
-    def membership(places: Sequence[Place]) -> Ints:
-        table = np.zeros((len(places), len(rails)), np.int64)
-        for row, place in enumerate(places):
-            for rail in place.rails:
-                table[row, rails[rail]] = 1
-        return table
+    def numbers_of(place: Place) -> list[int]:
+        return [numbers[rail] for rail in place.rails if rail in numbers]
 
-    shared: Bools = (membership(sources) @ membership(destinations).T) > 0
+    reached = np.zeros((len(numbers), len(destinations)), np.bool_)
+    for rank, place in enumerate(destinations):
+        reached[numbers_of(place), rank] = True
+    shared = np.zeros((len(sources), len(destinations)), np.bool_)
+    for rank, place in enumerate(sources):
+        shared[rank] = reached[numbers_of(place)].any(axis=0)
     return shared
 
 

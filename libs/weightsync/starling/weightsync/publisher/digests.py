@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from starling.common.errors import WeightsError
@@ -46,14 +46,25 @@ class SnapshotDigests:
             self._source.arena.set_digests(snapshot, digests)
         return root_of((piece.names[0], piece.box, digest) for piece, digest in zip(self._pieces, digests, strict=True))
 
-    def layout_root(self, plan: Plan, version: int, snapshot: int, arrays: Sequence[Array]) -> str:
-        """Return the layout root of the destination of `plan`; the other arguments are those of `root`.
+    def layout_root(
+        self, plan: Plan, version: int, snapshot: int, arrays: Sequence[Array], stopped: Callable[[], bool]
+    ) -> str:
+        """Return the layout root of the destination of `plan`.
+
+        Args:
+            plan: from this rank to a destination, which has chosen its boxes.
+            version: the version in the snapshot.
+            snapshot: its number.
+            arrays: its pieces.
+            stopped: checked before each box.
 
         Raises:
-            WeightsError: the plan is not one from this rank alone.
+            WeightsError: the plan is not one from this rank alone, or `stopped` before the end.
         """
 
         def digest(shard: int, box: Box) -> bytes:
+            if stopped():
+                raise WeightsError(f"The layout root of {plan.destination} took too long.")
             if not 0 <= shard < len(self._pieces) or not contains(self._pieces[shard].box, box):
                 raise WeightsError(f"The plan to {plan.destination} reads {box} of shard {shard}, which is not here.")
             piece = self._pieces[shard]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Final
 
 from starling.common.errors import WeightsError
@@ -32,21 +33,14 @@ class PublishedSnapshot:
         self._rank, self._layout_roots, self._changes = rank, layout_roots, changes
 
     def layout_roots(self, timeout_s: float = DIGEST_TIMEOUT_S) -> dict[str, str]:
-        """Return the layout roots by the keys under which their plans were given; those that failed are left out.
-
-        Raises:
-            WeightsError: not within `timeout_s`, or a later version or `close` has ended it.
-        """
+        """Return the layout roots by the keys under which their plans were given, as far as they are known within
+        `timeout_s`: those that failed, and that a later version or `close` has ended, are left out."""
         deadline = time.monotonic() + timeout_s
         roots: dict[str, str] = {}
         for key, future in list(self._layout_roots.items()):  # more may be asked for meanwhile
-            try:
+            with suppress(TimeoutError, CancelledError):
                 if future.exception(max(0.0, deadline - time.monotonic())) is None:
                     roots[key] = future.result()
-            except TimeoutError as error:
-                raise WeightsError(f"Version {self.version} was not digested within {timeout_s:g} s.") from error
-            except CancelledError as error:
-                raise WeightsError(f"Version {self.version} is gone: a later one was published, or none.") from error
         return roots
 
     def offer(self, timeout_s: float = DIGEST_TIMEOUT_S) -> Offer:

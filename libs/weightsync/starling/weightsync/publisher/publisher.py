@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, WhenBusy
-from starling.weightsync.memory.arrays import packed_arrays
+from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import Offer, RankOffer, Transport, holds_of
 from starling.weightsync.plan.layout import Layout, check_layout, pieces_of
@@ -33,6 +34,10 @@ from starling.weightsync.transports.source import SnapshotSource
 
 CLOSE_TIMEOUT_S: Final = 5.0
 DELTA_VERSIONS: Final = 2
+MIN_ROOT_S: Final = 2.0
+ROOT_SHARE: Final = 6.0
+"""Longest that the digesting thread computes one layout root: so long, and so many times as long as the own digests of
+the version took, whichever is longer. A rollout chooses its layout; one whose root is left out pulls from a policy."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,15 @@ class _NewestVersion:
     snapshot: int = 0
     slot: int = -1
     layout_roots: dict[str, Future[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Digesting:
+    """What the digesting thread computes from a slot."""
+
+    futures: list[Future[Any]]
+    end: threading.Event
+    """Ends the computation of its layout roots."""
 
 
 class Publisher:
@@ -107,8 +121,10 @@ class Publisher:
         self._readers = source.readers
         self._digests = SnapshotDigests(source, pieces, rank, digests)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
-        self._digesting: dict[int, list[Future[Any]]] = {}
-        """By slot, what the digesting thread computes from it."""
+        self._digesting: dict[int, _Digesting] = {}
+        """By slot."""
+        self._root_s = 0.0
+        """How long the digesting thread took for the root of the newest version."""
         self._newest = _NewestVersion()
         if delta_versions is None:
             delta_versions = 0 if transport == "local" or is_loopback(host) else DELTA_VERSIONS
@@ -177,7 +193,7 @@ class Publisher:
         if self._comparison is not None:
             self._comparison.begin(snapshot, version, base)
         offer = self._pool.submit(self._make_offer, self._newest, secret)
-        self._digesting[slot] = [offer]
+        self._digesting[slot] = _Digesting([offer], threading.Event())
         self.add_layout_roots(root_plans or {})  # before the comparison, for which the offer does not wait
         changes = None
         if self._comparison is not None and base >= 0:
@@ -193,12 +209,12 @@ class Publisher:
         newest = self._newest
         if newest.slot < 0 or self._arena is None:
             raise WeightsError("There is no version whose layout roots could be computed.")
-        arrays = self._arrays[newest.slot]
+        digesting = self._digesting[newest.slot]
         for key, plan in root_plans.items():
             if key not in newest.layout_roots:
-                future = self._pool.submit(self._digests.layout_root, plan, newest.version, newest.snapshot, arrays)
+                future = self._pool.submit(self._layout_root, plan, newest, self._arrays[newest.slot], digesting.end)
                 newest.layout_roots[key] = future
-                self._digesting[newest.slot].append(future)
+                digesting.futures.append(future)
 
     def close(self, deadline_s: float = CLOSE_TIMEOUT_S) -> None:
         """End serving and free the snapshots. May be called twice.
@@ -212,6 +228,8 @@ class Publisher:
             return
         if self._comparison is not None:
             self._comparison.stop()
+        for digesting in self._digesting.values():
+            digesting.end.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._views = self._arrays = ()
         self._digesting.clear()
@@ -221,16 +239,33 @@ class Publisher:
             arena.close()
 
     def _await_digests(self, slot: int) -> None:
-        """Wait until the digesting thread no longer reads the slot."""
-        for future in self._digesting.pop(slot, ()):
+        """Wait until the digesting thread no longer reads the slot, whose layout roots are needed no more."""
+        digesting = self._digesting.pop(slot, None)
+        if digesting is None:
+            return
+        digesting.end.set()
+        for future in digesting.futures:
             if not future.cancel():
                 future.exception(DIGEST_TIMEOUT_S)
 
     def _make_offer(self, published: _NewestVersion, secret: str) -> RankOffer:
         """Digest a snapshot and return its offer, in the digesting thread."""
+        begin = time.monotonic()
         root = self._digests.root(published.version, published.snapshot, self._arrays[published.slot])
+        self._root_s = time.monotonic() - begin
         return self._serving.offer(
             rank=self._rank, snapshot=published.snapshot, secret=secret, holds=self._holds, root=root
+        )
+
+    def _layout_root(self, plan: Plan, published: _NewestVersion, arrays: Sequence[Array], end: threading.Event) -> str:
+        """Compute a layout root, in the digesting thread."""
+        latest = time.monotonic() + max(MIN_ROOT_S, ROOT_SHARE * self._root_s)
+        return self._digests.layout_root(
+            plan,
+            published.version,
+            published.snapshot,
+            arrays,
+            stopped=lambda: end.is_set() or time.monotonic() > latest,
         )
 
     def __enter__(self) -> Publisher:

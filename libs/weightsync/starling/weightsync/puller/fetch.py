@@ -488,6 +488,8 @@ class BucketFetcher:
 
         A source that cannot be dropped, or a thread that fails, too, does not end the wait for the others.
         """
+        for source in self._by_key.values():
+            source.client.hang_up(source.key)
         with ExitStack() as stack:  # calls the last one first, and each of them though others raise
             stack.callback(self._join_threads)
             for source in self._by_key.values():

@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
+from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer
 from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import ReadTarget, TransportClient
 from starling.weightsync.transports.devices import net_devices
+from starling.weightsync.transports.endpoints import most_connections
 from starling.weightsync.transports.messages import Request
 from starling.weightsync.transports.registry import make_client
 
@@ -71,8 +73,13 @@ class SourceConnections:
         Connections that are not among them are closed.
 
         Raises:
-            WeightsError: a transport is not available here.
+            WeightsError: a transport is not available here, or there are more sources than this process can connect to.
         """
+        if len(groups) > most_connections():
+            raise WeightsError(
+                f"The plan reads from {len(groups)} sources, and this process may connect to {most_connections()}: let "
+                "it open more files (ulimit -n), or split the source over fewer ranks."
+            )
         fresh: dict[str, SourceConnection] = {}
         for offer in (offer for group in groups.values() for offer in group):
             key = _key(offer)
@@ -80,13 +87,14 @@ class SourceConnections:
                 old = self._connected.pop(key, None)
                 state = old.state if old is not None and old.state == "connected" else "new"
                 fresh[key] = SourceConnection(key, offer, self._client(offer), state)
-        for key, connection in self._connected.items():
-            connection.client.drop(key)
+        self.drop_all()
         self._connected = fresh
         return {rank: [fresh[_key(offer)] for offer in group] for rank, group in groups.items()}
 
     def drop_all(self) -> None:
         """Close every connection."""
+        for key, connection in self._connected.items():  # first of all, since each is then waited for
+            connection.client.hang_up(key)
         for key, connection in self._connected.items():
             connection.client.drop(key)
         self._connected = {}

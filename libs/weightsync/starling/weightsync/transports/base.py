@@ -91,6 +91,9 @@ class TransportClient(Protocol):
     def lanes(self, source: str) -> tuple[str, ...]:
         """Return the network paths that a connection really uses, for example ``cma/memory``."""
 
+    def hang_up(self, source: str) -> None:
+        """Begin to drop a connection, without waiting for its threads, if it has any. Unknown names are ignored."""
+
     def drop(self, source: str) -> None:
         """Close a connection by force. After it returns, no target of the connection is written. Unknown names are
         ignored."""

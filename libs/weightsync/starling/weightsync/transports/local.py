@@ -112,6 +112,12 @@ class LocalClient:
         """See `TransportClient.lanes`."""
         return ("shared memory",)
 
+    def hang_up(self, source: str) -> None:
+        """See `TransportClient.hang_up`."""
+        connection = self._connections.get(source)
+        if connection is not None:
+            connection.dropped.set()
+
     def drop(self, source: str) -> None:
         """See `TransportClient.drop`."""
         connection = self._connections.pop(source, None)

@@ -40,6 +40,10 @@ NOT_OPENED: Final = "Refused: open a snapshot with its ticket first."
 REVOKED: Final = "The snapshot was revoked while it was read: too slow; pull a newer version."
 
 
+class AllowanceSpentError(WeightsError):
+    """A pull reads more than its ticket allows. Its connection ends: it would ask again and again."""
+
+
 class DeltaSource(Protocol):
     """The deltas that a source can send instead of whole boxes. Thread-safe.
 
@@ -204,15 +208,15 @@ class SnapshotSource:
             used.add(ticket)
 
     def charge(self, snapshot: int, proof: TicketProof, boxes: Sequence[ShardPiece]) -> None:
-        """Note that boxes are read. Raises WeightsError when the pull reads more than its ticket allows: it would take
-        bandwidth and time from others, and from the training in this process."""
+        """Note that boxes are read. Raises AllowanceSpentError if the pull reads more than its ticket allows: it would
+        take bandwidth and time from others, and from the training in this process."""
         if proof.most_bytes is None:
             return
         with self._lock:
             read = self._read.setdefault(snapshot, Counter())
             read[proof.claims] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
             if read[proof.claims] > proof.most_bytes:
-                raise WeightsError(
+                raise AllowanceSpentError(
                     f"{proof.reader} has read more of snapshot {snapshot} than its ticket allows: a pull reads a few "
                     "times what it needs at most."
                 )
@@ -306,7 +310,7 @@ class ReaderSession:
         """Carry out a request.
 
         Raises:
-            WeightsError: refused; the message is for the reader.
+            WeightsError: refused; the message is for the reader, whose connection ends after an AllowanceSpentError.
         """
         if isinstance(request, OpenSnapshot):
             self._open(request)

@@ -129,6 +129,9 @@ class NixlClient:
         """See `TransportClient.lanes`. NIXL does not expose the lanes of its UCX."""
         return ("nixl/UCX",)
 
+    def hang_up(self, source: str) -> None:
+        """See `TransportClient.hang_up`: it has no threads."""
+
     def drop(self, source: str) -> None:
         """See `TransportClient.drop`."""
         connection = self._connections.pop(source, None)

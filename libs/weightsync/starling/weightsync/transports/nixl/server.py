@@ -39,7 +39,7 @@ from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATI
 from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
-from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
+from starling.weightsync.transports.source import AllowanceSpentError, Grant, ReaderSession, SnapshotSource
 
 NUM_THREADS: Final = 4
 """Maximum number of threads of a server that pack and digest."""
@@ -159,6 +159,8 @@ class _Connection:
             grant = self._session.grant(request)
         except WeightsError as error:
             self._answer(refusal(request.number, str(error)))
+            if isinstance(error, AllowanceSpentError):
+                raise
             if not self._session.opened:
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return

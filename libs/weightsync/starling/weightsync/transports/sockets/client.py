@@ -49,14 +49,18 @@ class _Connection:
         self._expected.put((request, target, proof))
         self._outgoing.put(request)
 
-    def drop(self) -> None:
+    def hang_up(self) -> None:
         self._stop.set()
         self._outgoing.put(None)
         with self._lock:
             if self._ends is not None:
-                channel, carrier = self._ends
-                channel.hang_up()
-                carrier.close()
+                self._ends[0].hang_up()
+
+    def drop(self) -> None:
+        self.hang_up()
+        with self._lock:
+            if self._ends is not None:
+                self._ends[1].close()
         for thread in self._threads:
             thread.join()  # every wait in them is short
         if self._ends is not None:
@@ -156,6 +160,12 @@ class SocketClient:
             return ()
         return (f"{self._lane}+aes-gcm" if connection.encrypted else self._lane,)
 
+    def hang_up(self, source: str) -> None:
+        """See `TransportClient.hang_up`."""
+        connection = self._connections.get(source)
+        if connection is not None:
+            connection.hang_up()
+
     def drop(self, source: str) -> None:
         """See `TransportClient.drop`."""
         connection = self._connections.pop(source, None)
@@ -164,5 +174,7 @@ class SocketClient:
 
     def close(self) -> None:
         """See `TransportClient.close`."""
+        for connection in self._connections.values():
+            connection.hang_up()
         for source in list(self._connections):
             self.drop(source)

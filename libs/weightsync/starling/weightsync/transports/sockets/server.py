@@ -33,7 +33,7 @@ from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadC
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, framed
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.records import channel_keys
-from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
+from starling.weightsync.transports.source import AllowanceSpentError, Grant, ReaderSession, SnapshotSource
 
 RELAY_POLL_S: Final = 0.002
 """How often a connection checks whether a relay has received the requested boxes."""
@@ -159,6 +159,8 @@ class SocketServer:
                 grant = self._grant(session, request)
             except WeightsError as error:
                 channel.send([framed(refusal(request.number, str(error)))])
+                if isinstance(error, AllowanceSpentError):
+                    raise
                 if not session.opened:
                     end = time.monotonic() + IDLE_TIMEOUT_S
                 continue

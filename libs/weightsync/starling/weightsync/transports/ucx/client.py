@@ -105,6 +105,9 @@ class UcxClient:
             log.info("UCX reads from %s over %s", source, ", ".join(connection.lanes) or "unknown lanes")
         return connection.lanes
 
+    def hang_up(self, source: str) -> None:
+        """See `TransportClient.hang_up`: it has no threads."""
+
     def drop(self, source: str) -> None:
         """See `TransportClient.drop`."""
         connection = self._connections.pop(source, None)

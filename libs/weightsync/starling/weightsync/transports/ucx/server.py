@@ -34,7 +34,7 @@ from starling.weightsync.transports.messages import (
 from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
-from starling.weightsync.transports.source import Grant, ReaderSession, SnapshotSource
+from starling.weightsync.transports.source import AllowanceSpentError, Grant, ReaderSession, SnapshotSource
 from starling.weightsync.transports.ucx.protocol import ANSWER, EMPTY_SEGMENT, REQUEST, WORKER, WORKER_BYTES
 from starling.weightsync.transports.ucx.worker import UcxRequest, UcxWorker
 
@@ -143,6 +143,8 @@ class _Connection:
             grant = self._session.grant(request)
         except WeightsError as error:
             self._refuse(request, str(error))
+            if isinstance(error, AllowanceSpentError):
+                raise
             if not self._session.opened:
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return

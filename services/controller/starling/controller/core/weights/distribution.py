@@ -204,7 +204,7 @@ def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with
         )
 
     def buffers(lease: str) -> Buffers:
-        return encode(offer_for(offer.offer, member.name, lease, pair.reading_cost)), *plans
+        return encode(offer_for(offer.offer, member.name, lease, pair.most_bytes)), *plans
 
     grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)

@@ -18,7 +18,7 @@ from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.weightsync.offers.offer import Offer, decode_offer
-from starling.weightsync.offers.tickets import reading_cost
+from starling.weightsync.offers.tickets import allowance, reading_cost
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.planner import PlanCache
 
@@ -62,8 +62,8 @@ class LayoutPair:
     """Equal for pairs whose plans move the same boxes; the layout root is known under it."""
     plan: bytes = b""
     """The encoded plan; empty until it is needed."""
-    reading_cost: int = 0
-    """What a pull by the plan costs its source, in bytes."""
+    most_bytes: int = 0
+    """How much a pull by the plan may read from a source rank, as `allowance`."""
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Publications:
         return self._pair(source, destination).key if source is not None and destination is not None else ""
 
     def pair(self, source: Layout, destination: Layout) -> LayoutPair:
-        """Return the plan between two replicas, with its key and its cost: computed once, while neither layout changes.
+        """Return the plan between two replicas, its key and its allowance: computed once, while neither changes.
 
         Raises:
             WeightsError: as `make_plan`.
@@ -179,7 +179,9 @@ class Publications:
         pair = self._pair(source, destination)
         if not pair.plan:
             plan = self._plans.plan(source, destination)
-            pair.plan, pair.reading_cost = encode(plan), reading_cost(plan.total_bytes, plan.num_boxes)
+            cost = reading_cost(plan.total_bytes, plan.num_boxes)
+            distinct_cost = reading_cost(plan.distinct_bytes, plan.num_distinct_boxes)
+            pair.plan, pair.most_bytes = encode(plan), allowance(cost, distinct_cost)
         return pair
 
     def _pair(self, source: Layout, destination: Layout) -> LayoutPair:
