@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from starling.weightsync.offers.offer import RankOffer, attested_root, joined_root, make_offer
+import msgspec
+import pytest
+
+from starling.common.errors import WeightsError
+from starling.weightsync.offers.offer import RankOffer, attested_root, decode_offer, joined_root, make_offer
 
 RANK = RankOffer(rank=0, transport="local", address="/", secret="s", snapshot=1, holds="h", root="0" * 32)
 
@@ -15,3 +19,9 @@ def test_version_is_attested_by_all_ranks_together() -> None:
     assert joined_root(offer, [good]) == joined_root(offer, [good, good]) == offer.root
     for roots in ([wrong], [good, wrong], [wrong, good], [wrong, wrong]):  # copies that are wrong in the same way
         assert joined_root(offer, roots) != offer.root
+
+
+def test_deeply_nested_offer_is_refused() -> None:
+    deep = msgspec.Raw(b"\x91" * 200_000 + b"\xc0")
+    with pytest.raises(WeightsError, match="not a Offer: maximum recursion depth"):
+        decode_offer(msgspec.msgpack.encode({**msgspec.to_builtins(make_offer(3, [RANK])), "new": deep}))

@@ -345,6 +345,25 @@ def test_garbage_is_not_a_layout(data: bytes) -> None:
         decode_layout(data)
 
 
+TENSOR = {"name": "w", "shape": [], "dtype": "bool"}
+DEEP = msgspec.Raw(b"\x91" * 200_000 + b"\xc0")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"replica": "r", "tensors": [], "ranks": [], "new": DEEP},
+        {"replica": "r", "tensors": [{**TENSOR, "new": DEEP}], "ranks": []},
+        {"replica": "r", "tensors": [], "ranks": [{"place": {"new": DEEP}, "shards": []}]},
+    ],
+    ids=["layout", "tensor", "rank"],
+)
+def test_deeply_nested_layout_is_refused(content: dict[str, object]) -> None:
+    """A decoder passes over unknown keys, in as many calls as their values have levels."""
+    with pytest.raises(WeightsError, match=r"not a (Layout|RankLayout): maximum recursion depth"):
+        decode_layout(msgspec.msgpack.encode(content))
+
+
 boxes_in_8 = st.tuples(st.integers(0, 7), st.integers(1, 8)).map(lambda s: (s[0], min(s[1], 8 - s[0])))
 
 

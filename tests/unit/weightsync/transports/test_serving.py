@@ -86,6 +86,10 @@ def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
     return ShardPiece(names=("a",), dtype="uint8", box=Box(offset=offset, size=size))
 
 
+DEEP = msgspec.Raw(b"\x91" * 15_000 + b"\xc0")
+"""An unknown field of as many levels."""
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
@@ -93,6 +97,7 @@ def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
         (b"\xc1" * 40, "malformed request"),
         (with_checksum(msgspec.msgpack.encode({"type": "shutdown"})), "malformed request"),
         (with_checksum(b"\x81\xa4type\xa4\xff\xfe\xfd\xfc"), "malformed request"),
+        (with_checksum(msgspec.msgpack.encode({"type": "release", "number": 1, "new": DEEP})), "malformed request"),
         (read_of(number=-1), "malformed request"),
         (read_of(tag=1 << 63), "malformed request"),
         (read_of(digests="md5"), "malformed request"),
@@ -128,6 +133,11 @@ def test_any_flipped_bit_of_a_message_is_detected() -> None:
                 flipped[position] ^= 1 << bit
                 with pytest.raises(WeightsError, match="its checksum is wrong"):
                     decode(flipped)
+
+
+def test_deeply_nested_answer_is_refused() -> None:
+    with pytest.raises(WeightsError, match="malformed answer"):
+        decode_answer(with_checksum(msgspec.msgpack.encode({"number": 1, "new": DEEP})))
 
 
 @pytest.mark.parametrize("address", ["a:" + "9" * 5000, "a" * 64 + ".com:80", "é" * 100 + ":80", ":80", "a:0", "a"])

@@ -75,6 +75,10 @@ at each version, so a million boxes that each hold nearly the whole tensor would
 FEW_SHARDS: Final = 32
 """Shards of a layout that are checked one by one: to make columns of them takes longer."""
 
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Raised by msgspec for bytes of a peer: the second for a text that is none, and the third for deeply nested values, also
+of unknown keys."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -187,7 +191,7 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, name: str = "") 
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter for a text that is none
+    except UNDECODABLE as error:
         raise WeightsError(f"These {len(data)} bytes are not a {name or kind.__name__}: {error}.") from error
 
 

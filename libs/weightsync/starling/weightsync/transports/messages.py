@@ -19,7 +19,7 @@ import xxhash
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.digests import DigestMode
-from starling.weightsync.plan.layout import ITEM_BYTES, MAX_DIMS, MAX_TENSOR_BYTES, ShardPiece
+from starling.weightsync.plan.layout import ITEM_BYTES, MAX_DIMS, MAX_TENSOR_BYTES, UNDECODABLE, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.plan.planner import MAX_BUCKET_BYTES
 
@@ -185,7 +185,7 @@ def decode_checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray 
         raise WeightsError(f"{complaint}: its checksum is wrong.")
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WeightsError(f"{complaint}: {error}.") from error
 
 
