@@ -105,6 +105,8 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return math.prod(self.size)
 
     def __str__(self) -> str:
+        if len(self.offset) != len(self.size):  # of a peer, and not checked yet
+            return f"of offset {self.offset} and size {self.size}"
         dims = (f"{begin}:{begin + n}" for begin, n in zip(self.offset, self.size, strict=True))
         return f"[{', '.join(dims)}]"
 
