@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -57,6 +57,8 @@ from starling.weightsync.transports.messages import (
     with_length,
 )
 from starling.weightsync.transports.nixl.agent import has_nixl
+from starling.weightsync.transports.sockets.connections import ReaderConnections
+from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.source import MAX_LATE, PendingBoxes
 from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
@@ -402,6 +404,37 @@ def test_server_leaves_its_process_a_third_of_the_descriptors() -> None:
 
 def test_full_server_of_replicas_with_few_connections_each_takes_no_other() -> None:
     assert surplus([f"rollout-{number // 8}" for number in range(MAX_CONNECTIONS)]) is None
+
+
+class OneConnection:
+    """A connection of which each step raises the given exception, or none."""
+
+    reader = ""
+
+    def __init__(self, plain: socket.socket, error: Exception | None) -> None:
+        self._plain, self._error = plain, error
+
+    def advance(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+def test_connection_with_an_unexpected_exception_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    errors: Iterator[Exception | None] = iter((KeyError("unexpected"), None))
+    connections = ReaderConnections(lambda plain: OneConnection(plain, next(errors)))
+    with closing(Listener("127.0.0.1")) as listener, closing(connections):
+        first, second = (socket.create_connection(split_address(listener.address), ANSWER_S) for _ in range(2))
+        with first, second:
+            while len(list(connections)) < 2:
+                connections.accept(listener)
+            connections.advance()
+            assert first.recv(1) == b""
+            assert len(list(connections)) == 1
+    assert "unexpected" in caplog.text
 
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
