@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -76,8 +76,8 @@ FEW_SHARDS: Final = 32
 """Shards of a layout that are checked one by one: to make columns of them takes longer."""
 
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Raised by msgspec for bytes of a peer: the second for a text that is none, and the third for deeply nested values, also
-of unknown keys."""
+"""Raised by msgspec for what a peer has sent: the second for a text that is none, and the third for values that are
+deeply nested, also those of unknown keys."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -156,14 +156,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _LayoutParts(msgspec.Struct):
-    """A layout whose parts are counted, and not decoded."""
+    """A layout whose parts are counted, and not decoded. The lengths are checked first: each part is an object, of 80
+    bytes in place of one."""
 
-    tensors: tuple[msgspec.Raw, ...]
-    ranks: tuple[msgspec.Raw, ...]
+    tensors: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_LAYOUT_TENSORS)]
+    ranks: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_LAYOUT_RANKS)]
 
 
 class _RankParts(msgspec.Struct):
-    shards: tuple[msgspec.Raw, ...]
+    shards: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_LAYOUT_BOXES)]
 
 
 class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -241,19 +242,15 @@ def _check_numbers(data: bytes | bytearray | memoryview, limit: int) -> None:
     """Check how many tensors, ranks and boxes a layout has, before each of them becomes an object."""
     parts = decode(_LayoutParts, data, "Layout")
     num_boxes, counted_bytes = 0, sum(map(len, parts.tensors))
-    for raw in parts.ranks[: MAX_LAYOUT_RANKS + 1]:
+    for raw in parts.ranks:
         shards = decode(_RankParts, memoryview(raw), "RankLayout").shards
         num_boxes += len(shards)
         counted_bytes += sum(map(len, shards))
         if num_boxes > limit:
             break
-    for num, most, what in (
-        (len(parts.tensors), MAX_LAYOUT_TENSORS, "tensors"),
-        (len(parts.ranks), MAX_LAYOUT_RANKS, "ranks"),
-        (num_boxes, limit, "boxes"),
-    ):
-        if num > most:
-            raise WeightsError(f"A layout has {num} {what} or more, expected at most {most}.")
+    for num, what in ((len(parts.tensors), "tensors"), (num_boxes, "boxes")):
+        if num > limit:
+            raise WeightsError(f"A layout has {num} {what} or more, expected at most {limit}.")
     if num_boxes > FREE_BOXES:
         tensors = [decode(TensorSpec, memoryview(raw)) for raw in parts.tensors]
         check_specs("a replica", tensors)
