@@ -67,9 +67,9 @@ class ShardColumns:
 
     def unsound(self, shapes: Sequence[tuple[int, ...]], item_bytes: Ints, most_bytes: int) -> Ints:
         """Return the rows of the shards that may leave their tensor, or end beyond `most_bytes` of their storage."""
-        num_dims = self.offset.shape[1]
-        alike = [shape if len(shape) == num_dims else (0,) * num_dims for shape in shapes]
-        extent = np.array(alike, np.int64).reshape(len(shapes), num_dims)[self.tensor]
+        held, index = np.unique(self.tensor, return_inverse=True)  # few tensors, perhaps, of a peer's many
+        extents = [shapes[tensor] for tensor in held.tolist()]
+        extent = np.array(extents, np.int64).reshape(len(held), self.offset.shape[1])[index]
         items = item_bytes[self.tensor]
         outside = (self.offset < 0) | (self.offset > extent) | (self.size < 0) | (self.size > extent - self.offset)
         outside |= (self.strides < 0) | (self.strides > most_bytes)
