@@ -190,6 +190,23 @@ def test_server_times_out_without_a_token_despite_requests(served: ServedSource)
     assert works(served)
 
 
+@pytest.mark.parametrize("transport", [transport for transport in served_transports() if transport != "gloo"])
+def test_stranger_is_disconnected_however_many_requests_it_sends(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "sockets" if transport == "tcp" else transport
+    monkeypatch.setattr(f"starling.weightsync.transports.{module}.server.IDLE_TIMEOUT_S", 0.2)
+    with serving(transport, [PIECE]) as made, reader(transport) as peer:
+        forged = msgspec.structs.replace(made.offer, secret="0" * 32)
+        peer.client.connect("source", forged)
+        end, lost = time.monotonic() + ANSWER_S, False
+        while not lost and time.monotonic() < end:
+            request, proof = peer.opening(forged)
+            peer.client.ask("source", request, NO_TARGET, proof)
+            lost = isinstance(peer.event(), ConnectionLost)
+        assert lost
+
+
 @contextmanager
 def impostor(reply: Callable[[socket.socket], None]) -> Iterator[RankOffer]:
     """Listen, answer one connection by `reply`, and close."""

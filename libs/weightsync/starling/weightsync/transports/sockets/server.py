@@ -159,7 +159,7 @@ class SocketServer:
                 grant = self._grant(session, request)
             except WeightsError as error:
                 channel.send([framed(refusal(request.number, str(error)))])
-                if not session.opened:
+                if not session.opened and end is None:  # requests of a stranger gain it no time
                     end = time.monotonic() + IDLE_TIMEOUT_S
                 continue
             end = None

@@ -143,7 +143,7 @@ class _Connection:
             grant = self._session.grant(request)
         except WeightsError as error:
             self._refuse(request, str(error))
-            if not self._session.opened:
+            if not self._session.opened and self._ends_at == math.inf:  # requests of a stranger gain it no time
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
         self._ends_at = math.inf
