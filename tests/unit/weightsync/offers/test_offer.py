@@ -7,6 +7,7 @@ import pytest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer, attested_root, decode_offer, joined_root, make_offer
+from starling.weightsync.plan.layout import encode
 
 RANK = RankOffer(rank=0, transport="local", address="/", secret="s", snapshot=1, holds="h", root="0" * 32)
 
@@ -25,3 +26,10 @@ def test_deeply_nested_offer_is_refused() -> None:
     deep = msgspec.Raw(b"\x91" * 200_000 + b"\xc0")
     with pytest.raises(WeightsError, match="not a Offer: maximum recursion depth"):
         decode_offer(msgspec.msgpack.encode({**msgspec.to_builtins(make_offer(3, [RANK])), "new": deep}))
+
+
+def test_offer_with_a_long_secret_is_refused() -> None:
+    """Keys of the last 256 secrets are kept with them."""
+    with pytest.raises(WeightsError, match="secret of 65 characters, expected at most 64"):
+        decode_offer(encode(make_offer(3, [msgspec.structs.replace(RANK, secret="s" * 65)])))
+    assert decode_offer(encode(make_offer(3, [msgspec.structs.replace(RANK, secret="s" * 64)])))
