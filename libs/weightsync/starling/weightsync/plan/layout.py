@@ -180,6 +180,19 @@ class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Size of the box, contiguous."""
         return self.box.volume * ITEM_BYTES[self.dtype]
 
+    @property
+    def is_well_formed(self) -> bool:
+        """Whether a piece from a peer has names, a known dtype, and few and small enough dims to be multiplied and
+        printed."""
+        offset, size = self.box.offset, self.box.size
+        return (
+            bool(self.names)
+            and self.dtype in ITEM_BYTES
+            and len(offset) == len(size) <= MAX_DIMS
+            and all(0 <= number <= MAX_TENSOR_BYTES for number in (*offset, *size))
+            and math.prod(max(extent, 1) for extent in size) <= MAX_TENSOR_BYTES
+        )
+
 
 def encode(obj: msgspec.Struct) -> bytes:
     """Write a layout, a plan or an offer as MessagePack."""

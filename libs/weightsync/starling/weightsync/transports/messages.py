@@ -19,7 +19,7 @@ import xxhash
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.digests import DigestMode
-from starling.weightsync.plan.layout import ITEM_BYTES, MAX_DIMS, MAX_TENSOR_BYTES, UNDECODABLE, ShardPiece
+from starling.weightsync.plan.layout import UNDECODABLE, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.plan.planner import MAX_BUCKET_BYTES
 
@@ -193,22 +193,11 @@ def _check_boxes(boxes: tuple[ShardPiece, ...]) -> None:
     if not 0 < len(boxes) <= MAX_TRANSFERS:
         raise WeightsError(f"Refused to read {len(boxes)} boxes at once; 1 to {MAX_TRANSFERS} may be requested.")
     for box in boxes:
-        if not _is_well_formed(box):
+        if not box.is_well_formed:
             raise WeightsError(f"Refused to read the malformed box {str(box)[:_REASON_CHARACTERS]}.")
     total = sum(box.size_bytes for box in boxes)
     if total > MAX_BUCKET_BYTES:
         raise WeightsError(f"Refused to read {total} bytes at once, more than {MAX_BUCKET_BYTES}.")
-
-
-def _is_well_formed(piece: ShardPiece) -> bool:
-    """Return whether a box has names, a known dtype, and few and small enough dims to be multiplied and printed."""
-    offset, size = piece.box.offset, piece.box.size
-    return (
-        bool(piece.names)
-        and piece.dtype in ITEM_BYTES
-        and len(offset) == len(size) <= MAX_DIMS
-        and all(0 <= number <= MAX_TENSOR_BYTES for number in (*offset, *size))
-    )
 
 
 def _check_read(request: ReadBoxes) -> None:
