@@ -33,3 +33,10 @@ def test_offer_with_a_long_secret_is_refused() -> None:
     with pytest.raises(WeightsError, match="secret of 65 characters, expected at most 64"):
         decode_offer(encode(make_offer(3, [msgspec.structs.replace(RANK, secret="s" * 65)])))
     assert decode_offer(encode(make_offer(3, [msgspec.structs.replace(RANK, secret="s" * 64)])))
+
+
+@pytest.mark.parametrize("snapshot", [-1, 1 << 60, (1 << 64) - 1])
+def test_offer_of_a_snapshot_that_no_source_counts_to_is_refused(snapshot: int) -> None:
+    """A reader that maps an arena sets a lock at this offset."""
+    with pytest.raises(WeightsError, match="not a Offer"):
+        decode_offer(encode(make_offer(3, [msgspec.structs.replace(RANK, snapshot=snapshot)])))

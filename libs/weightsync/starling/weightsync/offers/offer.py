@@ -20,7 +20,7 @@ This guards against errors, not against an adversary; tickets control read acces
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import xxhash
@@ -45,7 +45,8 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     address: str
     """``host:port`` of the rank's listener, or the path of its arena (local)."""
-    snapshot: int
+    snapshot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+    """Number of the snapshot in its arena."""
     holds: str
     """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""
     root: str
