@@ -4,11 +4,11 @@
 
 One rollout, one reward replica and one teacher lie: they answer with valid types and false contents, under their own
 leases, those of others and made-up ones, early, late and twice; they send messages that answer nothing, close their
-connections, and claim former work (`starling.sim.replicas.lies`, `fuzz_answers`). When the controller evicts one, it
-comes back, at last under another name, as a thief of many keys would. Two of each role and the policy tell the truth;
-they fail, leave and lose their connections now and then. The controller is killed and restarted from its journal, which
-was compacted or not, and an operator asks it why it waits, changes settings and requests evaluations. Without
-`--variant` all runs of `fuzz_variants` take turns.
+connections, claim former work, and send malformed layouts and offers (`starling.sim.replicas.lies`, `fuzz_answers`).
+When the controller evicts one, it comes back, at last under another name, as a thief of many keys would. Two of each
+role and the policy tell the truth; they fail, leave and lose their connections now and then. The controller is killed
+and restarted from its journal, which was compacted or not, and an operator asks it why it waits, changes settings and
+requests evaluations. Without `--variant` all runs of `fuzz_variants` take turns.
 
     crashes             exceptions of the controller, and runs that failed
     unproven_versions   versions or roots that no policy brought, in the journal or in a command
@@ -61,7 +61,7 @@ from starling.controller.shell.journal.journal import Journal
 from starling.controller.shell.journal.resume import start_incarnation
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.checks.recovery import difference
-from starling.sim.replicas.lies import lie, strange_hello, unasked
+from starling.sim.replicas.lies import lie, malformed, strange_hello, unasked
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, published
 
 FLIPPED = bytes(15) + b"!"
@@ -69,7 +69,7 @@ FLIPPED = bytes(15) + b"!"
 RESTARTS_PER_HEARTBEAT = 0.05
 """Of an honest replica, and of its connection: more than two a minute would not be admitted."""
 STRANGE_HELLOS = 0.3
-"""Share of the hellos of liars."""
+"""Share of the hellos of liars. Half of them have a malformed layout."""
 HONEST = ("policy-0", "rollout-0", "rollout-1", "reward-0", "reward-1", "teacher-0", "teacher-1")
 TAKEN: dict[str, tuple[type, ...]] = {
     "rollout": (wire.GenerateGroup, wire.PublishWeights, wire.AdoptWeights, wire.Sleep, wire.Wake),
@@ -254,10 +254,14 @@ class Fuzzer:
             serves=has_layout,
             limits=LIMITS if role == "policy" else None,
         )
+        layout = encoded_layout(name if name in HONEST else f"{role}-0")
         if name not in HONEST and self._rng.random() < STRANGE_HELLOS:
             hello = strange_hello(hello, self._rng)
-            role = self._rng.choice(("rollout", "policy"))
-        self._receive(name, hello, (encoded_layout(f"{role}-0" if name not in HONEST else name),) if has_layout else ())
+            layout = encoded_layout(self._rng.choice(("rollout-0", "policy-0")))
+            if has_layout and self._rng.random() < 0.5:
+                self.kinds["malformed_layouts"] += 1
+                layout = malformed(layout, self._rng)
+        self._receive(name, hello, (layout,) if has_layout else ())
 
     def _deliver(self, send: Send) -> None:
         name, message = send.peer, send.message

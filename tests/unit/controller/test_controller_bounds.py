@@ -157,14 +157,19 @@ def test_rollout_has_no_more_boxes_than_the_model_of_the_policy_can_be_split_int
     assert any("boxes or more, expected at most 8" in line for line in said), said
 
 
-def test_layouts_of_many_boxes_are_decoded_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_tensors", "num_boxes"), [(0, 79), (79, 0)])
+def test_layouts_of_many_parts_are_decoded_seldom(
+    num_tensors: int, num_boxes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are small, and take seconds each."""
-    monkeypatch.setattr(joining, "LAYOUT_BOXES_PER_HELLO", 4)
+    monkeypatch.setattr(joining, "LAYOUT_PARTS_PER_HELLO", 4)
     script = Script()
     script.start_run("rollout-0")
     layout = decode_layout(encoded_layout("rollout-9"))
     [rank] = layout.ranks
-    many = encode(msgspec.structs.replace(layout, ranks=(msgspec.structs.replace(rank, shards=rank.shards * 80),)))
+    others = tuple(TensorSpec(name=f"t{number}", shape=(), dtype="int8") for number in range(num_tensors))
+    ranks = (msgspec.structs.replace(rank, shards=rank.shards * (1 + num_boxes)),)
+    many = encode(msgspec.structs.replace(layout, tensors=(*layout.tensors, *others), ranks=ranks))
     hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
     answered = [bool(script.receive("rollout-9", hello, many, incarnation=number)) for number in range(1, 9)]
     assert answered == [True] * 4 + [False] * 4, "64 hellos at once, of 21 each"

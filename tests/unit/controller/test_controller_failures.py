@@ -414,9 +414,10 @@ def test_layout_of_absurd_size_is_refused_and_the_run_goes_on() -> None:
     assert "rollout-1" in script.state.replicas.membership.members
 
 
-def test_invalid_layout_is_refused() -> None:
-    lines = Script().receive("rollout-0", HELLO, b"garbage")
-    assert lines[1].startswith("rollout-0 <- refused: These 7 bytes are not a Layout")
+@pytest.mark.parametrize("data", [b"garbage", b"\x81\xa1x" + b"\x91" * 200_000 + b"\xc0"], ids=["text", "deep"])
+def test_invalid_layout_is_refused(data: bytes) -> None:
+    lines = Script().receive("rollout-0", HELLO, data)
+    assert lines[1].startswith(f"rollout-0 <- refused: These {len(data)} bytes are not a Layout")
 
 
 def test_rollout_of_another_model_is_evicted() -> None:

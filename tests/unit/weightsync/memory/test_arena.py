@@ -5,14 +5,17 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
-from transport_peers import local_offer, proof_for
+from transport_peers import local_offer, proof_for, reader
 
 from starling.common.errors import WeightsError
-from starling.weightsync.memory.arena import Arena, ArenaMapping
+from starling.weightsync.memory.arena import MAX_LIST_BYTES, Arena, ArenaMapping
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.transports.source import MAX_LATE, LateReaders
 
@@ -63,6 +66,64 @@ def test_file_that_can_be_made_smaller_is_not_an_arena(arena: Arena) -> None:
         ArenaMapping(f"/proc/{os.getpid()}/fd/{descriptor}").close()
     finally:
         os.close(descriptor)
+    arena.close()
+
+
+@contextmanager
+def arena_with(arena: Arena, listed: bytes) -> Iterator[str]:
+    """Give the address of a copy of an arena that lists its pieces in these bytes, as a hostile process could make."""
+    with open(arena.address, "rb") as original:
+        content = bytearray(original.read())
+    content[-int.from_bytes(content[24:32], "little") :] = listed
+    content[24:32] = len(listed).to_bytes(8, "little")
+    descriptor = os.memfd_create("copy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(descriptor, content)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def listed_with(**changes: object) -> bytes:
+    box = Box(offset=(0,), size=(SIZE,))
+    piece = msgspec.structs.replace(ShardPiece(names=("weight",), dtype="uint8", box=box), **changes)
+    return msgspec.msgpack.encode([piece])
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        b"\xc1",
+        msgspec.msgpack.encode([[["w"], "uint8", [[0], [1]], msgspec.Raw(b"\x91" * 200_000 + b"\xc0")]]),
+        listed_with(dtype="float33"),
+        listed_with(names=()),
+        listed_with(box=Box(offset=(0,), size=())),
+        listed_with(box=Box(offset=(0,), size=(-1,))),
+        listed_with(box=Box(offset=(0,), size=(SIZE * 2,))),
+        listed_with(box=Box(offset=(0, 0, 0), size=(0, 1 << 48, 1 << 48))),
+    ],
+    ids=["garbage", "deep", "dtype", "names", "dims", "negative", "larger", "huge"],
+)
+def test_pieces_of_another_process_are_checked(arena: Arena, listed: bytes) -> None:
+    offer = local_offer(1, "")
+    with arena_with(arena, listed_with()) as address, reader("local") as peer:
+        peer.client.connect("source", msgspec.structs.replace(offer, address=address))
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        arena_with(arena, listed) as address,
+        reader("local") as peer,
+        pytest.raises(WeightsError, match=r"The pieces of the arena /proc/\d+/fd/\d+ "),
+    ):
+        peer.client.connect("source", msgspec.structs.replace(offer, address=address))
+    assert len(os.listdir("/proc/self/fd")) == before
+    arena.close()
+
+
+def test_long_list_of_pieces_is_not_decoded(arena: Arena) -> None:
+    complaint = f"lists its pieces in {MAX_LIST_BYTES + 1} bytes"
+    with arena_with(arena, bytes(MAX_LIST_BYTES + 1)) as address, pytest.raises(WeightsError, match=complaint):
+        ArenaMapping(address)
     arena.close()
 
 

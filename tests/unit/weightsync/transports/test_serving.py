@@ -34,7 +34,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.offers.offer import RankOffer, Transport, make_offer
 from starling.weightsync.offers.tickets import BOX_COST_BYTES, offer_for, prove, reading_cost, ticket
-from starling.weightsync.plan.layout import Box, ShardPiece
+from starling.weightsync.plan.layout import MAX_NAMES, Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.puller.sources import SourceConnections
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
@@ -48,7 +48,6 @@ from starling.weightsync.transports.endpoints import (
 )
 from starling.weightsync.transports.messages import (
     LENGTH,
-    MAX_NAMES,
     REQUEST_BYTES,
     OpenSnapshot,
     ReadBoxes,
@@ -63,6 +62,8 @@ from starling.weightsync.transports.messages import (
 from starling.weightsync.transports.nixl.agent import has_nixl
 from starling.weightsync.transports.sockets.channel import Channel
 from starling.weightsync.transports.sockets.client import SocketClient
+from starling.weightsync.transports.sockets.connections import ReaderConnections
+from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.source import MAX_LATE, PendingBoxes
 from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
@@ -92,6 +93,10 @@ def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
     return ShardPiece(names=("a",), dtype="uint8", box=Box(offset=offset, size=size))
 
 
+DEEP = msgspec.Raw(b"\x91" * 15_000 + b"\xc0")
+"""An unknown field of as many levels."""
+
+
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
@@ -99,6 +104,7 @@ def box_of(offset: tuple[int, ...], size: tuple[int, ...]) -> ShardPiece:
         (b"\xc1" * 40, "malformed request"),
         (with_checksum(msgspec.msgpack.encode({"type": "shutdown"})), "malformed request"),
         (with_checksum(b"\x81\xa4type\xa4\xff\xfe\xfd\xfc"), "malformed request"),
+        (with_checksum(msgspec.msgpack.encode({"type": "release", "number": 1, "new": DEEP})), "malformed request"),
         (read_of(number=-1), "malformed request"),
         (read_of(tag=1 << 63), "malformed request"),
         (read_of(digests="md5"), "malformed request"),
@@ -136,6 +142,11 @@ def test_any_flipped_bit_of_a_message_is_detected() -> None:
                 flipped[position] ^= 1 << bit
                 with pytest.raises(WeightsError, match="its checksum is wrong"):
                     decode(flipped)
+
+
+def test_deeply_nested_answer_is_refused() -> None:
+    with pytest.raises(WeightsError, match="malformed answer"):
+        decode_answer(with_checksum(msgspec.msgpack.encode({"number": 1, "new": DEEP})))
 
 
 @pytest.mark.parametrize("address", ["a:" + "9" * 5000, "a" * 64 + ".com:80", "é" * 100 + ":80", ":80", "a:0", "a"])
@@ -184,6 +195,23 @@ def test_server_times_out_without_a_token_despite_requests(served: ServedSource)
             (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
             assert "wrong" in decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
     assert works(served)
+
+
+@pytest.mark.parametrize("transport", [transport for transport in served_transports() if transport != "gloo"])
+def test_stranger_is_disconnected_however_many_requests_it_sends(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "sockets" if transport == "tcp" else transport
+    monkeypatch.setattr(f"starling.weightsync.transports.{module}.server.IDLE_TIMEOUT_S", 0.2)
+    with serving(transport, [PIECE]) as made, reader(transport) as peer:
+        forged = msgspec.structs.replace(made.offer, secret="0" * 32)
+        peer.client.connect("source", forged)
+        end, lost = time.monotonic() + ANSWER_S, False
+        while not lost and time.monotonic() < end:
+            request, proof = peer.opening(forged)
+            peer.client.ask("source", request, NO_TARGET, proof)
+            lost = isinstance(peer.event(), ConnectionLost)
+        assert lost
 
 
 @contextmanager
@@ -465,6 +493,37 @@ def test_socket_client_hangs_up_all_connections_before_it_waits_for_one() -> Non
 
 def test_full_server_of_replicas_with_few_connections_each_takes_no_other() -> None:
     assert surplus([f"rollout-{number // 8}" for number in range(MAX_CONNECTIONS)]) is None
+
+
+class OneConnection:
+    """A connection of which each step raises the given exception, or none."""
+
+    reader = ""
+
+    def __init__(self, plain: socket.socket, error: Exception | None) -> None:
+        self._plain, self._error = plain, error
+
+    def advance(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+def test_connection_with_an_unexpected_exception_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    errors: Iterator[Exception | None] = iter((KeyError("unexpected"), None))
+    connections = ReaderConnections(lambda plain: OneConnection(plain, next(errors)))
+    with closing(Listener("127.0.0.1")) as listener, closing(connections):
+        first, second = (socket.create_connection(split_address(listener.address), ANSWER_S) for _ in range(2))
+        with first, second:
+            while len(list(connections)) < 2:
+                connections.accept(listener)
+            connections.advance()
+            assert first.recv(1) == b""
+            assert len(list(connections)) == 1
+    assert "unexpected" in caplog.text
 
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")

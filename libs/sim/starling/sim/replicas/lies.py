@@ -1,5 +1,7 @@
 """Well-formed lies: messages of valid types with false contents, as a replica sends them whose key is in other hands.
 
+The layouts and offers that follow them may be malformed, too: they are decoded only by who uses them.
+
 A lie that no receiver could tell from the truth (other tokens, other finite rewards) is not among them: it would only
 make the run learn something else.
 """
@@ -10,8 +12,9 @@ import math
 import random
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from msgspec.structs import replace
 
 from starling.common.wire import messages as wire
@@ -34,7 +37,8 @@ def lie(message: wire.Up, buffers: Buffers, rng: random.Random) -> Lie:
         case wire.WeightsPublished():
             version = message.version + rng.choice((-1, 1, 1000))
             false = replace(message, version=rng.choice((version, message.version)))
-            return false, (rng.choice((b"junk", b"", encoded_offer(max(0, version)))),)
+            offer = encoded_offer(max(0, version))
+            return false, (rng.choice((b"junk", b"", offer, malformed(offer, rng))),)
         case wire.WeightsAdopted():
             other = message.version + rng.choice((-1, 1, 1000))
             root = rng.choice(("", "f" * 32, offer_of(max(0, other)).root))
@@ -273,3 +277,41 @@ def strange_hello(hello: wire.Hello, rng: random.Random) -> wire.Hello:
     }
     names = rng.sample(sorted(changes), rng.randint(1, 3))
     return replace(hello, **{name: changes[name] for name in names})
+
+
+# --- layouts and offers -----------------------------------------------------------------------------------------------
+
+
+def malformed(encoded: bytes, rng: random.Random) -> bytes:
+    """Return an encoded layout or offer of which one to three parts are changed: other values, numbers of dims or of
+    parts, missing and unknown keys, deep nesting."""
+    content = msgspec.msgpack.decode(encoded)
+    for _ in range(rng.randint(1, 3)):
+        content = _with_change(content, rng)
+    return msgspec.msgpack.encode(content)
+
+
+def _with_change(value: Any, rng: random.Random) -> Any:
+    """Return a value with one change, of itself or of a part."""
+    is_inside = rng.random() < 0.8
+    match value:
+        case list() if value and is_inside:
+            index = rng.randrange(len(value))
+            return [*value[:index], _with_change(value[index], rng), *value[index + 1 :]]
+        case list():
+            return rng.choice((value[:-1], value + value[-1:], value * 40, [*value, _strange_value(rng)]))
+        case dict() if value and is_inside:
+            key = rng.choice(sorted(value))
+            return {**value, key: _with_change(value[key], rng)}
+        case dict():
+            return rng.choice(({**value, "unknown": _strange_value(rng)}, dict(list(value.items())[1:])))
+        case int() if is_inside:
+            return rng.choice(WHOLE)
+        case str() if is_inside:
+            return rng.choice(TEXTS)
+    return _strange_value(rng)
+
+
+def _strange_value(rng: random.Random) -> Any:
+    deep = msgspec.Raw(b"\x91" * rng.choice((10, 1_000, 100_000)) + b"\xc0")
+    return rng.choice((None, deep, deep, rng.choice(EXTREME), b"\xff", [], {}, rng.choice(WHOLE), rng.choice(TEXTS)))

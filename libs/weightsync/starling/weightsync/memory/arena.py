@@ -23,7 +23,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_b
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.huge_pages import collapse, map_shared
 from starling.weightsync.offers.tickets import TicketProof, accept
-from starling.weightsync.plan.layout import ShardPiece, packed_offsets
+from starling.weightsync.plan.layout import MAX_LAYOUT_BOXES, UNDECODABLE, ShardPiece, packed_offsets
 
 WhenBusy = Literal["revoke", "wait", "skip"]
 """What a writer does when every slot is being read: wait and then revoke the oldest snapshot, wait and then fail, or
@@ -43,12 +43,17 @@ fail at once."""
 MAGIC: Final = int.from_bytes(b"STARARN2", "little")
 SECRET_BYTES: Final = 16
 MAX_SLOTS: Final = 4
+MAX_LIST_BYTES: Final = 32 << 20
+"""Maximum size of the list of pieces of another process's arena. A rank of a model of 140,000 tensors, none of which is
+split, lists them in 15 MiB."""
 _NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 12  # words of the header
 _SECRETS_AT: Final = 256
 _LOCKS_AT: Final = 1 << 60
 _RETRY_S: Final = 0.0005
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1
 _ADDRESS: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+_pieces: Final = msgspec.msgpack.Decoder(Annotated[tuple[ShardPiece, ...], msgspec.Meta(max_length=MAX_LAYOUT_BOXES)])
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +96,7 @@ class ArenaMapping:
     def __init__(self, address: str) -> None:
         if not _ADDRESS.fullmatch(address):
             raise WeightsError(f"{address!r} is not the address of an arena.")
+        self._address = address
         try:
             self._fd = os.open(address, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -120,15 +126,28 @@ class ArenaMapping:
         if int(self._header[0]) != MAGIC or not 0 < self._num_slots <= MAX_SLOTS or end > size:
             self.close()
             raise WeightsError(f"{address} is not an arena of this version.")
+        if list_bytes > MAX_LIST_BYTES:
+            self.close()
+            raise WeightsError(
+                f"The arena {address} lists its pieces in {list_bytes} bytes, expected at most {MAX_LIST_BYTES}."
+            )
         self._list = (end - list_bytes, end)
 
     def pieces(self) -> tuple[ShardPiece, ...]:
-        """Return the pieces in each slot."""
+        """Return the pieces in each slot.
+
+        Raises:
+            WeightsError: they cannot be decoded, are malformed, or larger than a slot.
+        """
         assert self._bytes is not None
         begin, end = self._list
-        pieces: tuple[ShardPiece, ...] = msgspec.msgpack.decode(
-            self._bytes[begin:end].data, type=tuple[ShardPiece, ...]
-        )
+        listed = self._bytes[begin:end].tobytes()  # a copy, which its process cannot change any more
+        try:
+            pieces: tuple[ShardPiece, ...] = _pieces.decode(listed)
+        except UNDECODABLE as error:
+            raise WeightsError(f"The pieces of the arena {self._address} cannot be decoded: {error}.") from error
+        if not all(piece.is_well_formed for piece in pieces) or slot_bytes(pieces) > self._extent:
+            raise WeightsError(f"The pieces of the arena {self._address} are malformed, or larger than its slots.")
         return pieces
 
     def open(self, snapshot: int, proof: str) -> Memory:

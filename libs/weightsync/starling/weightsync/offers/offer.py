@@ -20,7 +20,7 @@ This guards against errors, not against an adversary; tickets control read acces
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import xxhash
@@ -34,6 +34,8 @@ TransportChoice = Literal["auto", "ucx", "tcp", "local", "nccl", "gloo", "nixl"]
 DIGEST_BYTES: Final = 16
 """Size of the digest of a box."""
 ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES
+MAX_SECRET_CHARACTERS: Final = 64
+"""Maximum length of a secret in an offer from a peer; a publisher draws 32 hexadecimal digits."""
 
 
 class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +45,8 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     transport: Transport
     address: str
     """``host:port`` of the rank's listener, or the path of its arena (local)."""
-    snapshot: int
+    snapshot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+    """Number of the snapshot in its arena."""
     holds: str
     """Digest of the names and boxes that the rank holds: ranks with equal ones can replace each other as sources."""
     root: str
@@ -77,13 +80,20 @@ def decode_offer(data: bytes | bytearray | memoryview) -> Offer:
 
 
 def check_offer(offer: Offer) -> None:
-    """Check that ranks are unique, equal if they hold the same boxes, and that the root follows from theirs.
+    """Check that ranks are unique, equal if they hold the same boxes, and that the root follows from theirs; and that
+    no secret is long.
 
     Raises:
         WeightsError: naming the version.
     """
     if len({rank.rank for rank in offer.ranks}) != len(offer.ranks):
         raise WeightsError(f"The offer of version {offer.version} lists a rank twice.")
+    longest = max((len(rank.secret) for rank in offer.ranks), default=0)
+    if longest > MAX_SECRET_CHARACTERS:
+        raise WeightsError(
+            f"The offer of version {offer.version} has a secret of {longest} characters, expected at most "
+            f"{MAX_SECRET_CHARACTERS}."
+        )
     if _root(offer.version, offer.ranks) != offer.root:
         raise WeightsError(f"The root {offer.root} of version {offer.version} does not follow from its ranks.")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,6 +47,8 @@ ALIGNMENT: Final = 64
 
 MAX_DIMS: Final = 32
 """Maximum number of dims of a tensor."""
+MAX_NAMES: Final = 64
+"""Maximum number of names of a box: those that are tied to its tensor. A source looks each of them up."""
 MAX_TENSOR_BYTES: Final = 1 << 48
 """Maximum size of a tensor, and maximum distance in a storage from its start to the end of a shard: 256 TiB."""
 MAX_LAYOUT_BYTES: Final = 1 << 56
@@ -85,6 +87,10 @@ FREE_BYTES: Final = 256 << 20
 FEW_SHARDS: Final = 32
 """Shards of a layout that are checked one by one: to make columns of them takes longer."""
 
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Raised by msgspec for what a peer has sent: the second for a text that is none, and the third for values that are
+deeply nested, also those of unknown keys."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -111,6 +117,8 @@ class Box(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return math.prod(self.size)
 
     def __str__(self) -> str:
+        if len(self.offset) != len(self.size):  # of a peer, and not checked yet
+            return f"of offset {self.offset} and size {self.size}"
         dims = (f"{begin}:{begin + n}" for begin, n in zip(self.offset, self.size, strict=True))
         return f"[{', '.join(dims)}]"
 
@@ -160,14 +168,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _LayoutParts(msgspec.Struct):
-    """A layout whose parts are counted, and not decoded."""
+    """A layout whose parts are counted, and not decoded. The lengths are checked first: each part is an object, of 80
+    bytes in place of one."""
 
-    tensors: tuple[msgspec.Raw, ...]
-    ranks: tuple[msgspec.Raw, ...]
+    tensors: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_LAYOUT_TENSORS)]
+    ranks: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_LAYOUT_RANKS)]
 
 
 class _RankParts(msgspec.Struct):
-    shards: tuple[msgspec.Raw, ...]
+    shards: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_LAYOUT_BOXES)]
 
 
 class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -183,6 +192,19 @@ class ShardPiece(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Size of the box, contiguous."""
         return self.box.volume * ITEM_BYTES[self.dtype]
 
+    @property
+    def is_well_formed(self) -> bool:
+        """Whether a piece from a peer has few names, a known dtype, and few and small enough dims to be multiplied and
+        printed."""
+        offset, size = self.box.offset, self.box.size
+        return (
+            0 < len(self.names) <= MAX_NAMES
+            and self.dtype in ITEM_BYTES
+            and len(offset) == len(size) <= MAX_DIMS
+            and all(0 <= number <= MAX_TENSOR_BYTES for number in (*offset, *size))
+            and math.prod(max(extent, 1) for extent in size) <= MAX_TENSOR_BYTES
+        )
+
 
 def encode(obj: msgspec.Struct) -> bytes:
     """Write a layout, a plan or an offer as MessagePack."""
@@ -197,7 +219,7 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, name: str = "") 
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter for a text that is none
+    except UNDECODABLE as error:
         raise WeightsError(f"These {len(data)} bytes are not a {name or kind.__name__}: {error}.") from error
 
 
@@ -271,19 +293,15 @@ def _check_numbers(data: bytes | bytearray | memoryview, limit: int) -> None:
     """Check how many tensors, ranks and boxes a layout has, before each of them becomes an object."""
     parts = decode(_LayoutParts, data, "Layout")
     num_boxes, counted_bytes = 0, sum(map(len, parts.tensors))
-    for raw in parts.ranks[: MAX_LAYOUT_RANKS + 1]:
+    for raw in parts.ranks:
         shards = decode(_RankParts, memoryview(raw), "RankLayout").shards
         num_boxes += len(shards)
         counted_bytes += sum(map(len, shards))
         if num_boxes > limit:
             break
-    for num, most, what in (
-        (len(parts.tensors), MAX_LAYOUT_TENSORS, "tensors"),
-        (len(parts.ranks), MAX_LAYOUT_RANKS, "ranks"),
-        (num_boxes, limit, "boxes"),
-    ):
-        if num > most:
-            raise WeightsError(f"A layout has {num} {what} or more, expected at most {most}.")
+    for num, what in ((len(parts.tensors), "tensors"), (num_boxes, "boxes")):
+        if num > limit:
+            raise WeightsError(f"A layout has {num} {what} or more, expected at most {limit}.")
     if num_boxes > FREE_BOXES:
         tensors = [decode(TensorSpec, memoryview(raw)) for raw in parts.tensors]
         check_specs("a replica", tensors)

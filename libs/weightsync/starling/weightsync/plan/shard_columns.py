@@ -106,9 +106,9 @@ class ShardColumns:
 
     def _of_tensors(self, shapes: Sequence[tuple[int, ...]]) -> Ints:
         """Return the shape of the tensor of each shard; shape (shards, dims)."""
-        num_dims = self.offset.shape[1]
-        alike = [shape if len(shape) == num_dims else (0,) * num_dims for shape in shapes]
-        extents: Ints = np.array(alike, np.int64).reshape(len(shapes), num_dims)[self.tensor]
+        held, index = np.unique(self.tensor, return_inverse=True)  # few tensors, perhaps, of a peer's many
+        of_held = [shapes[tensor] for tensor in held.tolist()]
+        extents: Ints = np.array(of_held, np.int64).reshape(len(held), self.offset.shape[1])[index]
         return extents
 
 

@@ -77,7 +77,12 @@ class LocalClient:
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
         mapping = ArenaMapping(offer.address)
-        self._connections[source] = _Connection(mapping, PiecesByName(mapping.pieces()))
+        try:
+            pieces = PiecesByName(mapping.pieces())
+        except WeightsError:
+            mapping.close()
+            raise
+        self._connections[source] = _Connection(mapping, pieces)
 
     def ask(self, source: str, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """See `TransportClient.ask`."""

@@ -20,7 +20,7 @@ import xxhash
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.tickets import BOX_COST_BYTES
-from starling.weightsync.plan.layout import ITEM_BYTES, MAX_DIMS, MAX_TENSOR_BYTES, ShardPiece
+from starling.weightsync.plan.layout import UNDECODABLE, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.plan.planner import MAX_BUCKET_BYTES
 
@@ -32,8 +32,6 @@ _CHECK_BYTES: Final = xxhash.xxh3_64().digest_size
 LENGTH: Final = struct.Struct("<I")
 """Length prefix of a message, where the transport does not deliver the length."""
 _REASON_CHARACTERS: Final = 1000
-MAX_NAMES: Final = 64
-"""Most names of a box: those that are tied to its tensor. Each of them is looked up."""
 
 T = TypeVar("T")
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
@@ -188,7 +186,7 @@ def decode_checked(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray 
         raise WeightsError(f"{complaint}: its checksum is wrong.")
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WeightsError(f"{complaint}: {error}.") from error
 
 
@@ -196,24 +194,13 @@ def _check_boxes(boxes: tuple[ShardPiece, ...], num_bytes: int) -> None:
     if not 0 < len(boxes) <= MAX_TRANSFERS:
         raise WeightsError(f"Refused to read {len(boxes)} boxes at once; 1 to {MAX_TRANSFERS} may be requested.")
     for box in boxes:
-        if not _is_well_formed(box):
+        if not box.is_well_formed:
             raise WeightsError(f"Refused to read the malformed box {str(box)[:_REASON_CHARACTERS]}.")
     if num_bytes > BOX_COST_BYTES * len(boxes):  # a reader is charged so much, however long the names
         raise WeightsError(f"Refused a request of {num_bytes} bytes for {len(boxes)} boxes.")
     total = sum(box.size_bytes for box in boxes)
     if total > MAX_BUCKET_BYTES:
         raise WeightsError(f"Refused to read {total} bytes at once, more than {MAX_BUCKET_BYTES}.")
-
-
-def _is_well_formed(piece: ShardPiece) -> bool:
-    """Return whether a box has few names, a known dtype, and few and small enough dims to be multiplied and printed."""
-    offset, size = piece.box.offset, piece.box.size
-    return (
-        0 < len(piece.names) <= MAX_NAMES
-        and piece.dtype in ITEM_BYTES
-        and len(offset) == len(size) <= MAX_DIMS
-        and all(0 <= number <= MAX_TENSOR_BYTES for number in (*offset, *size))
-    )
 
 
 def _check_read(request: ReadBoxes) -> None:

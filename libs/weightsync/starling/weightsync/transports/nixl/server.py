@@ -161,7 +161,7 @@ class _Connection:
             self._answer(refusal(request.number, str(error)))
             if isinstance(error, AllowanceSpentError):
                 raise
-            if not self._session.opened:
+            if not self._session.opened and self._ends_at == math.inf:  # requests of a stranger gain it no time
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
         self._ends_at = math.inf

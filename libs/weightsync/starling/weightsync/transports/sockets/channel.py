@@ -140,11 +140,11 @@ class Channel:
         while memory.nbytes:
             if self.stop.is_set():
                 raise ChannelStopped
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError("the peer has sent too little in time")
             try:
                 num = self._connection.recv_into(memory)
             except TimeoutError:
-                if end is not None and time.monotonic() > end:
-                    raise
                 continue
             if not num:
                 raise ConnectionError("the peer closed the connection")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
@@ -25,6 +26,8 @@ class ReaderConnection(Protocol):
 
 
 C = TypeVar("C", bound=ReaderConnection)
+
+log = logging.getLogger(__name__)
 
 
 class ReaderConnections(Generic[C]):
@@ -56,7 +59,7 @@ class ReaderConnections(Generic[C]):
         """Advance every connection, and close those that are no longer alive."""
         living = []
         for connection in self._open:
-            if connection.advance():
+            if _advance(connection):
                 living.append(connection)
             else:
                 connection.close()
@@ -67,3 +70,12 @@ class ReaderConnections(Generic[C]):
         while self._open:
             self._open.pop().close()
             after_each()
+
+
+def _advance(connection: ReaderConnection) -> bool:
+    """Advance a connection. Return whether it is still alive."""
+    try:
+        return connection.advance()
+    except Exception:  # a reader must not end serving for all others, whatever it has sent
+        log.exception("the connection of %s has failed", connection.reader or "a reader without a ticket")
+        return False

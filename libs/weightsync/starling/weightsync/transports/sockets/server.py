@@ -161,7 +161,7 @@ class SocketServer:
                 channel.send([framed(refusal(request.number, str(error)))])
                 if isinstance(error, AllowanceSpentError):
                     raise
-                if not session.opened:
+                if not session.opened and end is None:  # requests of a stranger gain it no time
                     end = time.monotonic() + IDLE_TIMEOUT_S
                 continue
             end = None

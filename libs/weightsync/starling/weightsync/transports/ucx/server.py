@@ -145,7 +145,7 @@ class _Connection:
             self._refuse(request, str(error))
             if isinstance(error, AllowanceSpentError):
                 raise
-            if not self._session.opened:
+            if not self._session.opened and self._ends_at == math.inf:  # requests of a stranger gain it no time
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
         self._ends_at = math.inf

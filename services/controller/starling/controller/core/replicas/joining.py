@@ -11,7 +11,7 @@ from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
 from starling.controller.core.replicas.departure import depart, evict, refuse
-from starling.controller.core.replicas.membership import LAYOUT_BOXES_PER_HELLO, LAYOUT_BYTES_PER_HELLO, Member
+from starling.controller.core.replicas.membership import LAYOUT_BYTES_PER_HELLO, LAYOUT_PARTS_PER_HELLO, Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version, version_problem
 from starling.controller.core.weights.versions import set_held_version
@@ -85,8 +85,8 @@ def _check(
             layout = known.layout
         else:
             refusal, layout = _decode(name, event.buffers[0], _most_boxes(state, message))
-            num_boxes = sum(len(rank.shards) for rank in layout.ranks) if layout is not None else 0
-            membership.hellos.charge(name, num_boxes / LAYOUT_BOXES_PER_HELLO)
+            num_parts = len(layout.tensors) + sum(len(rank.shards) for rank in layout.ranks) if layout else 0
+            membership.hellos.charge(name, num_parts / LAYOUT_PARTS_PER_HELLO)
         if refusal is not None:
             membership.ban(name, incarnation, refusal)
     if refusal is None and message.role == "policy":

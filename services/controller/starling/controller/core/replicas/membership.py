@@ -25,8 +25,8 @@ hellos are ignored. Each takes two lines of metrics.jsonl and of the log."""
 HELLOS_PER_S: Final = 1 / 30
 LAYOUT_BYTES_PER_HELLO: Final = 8 << 20
 """A hello counts once more for each so many bytes of its layout, which take time to decode."""
-LAYOUT_BOXES_PER_HELLO: Final = 1 << 15
-"""And once more for each so many boxes: a million small ones, in 15 MiB, take 5 s to decode."""
+LAYOUT_PARTS_PER_HELLO: Final = 1 << 15
+"""And once more for each so many tensors and boxes: a million small boxes, in 15 MiB, take 5 s to decode."""
 MAX_HOST_CHARACTERS = 255
 """As in the DNS."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
