@@ -152,7 +152,8 @@ class Leases:
         """Compare with the leases that `peer` reports, `theirs`.
 
         Returns the leases that it reports and should not have; the commands, sent more than `grace_s` ago, that it
-        never received; and the leases that it has reclaimed and lost, which are ended.
+        never received; and the leases that it has reclaimed and lost, which are ended. A command is sent again when its
+        lease is twice as old as it was the last time: all that a replica does not read take memory.
         """
         ours = self.held_by(peer).leases
         if ours.keys() == theirs:
@@ -162,7 +163,7 @@ class Leases:
             entry = ours[lease]
             if entry.send is None:
                 lost.append(entry)
-            elif now - entry.sent_at >= grace_s:
+            elif now - entry.sent_at >= max(grace_s, entry.sent_at - entry.held_from):
                 entry.sent_at = now
                 resend.append(entry.send)
         for entry in lost:
