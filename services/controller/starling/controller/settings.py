@@ -228,6 +228,8 @@ class ControllerSettings(SettingsSection):
     journal. Set by `rollout.max_media_bytes`."""
     teacher_top_k: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
     """Limit on the likeliest tokens that a teacher sends for each position; none if not set. Set by `teacher.top_k`."""
+    num_scorers: int = Field(default=0, ge=0, le=MAX_WHOLE)
+    """Limit on the scores of a completion, if it is more than 64. Set by `reward.scorers`."""
     start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long."""
     drain_s: Seconds = 15.0
@@ -412,5 +414,6 @@ class ControllerProcess(ServiceSettings):
             max_model_len=self.controller.max_model_len,
             max_media_bytes=self.controller.max_media_bytes,
             teacher_top_k=self.controller.teacher_top_k,
+            num_scorers=self.controller.num_scorers,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

@@ -132,6 +132,8 @@ class RunPlan:
     """Tensors of a prompt's images and videos."""
     teacher_top_k: int | None = None
     """Likeliest tokens that a teacher sends for each position; None if the recipe does not say it."""
+    num_scorers: int = 0
+    """Scorers of the recipe; 0 if it does not say it."""
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 
