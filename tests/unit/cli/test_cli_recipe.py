@@ -35,6 +35,11 @@ def test_controller_bounds_groups_by_what_rollouts_and_teachers_may_send(tmp_pat
     assert (limits.longest, limits.media_bytes, limits.teacher_top_k) == (48, 1000, 5)
 
 
+def test_controller_bounds_scores_by_the_scorers_of_the_recipe() -> None:
+    scorers = ", ".join(f'{{ name = "math", label = "{number}" }}' for number in range(100))
+    assert load_recipe([RECIPE], ["--reward.scorers", f"[{scorers}]"]).plan().num_scorers == 100
+
+
 @pytest.mark.parametrize("depth", [70, 400])
 def test_recipe_of_any_depth_is_refused_in_a_sentence(depth: int, tmp_path: Path) -> None:
     deep = tmp_path / "deep.toml"

@@ -22,7 +22,7 @@ from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
 from starling.controller.core.state import Outbox
 from starling.controller.core.training.dynamic_settings import SettingChanges
-from starling.controller.core.training.metrics import MAX_CHARACTERS, MAX_NAMES, MetricNames
+from starling.controller.core.training.metrics import MAX_NAMES, NAME_CHARACTERS, MetricNames
 from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
@@ -340,29 +340,42 @@ def test_notes_about_a_replica_that_fails_again_and_again_are_bounded() -> None:
     assert 15 << 20 < size < 18 << 20
 
 
+def scores(script: Script, number: int, names: list[str]) -> None:
+    """Generate a group and let it have scores of these names."""
+    script.generates("rollout-0", f"generate:t{number}:0")
+    scored = wire.GroupScored(
+        lease=f"score:t{number}:0",
+        rewards=(1.0, 0.0),
+        statuses=(wire.Status.OK,) * 2,
+        components=dict.fromkeys(names, (1.0, 0.0)),
+    )
+    script.receive("reward-0", msgspec.msgpack.decode(msgspec.msgpack.encode(scored), type=wire.GroupScored))
+
+
 def test_made_up_names_of_scores_do_not_grow_the_lines_of_steps() -> None:
-    script = Script(prompts_per_step=4)
-    script.start_run(slots=4)
+    script = Script(prompts_per_step=8, num_scorers=2)
+    script.start_run(slots=8)
     notes: list[Note] = []
-    for number in range(4):
-        script.generates("rollout-0", f"generate:t{number}:0")
-        names = ["right", *(f"{number}/{index}" for index in range(900))]
-        scored = wire.GroupScored(
-            lease=f"score:t{number}:0",
-            rewards=(1.0, 0.0),
-            statuses=(wire.Status.OK,) * 2,
-            components=dict.fromkeys(names, (1.0, 0.0)),
-        )
-        script.receive("reward-0", scored)
+    for number in range(8):
+        scores(script, number, ["right", *(f"{number}/{index}" for index in range(60))])
         notes += [command for command in script.commands if isinstance(command, Note)]
     [train] = [send.message for send in script.sent if isinstance(send.message, wire.TrainStep)]
-    assert len(train.groups) == 4, "each group is trained"
+    assert len(train.groups) == 8, "each group is trained"
     script.trains(1)
     [step] = [command.fields for command in script.commands if isinstance(command, Note) and command.kind == "step"]
-    assert len([name for name in step if name.startswith("score/")]) == MAX_NAMES
+    assert len([name for name in step if name.startswith("score/")]) == MAX_NAMES + 2, "two are the recipe's scorers"
     assert step["score/right"] == 0.5
     [left_out] = [note.fields for note in notes if note.kind == "names_left_out"]
-    assert left_out == {"replica": "reward-0", "name": "1/99", "limit": MAX_NAMES}
+    assert left_out == {"replica": "reward-0", "name": "4/17", "limit": MAX_NAMES + 2}
+
+
+def test_groups_share_the_names_of_their_scores() -> None:
+    script = Script(prompts_per_step=2)
+    script.start_run()
+    for number in range(2):
+        scores(script, number, ["a name that is longer than those that the decoder of messages keeps"])
+    [first, second] = [next(iter(group.components)) for group in script.state.buffer.live() if group.components]
+    assert first is second
 
 
 def test_made_up_names_of_one_replica_keep_no_names_of_others_out() -> None:
@@ -382,33 +395,46 @@ def test_long_names_of_metrics_leave_room_for_those_of_others() -> None:
     names = MetricNames()
     made_up = {f"{index:0200}": 1.0 for index in range(MAX_NAMES)}
     known = names.known("reward-9", made_up)
-    assert sum(map(len, known)) <= MAX_CHARACTERS
+    most = NAME_CHARACTERS * MAX_NAMES
+    assert sum(map(len, known)) <= most
     right = {"right": 1.0, "x" * 200: 2.0}
     assert names.known("reward-0", right) == right
-    assert sum(map(len, names._senders)) == names._num_characters <= MAX_CHARACTERS
+    assert sum(map(len, names._names)) == names._num_characters <= most
+
+
+def measured(number: int, purpose: str, metrics: dict[str, float]) -> tuple[wire.GroupGenerated, list[bytes]]:
+    """Return a group of one completion with these metrics of its environment."""
+    meta = wire.TrajectoryMeta(
+        status=wire.Status.OK, num_tokens=1, text="y", oldest_version=0, newest_version=0, metrics=metrics
+    )
+    tensors = tuple(
+        wire.TensorMeta(dtype=kind, shape=(1,), nbytes=4) for kind in ("int32", "int32", "float32", "int32")
+    )
+    lease = f"generate:{purpose[0]}{number}:0"
+    return wire.GroupGenerated(lease=lease, trajectories=(meta,), tensors=tensors), [bytes(4)] * 4
 
 
 def test_made_up_names_of_metrics_are_not_stored() -> None:
     script = Script(prompts_per_step=2, group_size=1)
     script.start_run()
     for number in range(2):
-        meta = wire.TrajectoryMeta(
-            status=wire.Status.OK,
-            num_tokens=1,
-            text="y",
-            oldest_version=0,
-            newest_version=0,
-            metrics={"won": 1.0, **{f"{number}/{index}": 1.0 for index in range(900)}},
-        )
-        tensors = tuple(
-            wire.TensorMeta(dtype=kind, shape=(1,), nbytes=4) for kind in ("int32", "int32", "float32", "int32")
-        )
-        generated = wire.GroupGenerated(lease=f"generate:t{number}:0", trajectories=(meta,), tensors=tensors)
-        script.receive("rollout-0", generated, *[bytes(4)] * 4)
+        message, buffers = measured(number, "train", {"won": 1.0, **{f"{number}/{n}": 1.0 for n in range(900)}})
+        script.receive("rollout-0", message, *buffers)
     groups = list(script.state.buffer.live())
     stored = [name for group in groups for trajectory in group.trajectories for name in trajectory.metrics]
     assert len(set(stored)) == MAX_NAMES
     assert stored.count("won") == 2
+
+
+def test_metrics_of_environments_are_not_stored_in_an_evaluation() -> None:
+    """Nothing reads them, and each compaction of the journal would repeat them for each completion."""
+    script = Script(evaluate_at_start=True)
+    script.start_run(slots=4)
+    message, buffers = measured(0, "evaluate", {"won": 1.0})
+    script.receive("rollout-0", message, *buffers)
+    assert script.state.evaluations.current is not None
+    [group] = [group for group in script.state.evaluations.current.live() if group.trajectories]
+    assert group.trajectories[0].metrics == {}
 
 
 @pytest.mark.parametrize("path", ["/data", "/\udcff"])

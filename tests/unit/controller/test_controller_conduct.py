@@ -142,6 +142,64 @@ def test_rollout_that_stays_and_gives_its_groups_up_is_evicted(gives_up: Callabl
     assert sorted(script.state.replicas.membership.members) == ["policy-0", "reward-0", "rollout-0"]
 
 
+def reconnects(script: Incarnations, name: str) -> list[str]:
+    """Close the connection of a replica, which returns at once and reports its leases. Returns those that it had."""
+    incarnation = script.state.replicas.membership.members[name].incarnation
+    held = script.held_by(name, "generate") + script.held_by(name, "score")
+    script.disconnect(name)
+    script.joins(name, slots=8, incarnation=incarnation)
+    script.heartbeats(name, *held, version=0, incarnation=0)
+    return held
+
+
+def test_replica_that_reclaims_groups_and_leaves_them_out_of_its_heartbeats_is_not_admitted_forever() -> None:
+    script = run_of("rollout-0", reward="reward-9", timeouts=LeaseTimeouts(score_s=12.0))
+    for number in range(8):
+        script.generates("rollout-0", f"generate:t{number}:0")
+    for _ in range(2 * MAX_INVALID):
+        held = reconnects(script, "reward-9")
+        assert held == script.held_by("reward-9", "score"), "it has reclaimed its groups"
+        script.wait(LATE_S)
+        script.heartbeats("reward-9", incarnation=0)
+        assert script.held_by("reward-9", "score") != held, "it is given them again"
+    script.joins("reward-0", slots=4)
+    script.leaves("reward-9")
+    [_, refusal] = script.joins("reward-9", slots=8, incarnation=2)
+    assert COUNTED_OUT in refusal
+
+
+def test_reclaimed_lease_ends_when_the_replica_has_had_it_for_its_deadline() -> None:
+    script = run_of("rollout-0")
+    held = script.held_by("rollout-0", "generate")
+    script.wait(LATE_S)
+    script.disconnect("rollout-0")
+    script.now += 100.0
+    script.joins("rollout-0", slots=8)
+    script.heartbeats("rollout-0", *held, version=0)
+    assert script.held_by("rollout-0", "generate") == held
+    script.wait(TIMEOUTS.generate_s - LATE_S - 0.5)  # the time without its connection does not count
+    assert "rollout-0" in script.state.replicas.membership.members
+    script.wait(0.5)
+    assert "rollout-0" not in script.state.replicas.membership.members
+
+
+def test_replica_that_loses_its_connection_again_and_again_and_answers_is_not_counted() -> None:
+    script = run_of("rollout-0", num_steps=100, timeouts=LeaseTimeouts(generate_s=40.0))
+    for _ in range(4):
+        held = script.held_by("rollout-0", "generate")
+        for _ in range(10):
+            script.wait(3.0)
+            assert reconnects(script, "rollout-0") == held
+            assert script.held_by("rollout-0", "generate") == held
+        for lease in held:
+            script.generates("rollout-0", lease)
+        for lease in script.held_by("reward-0", "score"):
+            script.fails("reward-0", lease)  # the groups are due again
+    conduct = script.state.replicas.membership.conduct["rollout-0"]
+    assert conduct.balance_s >= 0
+    assert not script.state.replicas.membership.num_invalid["rollout-0"]
+
+
 def test_rollout_that_answers_as_much_as_it_leaves_behind_may_be_lost_again_and_again() -> None:
     script = run_of("rollout-0", num_steps=100)
     for incarnation in range(2, 20):

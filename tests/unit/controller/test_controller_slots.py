@@ -61,7 +61,7 @@ def test_lease_counts_match_a_model(granted: list[tuple[str, str, float, int]]) 
             del model[lease]
         elif then == 1:
             dropped = [held for held, entry in model.items() if entry[:2] == (peer, kind)]
-            assert leases.drop(peer, kind) == sorted(dropped)
+            assert leases.drop(peer, float(number), kind) == sorted(dropped)
             for held in dropped:
                 del model[held]
         elif then == 2:
@@ -74,6 +74,20 @@ def test_lease_counts_match_a_model(granted: list[tuple[str, str, float, int]]) 
     late = {lease for lease, entry in model.items() if entry[2] <= 20.0}
     assert {lease.id for lease in leases.expired(20.0)} == late
     assert leases.expired(20.0) == [], "each lease expires once"
+
+
+def test_reclaimed_lease_does_not_expire_at_its_former_deadline() -> None:
+    leases, lease = Leases(), "generate:t0:1.1"
+    leases.grant(lease, "generate", "rollout-0", None, 0.0, 10.0)
+    for now in (6.0, 28.0):  # it is away for twenty seconds each time
+        assert leases.drop("rollout-0", now) == [lease]
+        assert leases.expired(now + 19.0) == []
+        leases.restore(lease, "generate", "rollout-0", now + 20.0, 10.0)
+        assert not leases.was_dropped(lease, "rollout-0"), "it is in force"
+        assert leases.expired(now + 20.0) == []
+    assert [held.begun_at for held in leases.all_of("rollout-0")] == [0.0]
+    assert leases.expired(49.5) == []
+    assert [held.id for held in leases.expired(50.0)] == [lease]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["tick", "heard", "join"])), max_size=80))

@@ -438,7 +438,7 @@ def test_invalid_partial_completions_are_thrown_away(change: Callable[..., Any],
         ({"components": {"right": (1.0,)}}, "1 scores of 'right' came of 2"),
         ({"components": {"right": (1.0, float("nan"))}}, "a score of right is nan"),
         ({"components": {"x" * 300: (1.0, 1.0)}}, "came of 2"),
-        ({"components": {str(n): (1.0, 1.0) for n in range(2000)}}, "scores of 2000 scorers"),
+        ({"components": {str(n): (1.0, 1.0) for n in range(65)}}, "scores of 65 scorers came, and 64 are allowed"),
     ],
 )
 def test_invalid_rewards_are_a_failed_try_and_never_stored(fields: dict[str, Any], complaint: str) -> None:
@@ -449,6 +449,22 @@ def test_invalid_rewards_are_a_failed_try_and_never_stored(fields: dict[str, Any
     script.receive("reward-0", replace(scored, **fields))
     assert complaint in reason(script)
     assert not any(isinstance(write.record, RewardsStored) for write in script.journal)
+
+
+@pytest.mark.parametrize(("num_scorers", "most"), [(3, 64), (100, 100)])
+def test_group_has_the_scores_of_as_many_scorers_as_the_recipe_has(num_scorers: int, most: int) -> None:
+    script = Script(num_scorers=num_scorers)
+    script.start_run()
+    for number, num in enumerate((most, most + 1)):
+        script.generates("rollout-0", f"generate:t{number}:0")
+        scores = {f"task {index}/math": (1.0, None) for index in range(num)}
+        scored = wire.GroupScored(
+            lease=f"score:t{number}:0", rewards=(1.0, 0.0), statuses=(wire.Status.OK,) * 2, components=scores
+        )
+        script.receive("reward-0", scored)
+    [stored] = [write.record for write in script.journal if isinstance(write.record, RewardsStored)]
+    assert (stored.key, len(stored.components)) == ("t0", most)
+    assert f"{most} are allowed" in reason(script)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,8 @@ class ControllerSettings(SettingsSection):
     model_path: str = ""
     """Model folder of a run without a policy. If it is on the controller's machine, rollouts with another digest are
     refused; otherwise those with another one than the first rollout. Set by `model.path`."""
+    num_scorers: int = Field(default=0, ge=0, le=MAX_WHOLE)
+    """Limit on the scores of a completion, if it is more than 64. Set by `reward.scorers`."""
     start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long, or when the digest of the model folder of a run
     without a policy is not known this long after its replicas have joined."""
@@ -416,5 +418,6 @@ class ControllerProcess(ServiceSettings):
             max_model_len=self.controller.max_model_len,
             max_media_bytes=self.controller.max_media_bytes,
             teacher_top_k=self.controller.teacher_top_k,
+            num_scorers=self.controller.num_scorers,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

@@ -208,6 +208,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     follows |= {"max_model_len": rollout.max_model_len or 0, "max_media_bytes": rollout.max_media_bytes}
     follows |= {"teacher_top_k": recipe.teacher.top_k} if recipe.teacher is not None else {}
     follows |= {"model_path": recipe.model.path} if untrained else {}
+    follows |= {"num_scorers": len(recipe.reward.scorers)} if recipe.reward is not None else {}
     controller = recipe.controller.model_copy(update=follows)
     return recipe.model_copy(update={"controller": controller, "rollout": rollout})
 

@@ -134,6 +134,8 @@ class RunPlan:
     """Likeliest tokens that a teacher sends for each position; None if the recipe does not say it."""
     reads_checkpoint: bool = False
     """Without a policy: the controller reads the model folder, and no rollout gets work before the digest is known."""
+    num_scorers: int = 0
+    """Scorers of the recipe; 0 if it does not say it."""
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 

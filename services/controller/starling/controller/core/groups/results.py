@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from starling.common.ids import lease_incarnation
+from starling.common.ids import Purpose, lease_incarnation
 from starling.common.wire import messages as wire
 from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_IDS, KEPT_TENSORS, LOSS_MASK
 from starling.controller.core.dirty import Dirty
@@ -51,7 +51,6 @@ from starling.controller.core.replicas.departure import distrust
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
-from starling.controller.core.training.metrics import MAX_NAMES
 
 T = TypeVar("T")
 
@@ -96,7 +95,7 @@ def on_generated(
     # closes, and space in the journal.
     keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
     tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
-    trajectories = _with_known_names(state, member, message.trajectories)
+    trajectories = _with_known_names(state, member, message.trajectories, group.purpose)
     giver = group.partial.giver_for(member.name) if group.partial is not None else None
     groups.store_completions(group, trajectories, tensors, buffers, message.lease)
     group.generator, group.giver = member.name, giver
@@ -117,11 +116,13 @@ def on_generated(
 
 
 def _with_known_names(
-    state: ControllerState, member: Member, trajectories: tuple[wire.TrajectoryMeta, ...]
+    state: ControllerState, member: Member, trajectories: tuple[wire.TrajectoryMeta, ...], purpose: Purpose
 ) -> tuple[wire.TrajectoryMeta, ...]:
-    """Return trajectories without metrics beyond the names that a run may have."""
+    """Return trajectories without metrics beyond the names that a run may have, and without any where none is read."""
     if not [one for one in trajectories if one.metrics]:
         return trajectories
+    if purpose == "evaluate":
+        return tuple([msgspec.structs.replace(one, metrics={}) for one in trajectories])
     known = [_known_names(state, member, one.metrics) for one in trajectories]
     return tuple(
         [msgspec.structs.replace(one, metrics=metrics) for one, metrics in zip(trajectories, known, strict=True)]
@@ -135,7 +136,7 @@ def _known_names(state: ControllerState, member: Member, values: dict[str, T]) -
     known = names.known(member.name, values)
     if names.is_full and not was_full:
         first = next(name for name in values if name not in known)
-        state.outbox.note("names_left_out", replica=member.name, name=first, limit=MAX_NAMES)
+        state.outbox.note("names_left_out", replica=member.name, name=first, limit=names.limit)
     return known
 
 
@@ -366,7 +367,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         retry(state, groups, group, reason or "a scorer gave no reward", member.name)
         return
     try:
-        check_rewards(message, len(group.trajectories))
+        check_rewards(message, len(group.trajectories), state.plan.num_scorers)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return

@@ -53,8 +53,10 @@ MAX_REWARD: Final = 1e15
 """Largest absolute reward and score: its square is finite in float32."""
 MAX_METRIC: Final = 1e300
 """Largest absolute metric of an environment: the sum over all trajectories of a step is finite."""
-MAX_NAMES: Final = 1000
-"""Most metrics of one trajectory, and most scorers of one group."""
+MAX_METRICS: Final = 1000
+"""Most metrics of one trajectory; fewer are stored (`core/training/metrics.py`)."""
+MAX_SCORERS: Final = 64
+"""Most scorers of one group, unless the recipe has more."""
 MAX_NAME_CHARACTERS: Final = 200
 MAX_TOKEN_CHARACTERS: Final = 256
 """Characters of a token, in the mean over a completion: the longest ones of tokenizers, runs of spaces, have half."""
@@ -415,8 +417,8 @@ def check_partial_tensors(
 # --- rewards and teacher log-probabilities ----------------------------------------------------------------------------
 
 
-def check_rewards(message: GroupScored, num: int) -> None:
-    """Check the rewards of a group of `num` completions, none of which has failed.
+def check_rewards(message: GroupScored, num: int, num_scorers: int) -> None:
+    """Check the rewards of a group of `num` completions, none of which has failed. `num_scorers`: of the recipe.
 
     Raises:
         InvalidResultError: naming the first value that is wrong.
@@ -426,8 +428,12 @@ def check_rewards(message: GroupScored, num: int) -> None:
     for reward in message.rewards:
         if reward is None or not abs(reward) <= MAX_REWARD:
             raise UnusableResultError(f"a reward is {reward}")
-    if len(message.components) > MAX_NAMES:
-        raise InvalidResultError(f"scores of {len(message.components)} scorers came, and {MAX_NAMES} are allowed")
+    most = max(MAX_SCORERS, num_scorers)
+    if len(message.components) > most:
+        raise InvalidResultError(
+            f"scores of {len(message.components)} scorers came, and {most} are allowed; start the reward replicas with "
+            "the recipe of the controller"
+        )
     for name, values in message.components.items():
         if len(name) > MAX_NAME_CHARACTERS or len(values) != num:
             raise InvalidResultError(f"{len(values)} scores of {name[:MAX_NAME_CHARACTERS]!r} came of {num}")
@@ -437,7 +443,7 @@ def check_rewards(message: GroupScored, num: int) -> None:
 
 
 def _check_metrics(metrics: Mapping[str, float], whose: str) -> None:
-    if len(metrics) > MAX_NAMES or max(map(len, metrics)) > MAX_NAME_CHARACTERS:
+    if len(metrics) > MAX_METRICS or max(map(len, metrics)) > MAX_NAME_CHARACTERS:
         raise UnusableResultError(f"{whose} has {len(metrics)} metrics, or one with a name of many characters")
     for name, value in metrics.items():
         if not abs(value) <= MAX_METRIC:

@@ -41,7 +41,7 @@ def restore_lease(state: ControllerState, member: Member, kind: LeaseKind, lease
     """Put in force work that `member` was given by an earlier incarnation of the controller, or before it was lost."""
     found = state.group_of_lease(lease) if kind == "generate" else None
     tokens = found[1].expected_tokens if found is not None else 0
-    state.replicas.leases.grant(lease, kind, member.name, None, state.now, state.plan.timeouts.of(kind), tokens)
+    state.replicas.leases.restore(lease, kind, member.name, state.now, state.plan.timeouts.of(kind), tokens)
     state.replicas.slots.mark(member, kind)
 
 
@@ -79,7 +79,7 @@ def requeue(state: ControllerState, dropped: list[str]) -> None:
 def take_back_groups(state: ControllerState, member: Member) -> None:
     """Requeue the groups that a rollout generates, because its weights are not those of a publication."""
     note_unanswered(state, member, state.replicas.leases.all_of(member.name))
-    dropped = state.replicas.leases.drop(member.name, "generate")
+    dropped = state.replicas.leases.drop(member.name, state.now, "generate")
     if dropped:
         release(state, member.name, *dropped)
         requeue(state, dropped)

@@ -58,8 +58,9 @@ def note_unanswered(state: ControllerState, member: Member, leases: Iterable[Lea
     if not held:
         return
     conduct = state.replicas.membership.conduct[member.name]
-    conduct.balance_s -= sum(state.now - lease.begun_at for lease in held)
-    conduct.note_wasted(min(lease.begun_at for lease in held), state.now)
+    # What it had of a lease that it has reclaimed, before it lost the lease, was subtracted then.
+    conduct.balance_s -= sum(state.now - lease.held_from for lease in held)
+    conduct.note_wasted(min(lease.held_from for lease in held), state.now)
     limit_s = max(state.plan.timeouts.of(lease.kind) for lease in held)
     if conduct.balance_s >= 0:
         conduct.wasted_s = 0.0

@@ -22,7 +22,7 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
     for lease in replicas.leases.all_of(name):
         if lease.kind == "publish" and name in replicas.membership.members:
             note_no_offer(state, replicas.membership.members[name], lease)
-    dropped = replicas.leases.drop(name)
+    dropped = replicas.leases.drop(name, state.now)
     requeue(state, dropped)
     replicas.membership.awaited.discard(name)
     member = replicas.membership.remove(name)

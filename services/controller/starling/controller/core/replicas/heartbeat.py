@@ -12,6 +12,7 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.replicas.assignments import release, requeue, take_back_groups
+from starling.controller.core.replicas.conduct import note_unanswered
 from starling.controller.core.replicas.joining import welcome
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.reclaim import reclaim
@@ -92,9 +93,11 @@ def _reconcile_leases(state: ControllerState, member: Member, message: wire.Hear
     for send in resend:
         state.outbox.add(send)
     if lost:
-        requeue(state, lost)
+        note_unanswered(state, member, lost)
+        ended = [lease.id for lease in lost]
+        requeue(state, ended)
         active = state.training.step
-        if active is not None and active.shares.get(member.name) in lost:
+        if active is not None and active.shares.get(member.name) in ended:
             del active.shares[member.name]
         if member.role == "rollout":
             check_outdated(state, member)

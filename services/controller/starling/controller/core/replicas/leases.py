@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,12 +23,28 @@ class Lease(msgspec.Struct, gc=False):
     kind: LeaseKind
     peer: str
     send: Send | None
-    """None for work of an earlier incarnation of the controller: its holder has the command."""
+    """None for work that was reclaimed: its holder has the command."""
     sent_at: float
+    """When its command was sent last, or when it was reclaimed."""
     deadline: float
     begun_at: float
+    """When its holder was given the work, also if it has lost the lease since, and reclaimed it."""
     tokens: int = 0
     """Tokens expected of a group to generate."""
+
+    @property
+    def held_from(self) -> float:
+        """When it was put in force, the last time."""
+        return self.sent_at if self.send is None else self.begun_at
+
+
+class Dropped(NamedTuple):
+    """A lease that ended without an answer and may still be reclaimed."""
+
+    peer: str
+    begun_at: float
+    left_s: float
+    """Seconds that were left until its deadline."""
 
 
 class PeerLeases(msgspec.Struct, gc=False):
@@ -55,8 +71,8 @@ class Leases:
     _by_peer: dict[str, PeerLeases] = field(default_factory=dict)
     _by_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEASE_KINDS, 0))
     _deadlines: list[tuple[float, str]] = field(default_factory=list)
-    _dropped: dict[str, str] = field(default_factory=dict)
-    """Peers of the last leases that ended with the membership of their peer, or were taken from it."""
+    _dropped: dict[str, Dropped] = field(default_factory=dict)
+    """The last leases that ended with the membership of their peer, or were taken from it."""
 
     def grant(
         self,
@@ -69,15 +85,15 @@ class Leases:
         tokens: int = 0,
     ) -> None:
         """Put a lease in force."""
-        deadline = now + timeout_s
-        held = self._by_peer.get(peer)
-        if held is None:
-            held = self._by_peer[peer] = PeerLeases()
-        held.leases[lease] = self._leases[lease] = Lease(lease, kind, peer, send, now, deadline, now, tokens)
-        held.num[kind] += 1
-        held.tokens += tokens
-        self._by_kind[kind] += 1
-        heapq.heappush(self._deadlines, (deadline, lease))
+        self._add(Lease(lease, kind, peer, send, now, now + timeout_s, now, tokens))
+
+    def restore(self, lease: str, kind: LeaseKind, peer: str, now: float, timeout_s: float, tokens: int = 0) -> None:
+        """Put a lease in force that `peer` reports. If it had the lease before, this goes on: the time in which the
+        lease was in force counts towards its deadline, and the time between does not."""
+        begun_at = now
+        if self.was_dropped(lease, peer):
+            _, begun_at, timeout_s = self._dropped.pop(lease)
+        self._add(Lease(lease, kind, peer, None, now, now + timeout_s, begun_at, tokens))
 
     def get(self, lease: str) -> Lease | None:
         """Return a lease in force."""
@@ -91,12 +107,13 @@ class Leases:
         self.end(found)
         return True
 
-    def drop(self, peer: str, *kinds: str) -> list[str]:
+    def drop(self, peer: str, now: float, *kinds: str) -> list[str]:
         """End the leases of these kinds that `peer` has, or all its leases because it is gone. Returns their ids."""
         dropped = sorted(self.of(peer, *kinds) if kinds else self.held_by(peer).leases)
         for lease in dropped:
-            self.end(self._leases[lease])
-            self._dropped[lease] = peer
+            held = self._leases[lease]
+            self.end(held)
+            self._dropped[lease] = Dropped(peer, held.begun_at, held.deadline - now)
         if not kinds:
             self._by_peer.pop(peer, None)
         while len(self._dropped) > MAX_DROPPED:
@@ -105,7 +122,8 @@ class Leases:
 
     def was_dropped(self, lease: str, peer: str) -> bool:
         """Say whether `peer` had this lease, and lost it without an answer."""
-        return self._dropped.get(lease) == peer
+        dropped = self._dropped.get(lease)
+        return dropped is not None and dropped.peer == peer
 
     def of(self, peer: str, *kinds: str) -> list[str]:
         """Return the ids of the leases of these kinds that `peer` has."""
@@ -130,34 +148,35 @@ class Leases:
 
     def reconcile(
         self, peer: str, theirs: set[str], now: float, grace_s: float
-    ) -> tuple[list[str], list[Send], list[str]]:
+    ) -> tuple[list[str], list[Send], list[Lease]]:
         """Compare with the leases that `peer` reports, `theirs`.
 
         Returns the leases that it reports and should not have; the commands, sent more than `grace_s` ago, that it
-        never received; and the leases of an earlier incarnation of the controller that it has lost, which are ended.
+        never received; and the leases that it has reclaimed and lost, which are ended. A command is sent again when its
+        lease is twice as old as it was the last time: all that a replica does not read take memory.
         """
         ours = self.held_by(peer).leases
         if ours.keys() == theirs:
             return [], [], []
-        resend, lost = [], []
+        resend, lost = list[Send](), list[Lease]()
         for lease in sorted(ours.keys() - theirs):
             entry = ours[lease]
             if entry.send is None:
-                lost.append(lease)
-            elif now - entry.sent_at >= grace_s:
+                lost.append(entry)
+            elif now - entry.sent_at >= max(grace_s, entry.sent_at - entry.held_from):
                 entry.sent_at = now
                 resend.append(entry.send)
-        for lease in lost:
-            self.end(self._leases[lease])
+        for entry in lost:
+            self.end(entry)
         return sorted(theirs - ours.keys()), resend, lost
 
     def expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, lease = heapq.heappop(self._deadlines)
-            if lease in self._leases:
-                late.append(self._leases[lease])
+            entry = heapq.heappop(self._deadlines)
+            if self._is_present(entry):
+                late.append(self._leases[entry[1]])
         return late
 
     def end(self, lease: Lease) -> None:
@@ -170,5 +189,20 @@ class Leases:
         self._by_kind[lease.kind] -= 1
         # Entries of `_deadlines` outlive their leases; they are removed once most of them are stale.
         if len(self._deadlines) > 64 + 4 * len(self._leases):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._leases]
+            self._deadlines = list(filter(self._is_present, self._deadlines))
             heapq.heapify(self._deadlines)
+
+    def _add(self, lease: Lease) -> None:
+        held = self._by_peer.get(lease.peer)
+        if held is None:
+            held = self._by_peer[lease.peer] = PeerLeases()
+        held.leases[lease.id] = self._leases[lease.id] = lease
+        held.num[lease.kind] += 1
+        held.tokens += lease.tokens
+        self._by_kind[lease.kind] += 1
+        heapq.heappush(self._deadlines, (lease.deadline, lease.id))
+
+    def _is_present(self, entry: tuple[float, str]) -> bool:
+        """Say whether an entry of `_deadlines` is that of a lease in force, and not of one before it was reclaimed."""
+        lease = self._leases.get(entry[1])
+        return lease is not None and lease.deadline == entry[0]

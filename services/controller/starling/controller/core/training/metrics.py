@@ -12,11 +12,11 @@ from starling.common.wire.messages import Status, TrajectoryMeta
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import Group
 
-MAX_NAMES: Final = 1000
-"""Different names of scores and of environments' metrics in a run. Each may be in every step's line of metrics.jsonl,
-and in each snapshot of the telemetry."""
-MAX_CHARACTERS: Final = 1 << 16
-"""Characters of all these names together."""
+MAX_NAMES: Final = 256
+"""Different names of scores and of environments' metrics in a run, besides as many as the recipe has scorers. Each may
+be stored for every completion, and be in every step's line of metrics.jsonl and in each snapshot of the telemetry."""
+NAME_CHARACTERS: Final = 64
+"""Characters of these names, in the mean."""
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ class MetricNames:
     line of 100 MB for each step, or be the only one whose names are known.
     """
 
+    num_scorers: int = 0
+    """Of the recipe."""
+    _names: dict[str, str] = field(default_factory=dict)
+    """By name: the name, as the one object that all groups share."""
     _senders: dict[str, str] = field(default_factory=dict)
     """By name: the replica that sent it first."""
     _nums: Counter[str] = field(default_factory=Counter)
@@ -37,29 +41,35 @@ class MetricNames:
     is_full: bool = False
     """A name was left out."""
 
+    @property
+    def limit(self) -> int:
+        """How many names there may be."""
+        return MAX_NAMES + self.num_scorers
+
     def known(self, replica: str, values: dict[str, T]) -> dict[str, T]:
-        """Return `values` without those whose names are beyond `MAX_NAMES` and `MAX_CHARACTERS`.
+        """Return `values` without those whose names are beyond `limit`, or beyond the characters of so many.
 
         Where there is no room, the newest name of the replica with the most makes room for one of a replica with fewer.
         """
-        senders = self._senders
-        if senders.keys() >= values.keys():
-            return values
-        has_room = True
+        names = self._names
+        if not names.keys() >= values.keys():
+            self._add(replica, values)
+        return {names[name]: value for name, value in values.items() if name in names}
+
+    def _add(self, replica: str, values: Iterable[str]) -> None:
         for name in values:
-            if name in senders:
+            if name in self._names:
                 continue
-            has_room = has_room and self._has_room(replica, name)
-            if has_room:
-                senders[name] = replica
-                self._nums[replica] += 1
-                self._num_characters += len(name)
-            else:
+            if not self._has_room(replica, name):
                 self.is_full = True
-        return {name: value for name, value in values.items() if name in senders}
+                return
+            self._names[name], self._senders[name] = name, replica
+            self._nums[replica] += 1
+            self._num_characters += len(name)
 
     def _has_room(self, replica: str, name: str) -> bool:
-        while len(self._senders) >= MAX_NAMES or self._num_characters + len(name) > MAX_CHARACTERS:
+        limit = self.limit
+        while len(self._names) >= limit or self._num_characters + len(name) > NAME_CHARACTERS * limit:
             if not self._make_room(replica):
                 return False
         return True
@@ -69,7 +79,7 @@ class MetricNames:
         if num <= self._nums[replica] + 1:
             return False
         newest = next(name for name in reversed(self._senders) if self._senders[name] == most)
-        del self._senders[newest]
+        del self._names[newest], self._senders[newest]
         self._nums[most] -= 1
         self._num_characters -= len(newest)
         return True

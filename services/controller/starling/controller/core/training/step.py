@@ -95,8 +95,8 @@ class SavedStates:
 class Training:
     """The active step, and the values that persist from one step to the next."""
 
-    def __init__(self, begin_version: int, sampling: Sampling) -> None:
-        """`begin_version`: the version that the run begins with, which has a saved state."""
+    def __init__(self, begin_version: int, sampling: Sampling, num_scorers: int) -> None:
+        """Begin with the version `begin_version`, which has a saved state. `num_scorers`: of the recipe."""
         self.step: ActiveStep | None = None
         """The step that makes the next version."""
         self.num_failed_together = 0
@@ -111,7 +111,7 @@ class Training:
         self.sampling = sampling
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
-        self.metric_names = MetricNames()
+        self.metric_names = MetricNames(num_scorers)
         self.limits: ModelLimits | None = None
         """What the model of the policy can read of groups; None until a policy has said it."""
 
