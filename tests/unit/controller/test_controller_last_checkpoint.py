@@ -365,10 +365,13 @@ def test_journal_keeps_steps_since_the_previous_state() -> None:
 
 
 def test_states_are_saved_at_least_save_rest_s_apart() -> None:
+    """The first one at least that long after the first step was dispatched."""
     script = Script(num_steps=4, save_every=1, save_rest_s=5.0)
     script.start_run()
     for step in (1, 2):
         script.generate_and_score(2 * step - 2, 2 * step - 1, version=step - 1)
+        if step == 1:
+            script.now += 5.0
         script.trains(step)
         script.publishes(step)
         script.adopts("rollout-0", step)

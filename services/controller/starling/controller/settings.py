@@ -248,7 +248,7 @@ class ControllerSettings(SettingsSection):
     begin_prompt: int = Field(default=0, ge=0, le=MAX_STEPS * MAX_GROUPS)
     """Position in the data that the run starts from. Set by `starling run --from`."""
     save_rest_s: float = Field(default=10.0, ge=0, le=MAX_SECONDS)
-    """Minimum time between two saved states, for runs with short steps."""
+    """Minimum time between two saved states, and before the first one, for runs with short steps."""
     journal_s: Seconds = 60.0
     """The run fails when the disk of the journal has been full for this long."""
     network_disk: bool = False

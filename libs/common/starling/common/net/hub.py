@@ -26,7 +26,7 @@ from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
 from starling.common.net.binding import bind
 from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
-from starling.common.net.frames import receive_routed, send
+from starling.common.net.frames import is_readable, receive_routed, send
 from starling.common.net.limits import (
     DEFAULT_RATE_LIMITS,
     MAX_BYTES,
@@ -89,6 +89,7 @@ SILENT_MS: Final = 60_000
 _USER: Final[Any] = b"User-Id"
 """Property of a frame: the public key of its connection, set by the authenticator."""
 _RCVTIMEO: Final = int(zmq.RCVTIMEO)
+_NOBLOCK: Final = int(zmq.NOBLOCK)
 """As a number for `setsockopt`: to assign `rcvtimeo` takes four times as long, and releases change it every ms."""
 STRANGER: Final = "an unknown peer"
 
@@ -312,9 +313,11 @@ class Hub:
 
     def _next(self, timeout_s: float) -> tuple[bytes, list[bytes], zmq.Frame] | None:
         """Return the next message with its routing id, or None after `timeout_s`."""
+        if timeout_s <= 0:
+            return receive_routed(self._socket, _NOBLOCK, MAX_FRAMES + 1) if is_readable(self._socket) else None
         # Waiting in `recv` costs a third of a poller of two sockets; therefore closed connections are checked for
         # periodically.
-        timeout_ms = int(timeout_s * 1000) + 1 if timeout_s > 0 else 0
+        timeout_ms = int(timeout_s * 1000) + 1
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = timeout_ms
             self._socket.setsockopt(_RCVTIMEO, timeout_ms)

@@ -6,14 +6,14 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starling.common.errors import WeightsError
 from starling.common.net.limits import role_of
 from starling.common.wire import messages as wire
 from starling.rollout.shell.results import lease_progress
 from starling.weightsync.offers.offer import decode_offer
-from starling.weightsync.plan.planner import decode_plan
+from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.transports.endpoints import check_offered_transports
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from starling.weightsync.offers.offer import Offer
     from starling.weightsync.puller.report import PullReport
 
+MAX_PLANS: Final = 4
+"""Decoded plans that are kept: those of a policy and of some rollouts as sources."""
 SPLIT = ("prepare_s", "read_s", "unpack_s", "digest_s", "confirm_s")
 """Phases of a pull that are reported in addition to its duration."""
 
@@ -49,6 +51,8 @@ class Adoptions:
         self._link, self._network = link, settings.network
         self._timeout_s, self._mode = settings.rollout.pull_timeout_s, settings.rollout.adoption
         self._transport = settings.rollout.transport
+        self._plans: dict[bytes, Plan] = {}
+        """The last plans, by their encoding: each version is mostly pulled by the plan of the one before."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._cancelled = threading.Event()
         """Cancels the current pull; each pull has its own event."""
@@ -71,8 +75,8 @@ class Adoptions:
             self._check_transports(message.source, offer)
             return engine.pull(
                 offer,
-                decode_plan(buffers[1]),
-                root_plan=decode_plan(buffers[2]) if message.has_root_plan else None,
+                self._plan(buffers[1]),
+                root_plan=self._plan(buffers[2]) if message.has_root_plan else None,
                 deadline_s=self._timeout_s,
                 cancelled=cancel.is_set,
                 progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
@@ -92,6 +96,14 @@ class Adoptions:
 
         self._pulling = self._thread.submit(work)
         self._pulling.add_done_callback(done)
+
+    def _plan(self, encoded: bytes) -> Plan:
+        """Return the decoded plan. Called in the thread of pulls only."""
+        if encoded not in self._plans:
+            while len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[encoded] = decode_plan(encoded)
+        return self._plans[encoded]
 
     def _check_transports(self, source: str, offer: Offer) -> None:
         """Refuse a transport that the settings do not allow. A policy has a transport of its own, unknown here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import msgspec
 
@@ -182,6 +183,9 @@ def _dispatch_groups(state: ControllerState, policies: list[Member], step: int, 
 
 
 def _grant(state: ControllerState, member: Member, command: wire.TrainStep, buffers: Buffers) -> str:
+    saved = state.training.saved
+    if saved.rests_since == -math.inf:  # the run begins with a saved state: nothing could be lost before its first step
+        saved.rests_since = state.now
     return grant(
         state, member, "train", command.step, lambda lease: msgspec.structs.replace(command, lease=lease), buffers
     )
@@ -220,12 +224,14 @@ def _command(state: ControllerState, step: int) -> wire.TrainStep:
 def save(state: ControllerState) -> None:
     """Have a policy save a state to resume from, every `save_every` steps, before it gets the next one.
 
+    Not within `save_rest_s` after the first step or the last saved state: steps may be short, and a state costs a copy.
+
     It copies the state when the command comes, and writes it while it makes further steps.
     """
     plan, saved, replicas = state.plan, state.training.saved, state.replicas
     every = int(state.training.changes.now("controller.save_every", plan.save_every))
     due = every and state.version // every * every > saved.newest and state.version < plan.last_step
-    due = due and state.now >= saved.saved_at + plan.save_rest_s
+    due = due and state.now >= saved.rests_since + plan.save_rest_s
     if (
         not due
         or not replicas.policies_have_devices()

@@ -75,7 +75,7 @@ def on_saved(state: ControllerState, member: Member, message: wire.CheckpointSav
     state.dirty |= Dirty.END | Dirty.TRAIN
     if message.state:
         saved = state.training.saved
-        saved.saved_at = state.now
+        saved.rests_since = state.now
         saved.add(message.step)
         if saved.previous:
             state.outbox.add(Prune(saved.previous))

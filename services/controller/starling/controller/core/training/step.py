@@ -81,8 +81,9 @@ class SavedStates:
     previous: int
     """The one before. The journal keeps the groups of all later steps, so that a policy that finds the newest state
     damaged can begin from this one."""
-    saved_at: float = float("-inf")
-    """When this incarnation of the controller saw the last one saved."""
+    rests_since: float = float("-inf")
+    """When this incarnation of the controller saw the last one saved, or before that, when it dispatched a first step.
+    """
     not_before: float = 0.0
     """When a failed save may be tried again."""
 

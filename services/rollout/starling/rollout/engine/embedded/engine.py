@@ -136,6 +136,8 @@ class TransformersEngine:
         if length < 2:
             raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
         self._model = model
+        self._live: Mapping[str, torch.Tensor] | None = None
+        """The live weights by name. To list them takes a millisecond, several times for each adoption."""
         self._weight_norms = cache_weight_norms(model)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
@@ -424,7 +426,9 @@ class TransformersEngine:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the live weights by Hugging Face name, tied ones once."""
-        return live_tensors(self._model)
+        if self._live is None:
+            self._live = live_tensors(self._model)
+        return self._live
 
     def pull(
         self,
@@ -486,12 +490,16 @@ class TransformersEngine:
         """Move the weights to host memory; all groups must have been removed before."""
         assert not len(self._rows), "groups are interrupted before the engine sleeps"
         if self._forward.device.type == "cuda":
-            self._model.to("cpu")
+            self._move("cpu")
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         """Move the weights back, unchanged."""
-        self._model.to(self._forward.device)
+        self._move(self._forward.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self._model.to(device)
+        self._live = None  # a module replaces its buffers
 
     def close(self) -> None:
         """Stop the threads and connections of pulls."""
