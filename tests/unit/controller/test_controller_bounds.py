@@ -145,6 +145,7 @@ def test_rollout_has_no_more_boxes_than_the_model_of_the_policy_can_be_split_int
 ) -> None:
     """Those of a larger model would be decoded before there is no plan for them."""
     monkeypatch.setattr("starling.weightsync.plan.layout.FREE_BOXES", 8)
+    monkeypatch.setattr("starling.weightsync.plan.layout.BOXES_PER_TENSOR", 0)
     script = Script()
     script.start_run("rollout-0")
     layout = decode_layout(encoded_layout("rollout-9"))

@@ -480,6 +480,7 @@ def test_layout_of_many_parts_is_decoded() -> None:
 def test_layout_has_no_more_boxes_than_a_model_of_its_size_can_be_split_into(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_module, "FREE_BOXES", 8)
     monkeypatch.setattr(layout_module, "BYTES_PER_BOX", 16)
+    monkeypatch.setattr(layout_module, "BOXES_PER_TENSOR", 0)
     assert decode_layout(encode(strips("r", 1 << 12, 0))), "16 MiB"
     assert decode_layout(ranks_of(2, 4)), "a byte"
     with pytest.raises(WeightsError, match=r"has 9 boxes or more, expected at most 8 of a model of its size"):

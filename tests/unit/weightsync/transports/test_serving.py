@@ -407,8 +407,14 @@ def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport)
                 event = each.event()
             assert isinstance(event, ConnectionLost), "it would ask again and again"
             each.client.drop("source")
-        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", cost).ranks
+        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", 3 * cost).ranks
         assert not greedy.connect(again).reason
+        greedy.client.ask("source", greedy.request([PIECE]), NO_TARGET)
+        refused = greedy.event()
+        assert not isinstance(refused, AnswerReceived) or refused.answer.reason, "more tickets allow no more"
+        greedy.client.drop("source")
+        (other,) = offer_for(offer, "rollout-8", "adopt:1:1.3", cost).ranks
+        assert not greedy.connect(other).reason
         assert not greedy.read([PIECE])[0].reason
 
 

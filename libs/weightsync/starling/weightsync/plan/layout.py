@@ -62,10 +62,11 @@ MAX_LAYOUT_BOXES: Final = 1 << 20
 their own, and a replica of 1,024 ranks; a million boxes take 5 s or more to decode, and to plan for."""
 FREE_BOXES: Final = 1 << 17
 BYTES_PER_BOX: Final = 1 << 17
-"""A layout from a peer has at most so many boxes, and one more for each so many bytes of the model: 139,000 for half a
-billion parameters, 260,000 for eight. A replica of 16 ranks has 5,000 boxes of such a model, and 300,000 of one of 30
-billion with each expert on its own. The controller decodes them and plans for them, and a policy digests them at each
-version."""
+BOXES_PER_TENSOR: Final = 16
+"""A layout from a peer has at most so many boxes, and more for each so many bytes of the model and for each tensor:
+139,000 for half a billion parameters, 260,000 for eight. A replica of 16 ranks has 5,000 boxes of such a model. Of one
+of 30 billion parameters in NVFP4, with each expert and its scales on their own, eight ranks have 450,000. The
+controller decodes them and plans for them, and a policy digests them at each version."""
 MAX_OTHER_BYTES: Final = 4 << 20
 """Maximum bytes of a layout besides its tensors and boxes: names of hosts, devices and rails."""
 MAX_RANK_RAILS: Final = 32
@@ -223,9 +224,10 @@ def decode(kind: type[T], data: bytes | bytearray | memoryview, name: str = "") 
         raise WeightsError(f"These {len(data)} bytes are not a {name or kind.__name__}: {error}.") from error
 
 
-def most_boxes(tensors: Iterable[TensorSpec]) -> int:
+def most_boxes(tensors: Sequence[TensorSpec]) -> int:
     """Return how many boxes a layout of these tensors, which must pass `check_specs`, may have."""
-    return min(MAX_LAYOUT_BOXES, FREE_BOXES + _model_bytes(tensors) // BYTES_PER_BOX)
+    by_tensors = BOXES_PER_TENSOR * len(tensors)
+    return min(MAX_LAYOUT_BOXES, FREE_BOXES + by_tensors + _model_bytes(tensors) // BYTES_PER_BOX)
 
 
 def _model_bytes(tensors: Iterable[TensorSpec]) -> int:

@@ -187,7 +187,7 @@ class SnapshotSource:
         self._caches: dict[int, DigestCache] = {}
         self._used: dict[int, set[str]] = {}
         self._read: dict[int, Counter[str]] = {}
-        """What was read of each snapshot, by the claims of tickets."""
+        """What was read of each snapshot, by reader."""
 
     def cache(self, snapshot: int) -> DigestCache:
         """Return the digest cache of a snapshot. Caches of snapshots that are gone are deleted."""
@@ -208,17 +208,18 @@ class SnapshotSource:
             used.add(ticket)
 
     def charge(self, snapshot: int, proof: TicketProof, boxes: Sequence[ShardPiece]) -> None:
-        """Note that boxes are read. Raises AllowanceSpentError if the pull reads more than its ticket allows: it would
-        take bandwidth and time from others, and from the training in this process."""
+        """Note that boxes are read. Raises AllowanceSpentError if the reader, with all its tickets for the snapshot,
+        reads more than one allows: it would take bandwidth and time from others, and from the training in this process.
+        """
         if proof.most_bytes is None:
             return
         with self._lock:
             read = self._read.setdefault(snapshot, Counter())
-            read[proof.claims] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
-            if read[proof.claims] > proof.most_bytes:
+            read[proof.reader] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
+            if read[proof.reader] > proof.most_bytes:
                 raise AllowanceSpentError(
-                    f"{proof.reader} has read more of snapshot {snapshot} than its ticket allows: a pull reads a few "
-                    "times what it needs at most."
+                    f"{proof.reader} has read more of snapshot {snapshot} than its tickets allow: a few times what it "
+                    "needs at most."
                 )
 
 

@@ -203,8 +203,11 @@ def overdue(state: ControllerState) -> str | None:
         return f"the last {num_discarded} groups were all discarded; the last one, {buffer.last_discarded}"
     membership = state.replicas.membership
     # Most rows are short, and need no second look.
-    if num_filtered >= state.plan.max_filtered and state.plan.max_filtered <= buffer.filtering.num_of_several(
-        lambda role: [member.name for member in membership.of(role)]
+    limit = state.plan.max_filtered if state.plan.dynamic_sampling else math.inf
+    if (
+        num_filtered
+        >= limit
+        <= buffer.filtering.num_of_several(lambda role: [member.name for member in membership.of(role)])
     ):
         return (
             f"the last {num_filtered} groups were all filtered out, because the rewards of each were equal, and "

@@ -65,7 +65,7 @@ from starling.controller.core.replicas.departure import (
     evict_hanging,
     stop_awaiting,
 )
-from starling.controller.core.replicas.eviction import evict_by_counts, evict_culprit, evict_filtering, evict_useless
+from starling.controller.core.replicas.eviction import evict_culprit, evict_unable, evict_useless, set_filtering_aside
 from starling.controller.core.replicas.failures import on_failed
 from starling.controller.core.replicas.heartbeat import on_heartbeat
 from starling.controller.core.replicas.joining import on_checkpoint_read, on_hello
@@ -217,8 +217,8 @@ def _tick(state: ControllerState) -> None:
             evict_hanging(state, member, lease)
     if state.lifecycle.stage in ACTIVE:
         evict_culprit(state)
-        evict_filtering(state)
-        evict_by_counts(state)
+        set_filtering_aside(state)
+        evict_unable(state)
         evict_useless(state)
         problem = overdue(state)
         if problem is not None:

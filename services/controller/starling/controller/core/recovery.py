@@ -77,6 +77,8 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             records.MemberLeft() | records.VersionAdopted() | records.ReplicaCounted() | records.SourceEvicted()
         ) as record:
             _apply_to_membership(membership, record)
+            if isinstance(record, records.MemberLeft):
+                state.buffer.filtering.counts.forget(record.name)
         case records.FilterCountReset(name=name):
             state.buffer.filtering.forget(name)
         case records.CheckpointLoaded(digest=digest):
@@ -84,6 +86,7 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
         case records.DataRead(is_changed=True):
             floor = incarnation, MAX_LEASE_NUMBER  # work on the prompts before is not reclaimed
             state.buffer.regenerate_all(floor)
+            state.buffer.filtering.clear_row()
             if state.evaluations.current is not None:
                 state.evaluations.current.regenerate_all(floor)
         case records.GroupsOpened(first=first, num=num):

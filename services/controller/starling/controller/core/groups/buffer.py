@@ -125,7 +125,7 @@ class GroupBuffer(Groups):
         scorer: str = "",
     ) -> None:
         """Store the rewards of a generated group."""
-        self.filtering.note_kept(group.generator, scorer)
+        self.filtering.note_kept(group.generator, scorer, is_first_try=not group.tries)
         super().store_rewards(group, rewards, components, scorer)
 
     def _complete(self, group: Group) -> None:
@@ -157,7 +157,7 @@ class GroupBuffer(Groups):
         """Discard a group whose rewards, by `scorer`, are all equal: it has no advantage to learn from, and did not
         fail."""
         self.num_filtered += 1
-        self.filtering.note_filtered(group.generator, scorer)
+        self.filtering.note_filtered(group.generator, scorer, is_first_try=not group.tries)
         bisect.insort(self._filtered, (group.ordinal, reward))
         self.move(group, GroupState.DISCARDED)
         self._remove(group)

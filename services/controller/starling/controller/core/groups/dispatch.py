@@ -86,15 +86,12 @@ def score_with_teachers(state: ControllerState) -> None:
 
 
 def _scorer(state: ControllerState, role: Role, group: Group) -> Member | None:
-    """Return the least busy replica of a role, but not the one that has failed this group while there are others.
-
-    Otherwise a replica could choose prompts that are discarded, by failing each of their tries.
-    """
+    """Return the least busy replica of a role, but another one than has failed this group, if one has a free slot."""
     slots = refreshed_slots(state, role)
     index = slots.rewards if role == "reward" else slots.teachers
     member = index.least_busy()
-    if member is not None and member.name == group.failed_by and state.replicas.membership.num(role) > 1:
-        return index.least_busy_but(group.failed_by)
+    if member is not None and member.name == group.failed_by:
+        return index.least_busy_but(group.failed_by) or member
     return member
 
 

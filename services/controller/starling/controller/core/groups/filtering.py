@@ -35,22 +35,24 @@ class FilteredGroups:
         self.counts = PairCounts()
         self._in_a_row: Counter[Pair] = Counter()
 
-    def note_filtered(self, rollout: str, reward: str) -> None:
+    def note_filtered(self, rollout: str, reward: str, *, is_first_try: bool) -> None:
         """Count a group that was filtered out."""
         self.num_in_a_row += 1
         self._in_a_row[rollout, reward] += 1
-        self.counts.note_lost(rollout, reward)
+        if is_first_try:
+            self.counts.note_lost(rollout, reward)
 
-    def note_kept(self, rollout: str, reward: str) -> None:
+    def note_kept(self, rollout: str, reward: str, *, is_first_try: bool) -> None:
         """Count a group that was kept."""
         if self.num_in_a_row:
-            self._clear_row()
-        self.counts.note_used(rollout, reward)
+            self.clear_row()
+        if is_first_try:
+            self.counts.note_used(rollout, reward)
 
     def forget(self, name: str) -> None:
         """Count the groups of a replica, and those in a row, anew."""
         self.counts.forget(name)
-        self._clear_row()
+        self.clear_row()
 
     def in_a_row_of(self, role: Role) -> Counter[str]:
         """Return how many of the groups in a row each replica of a role had to do with."""
@@ -84,7 +86,8 @@ class FilteredGroups:
         self._in_a_row.update({pair: one.in_a_row for pair, one in by_pair.items() if one.in_a_row})
         self.num_in_a_row = self._in_a_row.total()
 
-    def _clear_row(self) -> None:
+    def clear_row(self) -> None:
+        """Begin to count groups in a row anew."""
         self.num_in_a_row = 0
         self._in_a_row.clear()
 

@@ -242,8 +242,8 @@ def _check_temperature(state: ControllerState, lease: Lease, group: Group, tempe
 
 def _reject(state: ControllerState, member: Member, groups: Groups, group: Group, error: InvalidResultError) -> None:
     """Count a result that cannot be used as a failed try of its group, and distrust the replica if it is malformed."""
-    if member.role in state.replicas.membership.unscored and group.giver is None:
-        note_unscored(state, group.generator, member)
+    if member.role in state.replicas.membership.unscored:
+        note_unscored(state, group, member)
     retry(state, groups, group, str(error), member.name)
     if error.is_malformed:
         distrust(state, member, f"{member.name} answered for prompt {group.prompt.id}: {error}")
@@ -362,8 +362,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     groups, group = found
     if not wire.TRAINABLE_STATUSES.issuperset(message.statuses) or None in message.rewards:
         reason = "; ".join([problem[:MAX_REASON_CHARACTERS] for problem in message.problems[:3]])
-        if group.giver is None:
-            note_unscored(state, group.generator, member)
+        note_unscored(state, group, member)
         retry(state, groups, group, reason or "a scorer gave no reward", member.name)
         return
     try:
@@ -371,7 +370,7 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    note_scored(state, group.generator, member)
+    note_scored(state, group, member)
     rewards = message.rewards
     if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
         if group.giver is not None:
@@ -407,7 +406,7 @@ def on_tokens_scored(
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
-    note_scored(state, group.generator, member)
+    note_scored(state, group, member)
     groups.store_teacher_logprobs(group, message.tensors, event.buffers)
     _note_if_complete(state, group)
     state.outbox.write(TeacherLogprobsStored(key=group.key, tensors=message.tensors), event.buffers)

@@ -82,7 +82,7 @@ def _drain(state: ControllerState) -> None:
     for name in sorted(membership.members):
         reason = f"it did not leave within {state.plan.drain_s:g} s"
         state.outbox.note("left", replica=name, reason=reason, num_leases=0)
-    if lifecycle.stop_is_journaled:
+    if lifecycle.stopping or lifecycle.failure:
         state.outbox.write(RunStopped(reason=lifecycle.reason))
     lifecycle.enter(RunStage.OVER)
     state.outbox.add(FinishRun(not lifecycle.failure, lifecycle.reason))

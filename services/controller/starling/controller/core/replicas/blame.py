@@ -12,9 +12,13 @@ other groups that came to nothing:
     excess   = sum over counterparts of  lost - num p,    p = (lost of the others + 2) / (num of the others + 2)
     variance = sum over counterparts of  num p (1 - p) (1 + num / (num of the others + 2))
 
-The two that are added keep a replica from being judged by a few groups of others. A scorer may know whom it scores, by
-the texts or by the time, and a rollout cannot choose who scores it. So while there are several scorers, the one that
-speaks most against a rollout is not heard.
+The two that are added keep a replica from being judged by a few groups of others. Only first tries count, because who
+gets a further one depends on who failed the one before. No single replica may have others judged:
+
+- The counterpart that speaks most against a replica is not heard, where there are several. A scorer may know whom it
+  scores, by the texts or by the time, and a rollout may choose its scorer, by answering when only that one is free.
+- Where groups may come to nothing by a replica's choice, `without_best` leaves out the one of the others that lowers
+  their share most: a liar could keep all of its groups. So it takes three of a role to judge one.
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ COUNTED_PER_PAIR: Final = 16
 """At this number of groups, or this many for each rollout with each scorer, all counts are halved, so that a replica is
 judged by what it did lately."""
 MIN_EXCESS: Final = 8
-MIN_EXCESS_SHARE: Final = 0.25
-"""Of the replica's groups. Smaller differences can have honest causes, such as engines of another precision."""
+MIN_EXCESS_SHARE: Final = 0.5
+"""Of the replica's groups. Smaller differences can have honest causes: the longest prompts go to the fastest rollouts,
+and long prompts may be harder."""
 NUM_DEVIATIONS: Final = 6.0
 """Excess in standard deviations: chance leads to it once in a billion times."""
 LOOK_S_PER_PAIR: Final = 1e-3
@@ -48,6 +53,14 @@ class _Excess(NamedTuple):
     lost: float
     """How many more of them came to nothing than expected."""
     variance: float
+
+
+class _Cell(NamedTuple):
+    name: str
+    """The replica."""
+    lost: int
+    num: int
+    """Its groups with one counterpart."""
 
 
 class PairCounts:
@@ -85,18 +98,20 @@ class PairCounts:
         self.looked_at = now
         return True
 
-    def culprit(self, role: Role, present: Collection[str], num_counterparts: int) -> tuple[str, str] | None:
+    def culprit(
+        self, role: Role, present: Collection[str], num_counterparts: int, *, without_best: bool
+    ) -> tuple[str, str] | None:
         """Return one of the replicas `present` whose groups come to nothing far too often, and a description.
 
         Args:
             role: of these replicas.
             num_counterparts: replicas on the other side that are in the run.
+            without_best: leave out the one of the others that lowers their share most.
         """
-        is_rollout = role == "rollout"
-        for name, excesses in self._excesses(0 if is_rollout else 1).items():
+        for name, excesses in self._excesses(0 if role == "rollout" else 1, without_best=without_best).items():
             if name not in present:
                 continue
-            if is_rollout and num_counterparts > 1:
+            if num_counterparts > 1:
                 excesses.remove(max(excesses, key=lambda one: one.lost))
             num, lost, variance = (sum(column) for column in zip(_Excess(0, 0.0, 0.0), *excesses, strict=True))
             if lost >= max(MIN_EXCESS, MIN_EXCESS_SHARE * num, NUM_DEVIATIONS * math.sqrt(variance)):
@@ -123,19 +138,23 @@ class PairCounts:
             )
             self._num_counted = self.lost.total() + self.used.total()
 
-    def _excesses(self, side: int) -> dict[str, list[_Excess]]:
+    def _excesses(self, side: int, *, without_best: bool) -> dict[str, list[_Excess]]:
         """Return, for each replica of one side of the pairs, its excess with each of its counterparts."""
-        pairs = [pair for pair in sorted({*self.lost, *self.used}) if all(pair)]
-        lost, num = Counter[str](), Counter[str]()
-        for pair in pairs:
-            lost[pair[1 - side]] += self.lost[pair]
-            num[pair[1 - side]] += self.lost[pair] + self.used[pair]
         found: dict[str, list[_Excess]] = {}
-        for pair in pairs:
-            counterpart, own_lost = pair[1 - side], self.lost[pair]
-            own = own_lost + self.used[pair]
-            num_others = num[counterpart] - own + 2
-            share = (lost[counterpart] - own_lost + 2) / num_others
-            variance = own * share * (1 - share) * (1 + own / num_others)
-            found.setdefault(pair[side], []).append(_Excess(own, own_lost - own * share, variance))
+        of_counterpart: dict[str, list[_Cell]] = {}
+        for pair in sorted({*self.lost, *self.used}):
+            if all(pair):
+                cell = _Cell(pair[side], self.lost[pair], self.lost[pair] + self.used[pair])
+                of_counterpart.setdefault(pair[1 - side], []).append(cell)
+        for cells in of_counterpart.values():
+            lost, num = (sum(column) for column in list(zip(*cells, strict=True))[1:])
+            by_share = sorted(cells, key=lambda cell: (lost - cell.lost + 2) / (num - cell.num + 2), reverse=True)[:2]
+            for own in cells:
+                others_lost, num_others = lost - own.lost, num - own.num
+                best = next((cell for cell in by_share if cell is not own), None)
+                if without_best and best is not None:
+                    others_lost, num_others = others_lost - best.lost, num_others - best.num
+                share = (others_lost + 2) / (num_others + 2)
+                variance = own.num * share * (1 - share) * (1 + own.num / (num_others + 2))
+                found.setdefault(own.name, []).append(_Excess(own.num, own.lost - own.num * share, variance))
         return found

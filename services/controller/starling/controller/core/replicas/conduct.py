@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from starling.controller.core.dirty import Dirty
+from starling.controller.core.groups.group import Group
 from starling.controller.core.records import ReplicaCounted
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import MAX_INVALID, Member
@@ -26,21 +27,26 @@ def note_used(state: ControllerState, *replicas: str) -> None:
         state.replicas.membership.conduct[name].note_used()
 
 
-def note_unscored(state: ControllerState, generator: str, scorer: Member) -> None:
-    """Note that a reward replica or a teacher could not score what `generator`, empty if unknown, has generated.
+def note_unscored(state: ControllerState, group: Group, scorer: Member) -> None:
+    """Note that a reward replica or a teacher could not score a group.
 
-    Either may be at fault. The caller counts it against the scorer.
+    It may be at fault, or the rollout that generated the group. The caller counts it against the scorer. A group of
+    resumed completions says nothing of either.
     """
     membership = state.replicas.membership
-    membership.unscored[scorer.role].note_lost(generator, scorer.name)
-    if generator:
-        membership.conduct[generator].num_spoiled += 1
+    if group.giver is not None:
+        return
+    if not group.tries:
+        membership.unscored[scorer.role].note_lost(group.generator, scorer.name)
+    if group.generator:
+        membership.conduct[group.generator].num_spoiled += 1
 
 
-def note_scored(state: ControllerState, generator: str, scorer: Member) -> None:
-    """Note that a reward replica or a teacher has scored what `generator`, empty if unknown, has generated."""
+def note_scored(state: ControllerState, group: Group, scorer: Member) -> None:
+    """Note that a reward replica or a teacher has scored a group."""
     note_used(state, scorer.name)
-    state.replicas.membership.unscored[scorer.role].note_used(generator, scorer.name)
+    if not group.tries:
+        state.replicas.membership.unscored[scorer.role].note_used(group.generator, scorer.name)
 
 
 def note_answered(state: ControllerState, member: Member, lease: Lease) -> None:

@@ -37,9 +37,17 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
         state.evaluations.current.pinned.discard(name)
     state.training.drop_share(name)
     member.layout = None  # the index of free slots may keep the member for a while
+    replicas.membership.end_set_aside(member.role, state.now, replicas.slots.end_cooldown)
+    _forget_counts(state, name)
     state.outbox.write(MemberLeft(name=name))
     state.outbox.note("left", replica=name, reason=reason, num_leases=len(dropped))
     state.dirty = Dirty.ALL
+
+
+def _forget_counts(state: ControllerState, name: str) -> None:
+    """Count the groups of a replica that has left anew: others have learned meanwhile, and so has the model."""
+    for counts in (state.buffer.filtering.counts, *state.replicas.membership.unscored.values()):
+        counts.forget(name)
 
 
 def evict(state: ControllerState, member: Member, reason: str) -> None:
@@ -90,6 +98,7 @@ def stop_awaiting(state: ControllerState) -> None:
     # One that has said hello, and not yet what it holds, is a member again.
     for name in sorted(membership.awaited - membership.members.keys()):
         membership.note_gone(name)
+        _forget_counts(state, name)
         state.outbox.write(MemberLeft(name=name))
         reason = "it was not heard after the controller's restart"
         state.outbox.note("left", replica=name, reason=reason, num_leases=0)

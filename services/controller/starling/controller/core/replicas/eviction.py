@@ -11,7 +11,6 @@ from typing import Final
 from starling.common.ids import Role
 from starling.controller.core.groups.filtering import SIDES
 from starling.controller.core.records import FilterCountReset
-from starling.controller.core.replicas.blame import PairCounts
 from starling.controller.core.replicas.conduct import note_invalid
 from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.membership import Conduct, Member
@@ -20,6 +19,8 @@ from starling.controller.core.state import ControllerState
 SCORERS: Final[tuple[Role, ...]] = ("reward", "teacher")
 CULPRIT_SHARE: Final = 0.75
 """Share of the groups that were discarded, or filtered out, in a row, from which on one replica is at fault."""
+SET_ASIDE_S: Final = 300.0
+"""How long a replica gets no work whose groups are filtered out."""
 
 
 def evict_culprit(state: ControllerState) -> None:
@@ -41,69 +42,62 @@ def evict_culprit(state: ControllerState) -> None:
         buffer.note_not_discarded()
 
 
-def evict_filtering(state: ControllerState) -> None:
-    """Evict the replica that led to nearly all groups that were filtered out in a row, if another one has its role.
+def set_filtering_aside(state: ControllerState) -> None:
+    """Give no work for a while to replicas whose groups are nearly all filtered out.
 
-    It may leave so few groups to others that these cannot be compared. If that is so of a rollout and of a reward
-    replica, the latter is evicted, and not counted: its scores are then compared with those of others.
+    They are neither evicted nor counted. Groups are filtered out by honest replicas, too, and whether a reward replica
+    or its rollouts are at fault, or two of them disagree, cannot be told for certain. Who led to three quarters of a
+    long row may leave so few groups to others that these cannot be compared; if that is so of a rollout and of a reward
+    replica, the latter is set aside, and others score the same rollout.
     """
     filtering, membership = state.buffer.filtering, state.replicas.membership
-    if filtering.num_in_a_row < state.plan.max_filtered:
-        return
-    culprits = []
-    for role in SIDES:
-        name, share = _greatest_share(filtering.in_a_row_of(role))
-        member = membership.members.get(name)
-        if share >= CULPRIT_SHARE and member is not None and membership.num(role) > 1:
-            groups = f"{filtering.num_in_a_row} groups in a row that were filtered out"
-            culprits.append((member, f"{name} led to {share:.0%} of {groups}"))
-    if not culprits:
-        return
-    culprit, reason = culprits[-1]
-    _count_anew(state, culprit.name)
-    if len(culprits) == 1:
-        note_invalid(state, culprit.name, reason)
-    evict(state, culprit, reason)
+    if filtering.num_in_a_row >= state.plan.max_filtered:
+        for role in reversed(SIDES):
+            name, share = _greatest_share(filtering.in_a_row_of(role))
+            reason = f"it led to {share:.0%} of {filtering.num_in_a_row} groups in a row that were filtered out"
+            if share >= CULPRIT_SHARE and _set_aside(state, name, reason):
+                break
+    if filtering.counts.is_due(state.now):
+        for role, counterpart in (SIDES, SIDES[::-1]):
+            names = [member.name for member in membership.of(role)]
+            found = filtering.counts.culprit(role, names, membership.num(counterpart), without_best=True)
+            if found is not None:
+                _set_aside(state, found[0], f"{found[1]} that it had to do with were filtered out")
 
 
-def evict_by_counts(state: ControllerState) -> None:
-    """Evict replicas whose groups are filtered out, or not scored, far more often than those of others of their role.
-
-    Once a replica has been counted, its groups are counted anew, since it may come back repaired.
-    """
-    filtered = state.buffer.filtering.counts
-    if filtered.is_due(state.now):
-        for name in _evict_by(state, filtered, "reward", "filtered out"):
-            _count_anew(state, name)
-    for role, unscored in state.replicas.membership.unscored.items():
-        if unscored.is_due(state.now):
-            for name in _evict_by(state, unscored, role, "thrown away because they could not be scored"):
-                unscored.forget(name)
-
-
-def _count_anew(state: ControllerState, name: str) -> None:
-    """Count filtered groups of a replica, and those in a row, anew."""
+def _set_aside(state: ControllerState, name: str, reason: str) -> bool:
+    """Give a replica no work for a while, unless none of its role would be left; count its filtered groups anew."""
+    replicas, until = state.replicas, state.now + SET_ASIDE_S
+    member = replicas.membership.members.get(name)
+    if member is None or name in replicas.slots.cooldowns or not replicas.membership.works_without(name, state.now):
+        return False
+    replicas.membership.set_aside[name] = until
     state.buffer.filtering.forget(name)
     state.outbox.write(FilterCountReset(name=name))
+    state.outbox.note("set_aside", replica=name, reason=reason, seconds=SET_ASIDE_S)
+    replicas.slots.cool_down(member, until)
+    return True
 
 
-def _evict_by(state: ControllerState, counts: PairCounts, scorers: Role, fate: str) -> list[str]:
-    """Evict and count the rollout and the scorer that stand out in `counts`, if others have their role.
+def evict_unable(state: ControllerState) -> None:
+    """Evict and count replicas with far more groups that could not be scored than others of their role.
 
-    Returns their names.
+    Both sides of a pair are looked at: a scorer may be unable, and what a rollout generates impossible to score.
     """
-    membership, evicted = state.replicas.membership, []
-    sides: tuple[tuple[Role, Role], ...] = (("rollout", scorers), (scorers, "rollout"))
-    for role, counterpart in sides:
-        present = {member.name: member for member in membership.of(role)}
-        found = counts.culprit(role, present, membership.num(counterpart)) if len(present) > 1 else None
-        if found is not None:
-            name, how_many = found
-            reason = f"{name} had to do with {how_many} that were {fate}"
-            note_invalid(state, name, reason)
-            evict(state, present[name], reason)
-            evicted.append(name)
-    return evicted
+    membership = state.replicas.membership
+    for scorers, unscored in membership.unscored.items():
+        if not unscored.is_due(state.now):
+            continue
+        sides: tuple[tuple[Role, Role], ...] = (("rollout", scorers), (scorers, "rollout"))
+        for role, counterpart in sides:
+            present = {member.name: member for member in membership.of(role)}
+            found = unscored.culprit(role, present, membership.num(counterpart), without_best=False)
+            if found is not None and len(present) > 1:
+                name, how_many = found
+                unscored.forget(name)
+                reason = f"{name} had to do with {how_many} that could not be scored"
+                note_invalid(state, name, reason)
+                evict(state, present[name], reason)
 
 
 def _share_used(state: ControllerState, name: str) -> float:
@@ -156,7 +150,7 @@ def evict_useless(state: ControllerState) -> None:
 
 
 def _spoils(state: ControllerState, member: Member, conduct: Conduct) -> bool:
-    """Say whether a replica spoils more groups than it is of use to; of a scorer, `evict_by_counts` decides that."""
+    """Say whether a replica spoils more groups than it is of use to; of a scorer, `evict_unable` decides that."""
     return conduct.excess >= state.plan.max_discarded and member.role not in SCORERS
 
 

@@ -38,8 +38,8 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
     found = state.group_of_lease(message.lease)
     if found is not None:
         is_scoring = kind in ("score", "teach")
-        if is_scoring and found[1].giver is None:
-            note_unscored(state, found[1].generator, member)
+        if is_scoring:
+            note_unscored(state, found[1], member)
         # Another replica may well be able to score it.
         retry(state, *found, reason, member.name, retryable=is_scoring or not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):

@@ -37,7 +37,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         refuse(state, name, refusal)
         return
     if known is not None and known.incarnation == incarnation:
-        known.heard_at = event.now  # its welcome was lost
+        # Its welcome was lost. A hello is no heartbeat: one that sends nothing else would stay a member for ever.
         replicas.sharing.reset(known)
         replicas.slots.mark(known)
         state.dirty = Dirty.ALL
@@ -47,6 +47,9 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         depart(state, known, "it was started again", ended=True)
     member = replicas.membership.join(name, incarnation, message, layout, event.now)
     replicas.sharing.reset(member)
+    until = replicas.membership.set_aside.get(name, event.now)
+    if until > event.now and replicas.membership.works_without(name, event.now):
+        replicas.slots.cool_down(member, until)
     limits = message.limits if member.role == "policy" else None
     state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation, limits=limits))
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -118,6 +118,8 @@ class Membership:
     """By replica, also after it left."""
     unscored: dict[Role, PairCounts] = field(default_factory=lambda: {"reward": PairCounts(), "teacher": PairCounts()})
     """By role of the scorers: groups that they could not score, and that they could."""
+    set_aside: dict[str, float] = field(default_factory=dict)
+    """Replicas, also after they left, that get no work because their groups are filtered out, and until when."""
     hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
     """By replica: hellos that are answered."""
     accusers: dict[str, bool] = field(default_factory=dict)
@@ -151,6 +153,19 @@ class Membership:
         """
         member = self.members.get(name)
         return member is not None and incarnation < member.incarnation
+
+    def works_without(self, name: str, now: float) -> bool:
+        """Say whether a replica may be set aside, because another one of its role gets work."""
+        others = [one.name for one in self.of(self.members[name].role) if one.name != name]
+        return any(self.set_aside.get(other, now) <= now for other in others)
+
+    def end_set_aside(self, role: Role, now: float, end: Callable[[str], None]) -> None:
+        """Let replicas work again, by `end`, if all that are left of a role are set aside."""
+        left = [member.name for member in self.of(role)]
+        if all(self.set_aside.get(name, now) > now for name in left):
+            for name in left:
+                del self.set_aside[name]
+                end(name)
 
     def refusal(self, name: str, incarnation: int, hello: Hello) -> str | None:
         """Return why this replica may not join, or None when it may."""
@@ -247,7 +262,7 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct)
+            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct, self.set_aside)
             for known in (
                 *by_name,
                 self.accusers,

@@ -321,11 +321,10 @@ class Publications:
         self.suspects.pop(name, None)
         for pair in [pair for pair in self.num_bad_pulls if name in pair]:
             del self.num_bad_pulls[pair]
-        offered = self._withdraw(name)
+        self._withdraw(name)
         self._pairs.pop(id(layout), None)
-        if offered is not None:
-            for pairs in self._pairs.values():
-                pairs.pop(id(layout), None)
+        for pairs in self._pairs.values():  # it may have been a source before it lost its offer
+            pairs.pop(id(layout), None)
         if layout is not None and layout is not self.policy_layout:
             self._plans.forget(layout)
 

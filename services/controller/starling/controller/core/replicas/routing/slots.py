@@ -109,7 +109,7 @@ class SlotIndex:
         self.rewards, self.teachers = FreeSlots(), FreeSlots()
         self.rates = RateEstimates()
         self.cooldowns: dict[str, float] = {}
-        """Rollouts in cooldown, and until when."""
+        """Replicas in cooldown, and until when."""
         self._late_at = float("-inf")
         """When rollouts that are late are looked for again."""
         self._changed: dict[Role, dict[str, Member]] = {role: {} for role in REPLICA_ROLES}
@@ -127,7 +127,8 @@ class SlotIndex:
             self._changed[role] = {}
             num_rollouts = self._membership.num("rollout")
             for member in changed.values():
-                if self._sharing.shared and not self._sharing.has_devices(member):
+                is_asleep = self._sharing.shared and not self._sharing.has_devices(member)
+                if is_asleep or member.name in self.cooldowns:
                     self.drop(member, evaluation)
                 elif member.has_reported:
                     self._update(member, evaluation, num_rollouts)
@@ -139,9 +140,6 @@ class SlotIndex:
         elif member.role == "teacher":
             self.teachers.put(member, self._leases.num(member.name, "teach"))
         elif member.role == "rollout":
-            if member.name in self.cooldowns:
-                self.drop(member, evaluation)
-                return
             held = self._leases.held_by(member.name)
             busy, speed = held.num.get("generate", 0), member.num_slots * self.rates.rate(member.name)
             self.routing.put(member, busy, member.num_slots, queued=held.tokens, speed=speed)
@@ -177,14 +175,18 @@ class SlotIndex:
         return late
 
     def cool_down(self, member: Member, until: float) -> None:
-        """Give a rollout no group for a while: it is about to leave, or has lost its engine."""
+        """Give a replica no group for a while: it is about to leave, has lost its engine, or is set aside."""
         self.cooldowns[member.name] = until
         self.mark(member)
 
     def end_cooldowns(self, now: float) -> None:
         """End the cooldowns that are over."""
         for name in [name for name, until in self.cooldowns.items() if until <= now]:
-            del self.cooldowns[name]
+            self.end_cooldown(name)
+
+    def end_cooldown(self, name: str) -> None:
+        """End the cooldown of a member, if it is in one."""
+        if self.cooldowns.pop(name, None) is not None:
             self.mark(self._membership.members[name])
 
     def forget(self, member: Member, evaluation: PinnedRollouts | None) -> None:
