@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import attention
 from starling.rollout.engine.embedded.attention import use_paged_attention
-from starling.rollout.engine.embedded.decoder import plain_decoder
+from starling.rollout.engine.embedded.decoder import TABLE_POSITIONS, plain_decoder
 
 torch.set_num_threads(1)
 
@@ -126,3 +126,20 @@ def test_plain_decoder_reads_the_weights_of_the_model() -> None:
     completion = drain(engine)["b"].completions[0]
     expected = reference_logprobs(other, prompt, completion.token_ids)
     torch.testing.assert_close(torch.from_numpy(completion.logprobs), torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_scaled_rope", "qwen3_yarn"])
+@torch.inference_mode()
+def test_rotations_of_a_table_are_those_that_the_model_computes(name: str) -> None:
+    """Also when a longer sequence makes it grow, and beyond its end."""
+    decoder = plain_decoder(build(CASES[name], torch.float32))
+    assert decoder is not None
+    tokens = torch.tensor(random_prompt(3, 8))
+
+    def hidden(first: int, *, has_table: bool) -> torch.Tensor:
+        decoder._has_table = has_table
+        # Each query sees itself, turned: the output depends on its rotation.
+        return decoder.hidden(tokens, torch.arange(first, first + 8), lambda layer, query, key, value, *_: query)
+
+    for first in (0, 3, 250, 1000, TABLE_POSITIONS - 4):
+        assert torch.equal(hidden(first, has_table=True), hidden(first, has_table=False))

@@ -269,6 +269,9 @@ def _check_rails(layout: Layout) -> None:
 
 def _check_overlaps(layout: Layout) -> None:
     """Check that the boxes, each of which lies inside its tensor, do not hold the model many times."""
+    shards = _shards(layout)
+    if len(shards) <= FEW_SHARDS and MIN_RUN_BYTES * sum(math.prod(one.box.size) for one in shards) <= FREE_BYTES:
+        return  # columns of a few shards take longer than their sum
     shapes = [spec.shape for spec in layout.tensors]
     item_sizes = np.array([item_bytes(spec) for spec in layout.tensors], np.int64)
     model_bytes = _model_bytes(layout.tensors)

@@ -1,4 +1,4 @@
-"""Eviction of replicas that hold up the run although they keep to the protocol: those that lead to groups of no use.
+"""Replicas that hold up the run although they keep to the protocol: they are evicted, or get no work for a while.
 
 What is counted against replicas is noted in `conduct.py` and `blame.py`, and here it is looked at, at each tick.
 """

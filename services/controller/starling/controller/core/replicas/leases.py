@@ -163,7 +163,7 @@ class Leases:
             entry = ours[lease]
             if entry.send is None:
                 lost.append(entry)
-            elif now - entry.sent_at >= max(grace_s, entry.sent_at - entry.held_from):
+            elif grace_s <= now - entry.sent_at >= entry.sent_at - entry.begun_at:
                 entry.sent_at = now
                 resend.append(entry.send)
         for entry in lost:
@@ -175,8 +175,9 @@ class Leases:
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)
-            if self._is_present(entry):
-                late.append(self._leases[entry[1]])
+            lease = self._leases.get(entry[1])
+            if lease is not None and lease.deadline == entry[0]:  # else it ended, or was put in force anew
+                late.append(lease)
         return late
 
     def end(self, lease: Lease) -> None:
@@ -189,7 +190,12 @@ class Leases:
         self._by_kind[lease.kind] -= 1
         # Entries of `_deadlines` outlive their leases; they are removed once most of them are stale.
         if len(self._deadlines) > 64 + 4 * len(self._leases):
-            self._deadlines = list(filter(self._is_present, self._deadlines))
+            leases = self._leases
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if (present := leases.get(entry[1])) is not None and present.deadline == entry[0]
+            ]
             heapq.heapify(self._deadlines)
 
     def _add(self, lease: Lease) -> None:
@@ -201,8 +207,3 @@ class Leases:
         held.tokens += lease.tokens
         self._by_kind[lease.kind] += 1
         heapq.heappush(self._deadlines, (lease.deadline, lease.id))
-
-    def _is_present(self, entry: tuple[float, str]) -> bool:
-        """Say whether an entry of `_deadlines` is that of a lease in force, and not of one before it was reclaimed."""
-        lease = self._leases.get(entry[1])
-        return lease is not None and lease.deadline == entry[0]

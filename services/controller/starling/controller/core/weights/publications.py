@@ -108,6 +108,8 @@ class Publications:
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
     _of_policies: dict[str, PublishedOffer] = field(default_factory=dict)
     _plans: PlanCache = field(default_factory=PlanCache)
+    _sources: set[int] = field(default_factory=set)
+    """Identities of the source layouts in `_pairs`."""
     _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
     """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
@@ -190,6 +192,7 @@ class Publications:
         if found is None or found.source is not source or found.destination is not destination:
             if len(pairs) >= MAX_SOURCES:
                 pairs.clear()
+            self._sources.add(id(source))
             found = pairs[id(source)] = LayoutPair(source, destination, self._plans.key(source, destination))
         return found
 
@@ -323,8 +326,10 @@ class Publications:
             del self.num_bad_pulls[pair]
         self._withdraw(name)
         self._pairs.pop(id(layout), None)
-        for pairs in self._pairs.values():  # it may have been a source before it lost its offer
-            pairs.pop(id(layout), None)
+        if id(layout) in self._sources:  # also if it has lost its offer since
+            self._sources.discard(id(layout))
+            for pairs in self._pairs.values():
+                pairs.pop(id(layout), None)
         if layout is not None and layout is not self.policy_layout:
             self._plans.forget(layout)
 

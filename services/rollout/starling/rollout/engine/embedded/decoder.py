@@ -24,6 +24,11 @@ _LINEARS: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "
 _MLP_LINEARS: Final = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 
+TABLE_POSITIONS: Final = 1 << 14
+"""Longest sequence whose rotations are kept: 16 MiB of a head of 128."""
+MIN_TABLE_POSITIONS: Final = 256
+Rotation = tuple[Tensor, Tensor]
+"""Cosines, and sines with the sign of the exchanged halves, [T, 1, D]."""
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
 """Attention of a layer: its number, queries [T, H, D], keys and values [T, G, D] of the tokens, the factor of the
 scores and the window; returns [T, H, D]."""
@@ -49,6 +54,9 @@ class PlainDecoder:
         self._model, self._head = model.model, model.lm_head
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._windows = layer_windows(model.config)
+        self._table: Rotation | None = None
+        # With other types the frequencies depend on the longest position of a batch.
+        self._has_table = getattr(model.model.rotary_emb, "rope_type", "") in ("default", "linear", "llama3", "yarn")
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the last layer's normalised output, [T, C].
@@ -58,13 +66,29 @@ class PlainDecoder:
             attend: the attention, called once per layer in their order.
         """
         states: Tensor = self._model.embed_tokens(token_ids)
+        rotation = self._rotation(states, positions)
+        for number, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
+            states = layer(states, rotation, number, attend, window)
+        return _normalised(states, self._model.norm)
+
+    def _rotation(self, states: Tensor, positions: Tensor) -> Rotation:
+        """Return the rotation of each position; on a CPU from a table, which grows with the longest sequence."""
+        if not self._has_table or positions.device.type != "cpu":
+            return self._computed(states, positions)
+        num = int(positions.max()) + 1
+        if num > TABLE_POSITIONS:
+            return self._computed(states, positions)
+        if self._table is None or len(self._table[0]) < num or self._table[0].dtype != states.dtype:
+            length = min(TABLE_POSITIONS, max(MIN_TABLE_POSITIONS, 2 * num))
+            self._table = self._computed(states, torch.arange(length, device=positions.device))
+        cos, signed = self._table
+        return cos.index_select(0, positions), signed.index_select(0, positions)
+
+    def _computed(self, states: Tensor, positions: Tensor) -> Rotation:
         cos, sin = (table[0, :, None] for table in self._model.rotary_emb(states[None], positions[None]))
         half = sin.shape[-1] // 2
         # The rotation takes the halves of a head exchanged, the second one negated.
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        for number, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
-            states = layer(states, (cos, signed), number, attend, window)
-        return _normalised(states, self._model.norm)
+        return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [T, vocabulary] after tokens whose `hidden` [T, C] is given."""
@@ -83,9 +107,7 @@ class _Layer:
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._has_head_norms = hasattr(layer.self_attn, "q_norm")
 
-    def __call__(
-        self, states: Tensor, rotation: tuple[Tensor, Tensor], number: int, attend: Attend, window: int | None
-    ) -> Tensor:
+    def __call__(self, states: Tensor, rotation: Rotation, number: int, attend: Attend, window: int | None) -> Tensor:
         own, mlp = self._attention, self._mlp
         inputs = _normalised(states, self._norms[0])
         query, key, value = (
