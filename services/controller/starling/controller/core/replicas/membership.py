@@ -161,6 +161,8 @@ class Membership:
 
     def end_set_aside(self, role: Role, now: float, end: Callable[[str], None]) -> None:
         """Let replicas work again, by `end`, if all that are left of a role are set aside."""
+        if not self.set_aside:
+            return  # else each of thousands of departures would look at all others
         left = [member.name for member in self.of(role)]
         if all(self.set_aside.get(name, now) > now for name in left):
             for name in left:
