@@ -141,7 +141,7 @@ class ArenaMapping:
         """
         assert self._bytes is not None
         begin, end = self._list
-        listed = self._bytes[begin:end].tobytes()  # a copy, which its process cannot change any more
+        listed = self._bytes[begin:end].tobytes()  # a copy, which its process cannot change
         try:
             pieces: tuple[ShardPiece, ...] = _pieces.decode(listed)
         except UNDECODABLE as error:

@@ -46,9 +46,9 @@ def set_filtering_aside(state: ControllerState) -> None:
     """Give no work for a while to replicas whose groups are nearly all filtered out.
 
     They are neither evicted nor counted. Groups are filtered out by honest replicas, too, and whether a reward replica
-    or its rollouts are at fault, or two of them disagree, cannot be told for certain. Who led to three quarters of a
-    long row may leave so few groups to others that these cannot be compared; if that is so of a rollout and of a reward
-    replica, the latter is set aside, and others score the same rollout.
+    or its rollouts are at fault cannot be told for certain. A replica that led to three quarters of a long row may
+    leave so few groups to others that these cannot be compared; if that is so of a rollout and of a reward replica, the
+    latter is set aside, and others score the same rollout.
     """
     filtering, membership = state.buffer.filtering, state.replicas.membership
     if filtering.num_in_a_row >= state.plan.max_filtered:
