@@ -15,7 +15,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +64,7 @@ class SleepyEngine:
         self._max_model_len = spec.max_model_len or context_length(model.config) or 1 << 20
         self._tensors = live_tensors(model)
         self._layout = layout_of(self._tensors, spec.name)
-        self._puller = Puller(self._layout, digests=spec.weights.digests)
+        self._puller = Puller(self._layout, digests=spec.weights.digests, serving=spec.serving)
         self._offer: Offer | None = None
         self._root_plan: Plan | None = None
         self._groups: dict[str, tuple[GroupRequest, dict[int, Row]]] = {}
@@ -177,11 +177,21 @@ class SleepyEngine:
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
+        relays: Sequence[Offer] = (),
+        announce: Callable[[Offer], None] | None = None,
     ) -> PullReport:
         """Bring a version into staging, or in place. Raises WeightsError when it fails."""
         into = self._tensors if in_place else None
         report = self._puller.pull(
-            offer, plan, deadline_s=deadline_s, cancelled=cancelled, progress=progress, into=into
+            offer,
+            plan,
+            deadline_s=deadline_s,
+            cancelled=cancelled,
+            progress=progress,
+            into=into,
+            relays=relays,
+            relays_first=True,
+            announce=announce,
         )
         self._offer, self._root_plan = offer, root_plan
         return report

@@ -60,6 +60,7 @@ from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shar
 from starling.weightsync.plan.planner import decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
+from starling.weightsync.transports.endpoints import ServingOptions
 
 BENCH: Final = "weightsync_fanout"
 DEADLINE_S: Final = 120.0
@@ -285,7 +286,7 @@ def open_pullers(key: str, layouts: list[bytes], plans: list[bytes], transport: 
     for layout, plan in zip(layouts, plans, strict=True):
         described = decode(Layout, layout)
         live = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in described.tensors}
-        puller = Puller(described, relay=transport, host=host, stall_s=DEADLINE_S)
+        puller = Puller(described, serving=ServingOptions(transport, host), stall_s=DEADLINE_S)
         made.append((puller, live, decode_plan(plan)))
     OBJECTS[key] = made
 

@@ -127,6 +127,7 @@ SAMPLES: list[tuple[Up | Down, tuple[bytes, ...]]] = [
         ),
         (),
     ),
+    (messages.RelayOffered(lease="adopt:1:0", version=1), (b"offer",)),
     (messages.Slept(lease="sleep:rollout-0:0"), ()),
     (messages.Woken(lease="wake:rollout-0:0"), ()),
     (messages.CheckpointSaved(lease="checkpoint:1:0", step=1, path="/x"), ()),

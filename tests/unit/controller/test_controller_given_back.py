@@ -103,7 +103,7 @@ class Spoiled:
         """Let a rollout answer for the groups that are due; return how many there were."""
         script, num = self.script, 0
         for lease in script.held_by(name, "generate"):
-            request = script._commands_sent[script.aliases.long(lease)].message
+            request = script.commands_sent[script.aliases.long(lease)].message
             assert isinstance(request, wire.GenerateGroup)
             begun = self._begun.setdefault(lease, script.now)
             if request.partial or script.now - begun >= GENERATE_S:
@@ -154,7 +154,7 @@ def resuming(*statuses: wire.Status | None, **changes: Any) -> Incarnations:
     gives_back(script, LIAR, script.held_by(LIAR, "generate")[0], *(statuses or ENDED))
     if script.held_by("rollout-0", "adopt"):
         adopts_again(script, "rollout-0")
-    [command] = [send.message for send in script._commands_sent.values() if getattr(send.message, "partial", ())]
+    [command] = [send.message for send in script.commands_sent.values() if getattr(send.message, "partial", ())]
     assert isinstance(command, wire.GenerateGroup)
     return script
 
@@ -177,7 +177,7 @@ def assert_begun_anew(script: Incarnations) -> None:
     conduct = script.state.replicas.membership.conduct
     assert not [name for name, one in conduct.items() if name != LIAR and (one.num_spoiled or one.excess)]
     lease = resumed_lease(script)
-    command = script._commands_sent[script.aliases.long(lease)].message
+    command = script.commands_sent[script.aliases.long(lease)].message
     assert isinstance(command, wire.GenerateGroup)
     assert command.partial == ()
     gives_back(script, "rollout-0", lease, *ENDED)

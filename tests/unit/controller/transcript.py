@@ -142,7 +142,7 @@ class Script:
         self.now = 0.0
         self.commands: list[Command] = []
         self.log: list[str] = []
-        self._commands_sent: dict[str, Send] = {}
+        self.commands_sent: dict[str, Send] = {}
 
     def receive(self, sender: str, message: wire.Up, *buffers: bytes, incarnation: int = 1) -> list[str]:
         """Deliver `message` from `sender`."""
@@ -179,7 +179,7 @@ class Script:
     def _step(self, event: Event) -> list[str]:
         self.commands = self.controller.step(event)
         lines = [line(command, self.aliases) for command in self.commands]
-        self._commands_sent |= {getattr(send.message, "lease", ""): send for send in self.sent}
+        self.commands_sent |= {getattr(send.message, "lease", ""): send for send in self.sent}
         self.journal += [command for command in self.commands if isinstance(command, Write)]
         self.log += lines
         return [text for text in lines if not text.startswith("journal")]
@@ -231,7 +231,7 @@ class Script:
     def publishes(self, version: int, lease: str | None = None) -> list[str]:
         """The policy has published a version."""
         lease = lease or f"publish:{version}:0"
-        sent = self._commands_sent.get(self.aliases.long(lease))
+        sent = self.commands_sent.get(self.aliases.long(lease))
         command = wire.PublishWeights(lease=lease, version=version)
         plans = ()
         if sent is not None and isinstance(sent.message, wire.PublishWeights):
@@ -243,7 +243,7 @@ class Script:
     ) -> list[str]:
         """`name` has adopted a version, and holds `content`, by default that version; it attests `root`."""
         lease = f"adopt:{version}:{attempt}"
-        sent = self._commands_sent.get(self.aliases.long(lease))
+        sent = self.commands_sent.get(self.aliases.long(lease))
         if sent is not None and isinstance(sent.message, wire.AdoptWeights):
             answer = adopted(sent.message, sent.buffers, content)
         else:

@@ -36,6 +36,7 @@ SAMPLES: tuple[wire.Up, ...] = (
     wire.TokensScored(lease="l", tensors=()),
     wire.StepTrained(lease="l", step=1, metrics={}),
     wire.WeightsPublished(lease="l", version=1, publish_s=0.0),
+    wire.RelayOffered(lease="l", version=1, problem="p"),
     wire.WeightsAdopted(lease="l", version=1, root="r", pull_s=0.0, pause_s=0.0, size_bytes=0, transport="memory"),
     wire.Slept(lease="l"),
     wire.Woken(lease="l"),

@@ -247,6 +247,9 @@ class ControllerSettings(SettingsSection):
     """Version of the saved state that the run starts from. Set by `starling run --from`."""
     begin_prompt: int = Field(default=0, ge=0, le=MAX_STEPS * MAX_GROUPS)
     """Position in the data that the run starts from. Set by `starling run --from`."""
+    relay_from_mb: float = Field(default=64.0, ge=0, le=MAX_WHOLE)
+    """Size of the weights, in MiB, from which rollouts on other hosts than the policy read them from each other while
+    they arrive. Smaller ones arrive sooner straight from the policy."""
     save_rest_s: float = Field(default=10.0, ge=0, le=MAX_SECONDS)
     """Minimum time between two saved states, and before the first one, for runs with short steps."""
     journal_s: Seconds = 60.0
@@ -398,6 +401,7 @@ class ControllerProcess(ServiceSettings):
             samples_per_step=self.logging.samples_per_step,
             samples_every=self.logging.samples_every,
             save_every=self.controller.save_every,
+            relay_from_bytes=int(self.controller.relay_from_mb * (1 << 20)),
             save_rest_s=self.controller.save_rest_s,
             begin_version=self.controller.begin_version,
             begin_prompt=self.controller.begin_prompt,

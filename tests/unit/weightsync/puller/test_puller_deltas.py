@@ -24,6 +24,7 @@ from starling.weightsync.publisher.delta_history import MIN_PART_BYTES, DeltaHis
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullReport
+from starling.weightsync.transports.endpoints import ServingOptions
 from starling.weightsync.transports.messages import MeasureDeltas, ReadBoxes, decode_request, with_checksum
 
 torch.set_num_threads(1)
@@ -229,7 +230,7 @@ def test_deltas_require_full_digests(transport: Transport) -> None:
 @pytest.mark.parametrize("transport", SERVED)
 def test_relay_forwards_deltas_unchanged(transport: Transport) -> None:
     world = World(transport)
-    relay = Puller(world.destination, relay=transport)
+    relay = Puller(world.destination, serving=ServingOptions(transport, "127.0.0.1"))
     try:
         for number in range(3):
             offer, announced = world.publish(), list[Offer]()

@@ -23,6 +23,7 @@ from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullProgress, PullReport
+from starling.weightsync.transports.endpoints import ServingOptions
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
@@ -229,7 +230,7 @@ def test_chained_relays_each_read_from_the_previous_one(transport: Transport, en
     world = World(transport, longest=100)
     whole = [world.model.layout(f"rollout-{number}", 1) for number in range(3)]
     plan = make_plan(world.source, whole[0], bucket_bytes=4096)
-    pullers = [Puller(layout, relay=transport, encrypt=encrypt) for layout in whole]
+    pullers = [Puller(layout, serving=ServingOptions(transport, "127.0.0.1", encrypt)) for layout in whole]
     lives = [zeros(layout, 0) for layout in whole]
     try:
         for version in range(2):
@@ -252,7 +253,7 @@ def test_chained_relays_each_read_from_the_previous_one(transport: Transport, en
 @pytest.mark.parametrize("transport", SERVED)
 def test_cancelled_relay_is_replaced_by_the_source(transport: Transport) -> None:
     world = World(transport)
-    relay = Puller(world.destination, relay=transport)
+    relay = Puller(world.destination, serving=ServingOptions(transport, "127.0.0.1"))
     try:
         offer = world.publish(0)
         announced: list[Offer] = []

@@ -252,6 +252,12 @@ class ControllerLink:
             if self._leases.answer(lease, message, buffers, time.monotonic()):
                 self._send(message, buffers)
 
+    def tell(self, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
+        """Send a message that ends no lease, once: the controller does without it if it is lost. From any thread."""
+        with self._lock:
+            if self._welcomed:
+                self._send(message, buffers)
+
     def report(
         self,
         *,

@@ -97,8 +97,9 @@ _BUFFERS_AFTER: Final[dict[type, Callable[[Any], int | Sequence[TensorMeta]]]] =
     messages.TrainStep: lambda message: [meta for group in message.groups for meta in group.tensors],
     messages.Hello: lambda message: int(message.has_layout),
     messages.WeightsPublished: lambda message: 1,
+    messages.RelayOffered: lambda message: 0 if message.problem else 1,
     messages.PublishWeights: lambda message: len(message.layouts),
-    messages.AdoptWeights: lambda message: 3 if message.has_root_plan else 2,
+    messages.AdoptWeights: lambda message: 2 + message.has_root_plan + len(message.relays),
 }
 """What follows a message, by its type: tensors that it describes, or a number of buffers; nothing follows others."""
 

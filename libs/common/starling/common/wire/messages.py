@@ -65,7 +65,13 @@ from starling.common.wire.structs import (
     Wait,
 )
 from starling.common.wire.training import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep
-from starling.common.wire.weight_sync import AdoptWeights, PublishWeights, WeightsAdopted, WeightsPublished
+from starling.common.wire.weight_sync import (
+    AdoptWeights,
+    PublishWeights,
+    RelayOffered,
+    WeightsAdopted,
+    WeightsPublished,
+)
 
 OperatorMessage = QueryRun | ChangeSetting | RequestEvaluation | RequestStop
 
@@ -80,6 +86,7 @@ Up = (
     | StepTrained
     | WeightsPublished
     | WeightsAdopted
+    | RelayOffered
     | Slept
     | Woken
     | CheckpointSaved
@@ -101,7 +108,18 @@ ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
         | {LeaseFailed}
     ),
     "rollout": frozenset(
-        {Hello, Heartbeat, Leave, GroupGenerated, GroupInterrupted, WeightsPublished, WeightsAdopted, Slept, Woken}
+        {
+            Hello,
+            Heartbeat,
+            Leave,
+            GroupGenerated,
+            GroupInterrupted,
+            WeightsPublished,
+            RelayOffered,
+            WeightsAdopted,
+            Slept,
+            Woken,
+        }
         | {LeaseFailed}
     ),
     "reward": frozenset({Hello, Heartbeat, Leave, GroupScored, LeaseFailed}),
@@ -144,6 +162,7 @@ __all__ = [
     "PublishWeights",
     "QueryRun",
     "Refused",
+    "RelayOffered",
     "ReleaseLeases",
     "RequestEvaluation",
     "RequestHello",

@@ -31,6 +31,7 @@ from starling.common.wire.messages import (
     PublishWeights,
     QueryRun,
     Refused,
+    RelayOffered,
     ReleaseLeases,
     RequestEvaluation,
     RequestHello,
@@ -82,7 +83,7 @@ FAMILIES: Final = (
         "Weight sync",
         "The controller asks a replica to offer a version, and others to pull it. The weights themselves travel from "
         "replica to replica, by the plan in `adopt_weights`.",
-        (PublishWeights, WeightsPublished, AdoptWeights, WeightsAdopted),
+        (PublishWeights, WeightsPublished, AdoptWeights, RelayOffered, WeightsAdopted),
     ),
     MessageFamily(
         "Rollout",

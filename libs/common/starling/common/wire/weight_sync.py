@@ -37,7 +37,7 @@ class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="ado
     """Pull a version and switch to it. Sent when a newer version is on offer; answered by `WeightsAdopted`.
 
     Buffers: a `weightsync` `Offer`, with tickets for this replica and lease, and a `Plan`, both in MessagePack; with
-    `has_root_plan` another `Plan`.
+    `has_root_plan` another `Plan`; for each of `relays` its `Offer`, with tickets as well.
     """
 
     lease: str
@@ -52,8 +52,26 @@ class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="ado
     """To a rollout: the layout roots that policies computed for this version and key: usually one, none where they are
     not known. A rollout that holds none of them samples nothing, and answers with what it holds."""
     has_root_plan: bool = False
-    """The last buffer is the plan from the policy's layout, whose boxes the layout root covers: the source is a
+    """The third buffer is the plan from the policy's layout, whose boxes the layout root covers: the source is a
     rollout."""
+    relays: tuple[str, ...] = ()
+    """Rollouts of the same layout that pull this version, or have pulled it: they are read instead of `source`, which
+    is read where they do not answer."""
+    announce: bool = False
+    """To a rollout: serve what arrives to others while it arrives, and say so by `RelayOffered`."""
+
+
+class RelayOffered(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="relay_offered"):
+    """A rollout serves a version that it has begun to pull; it ends no lease. Sent before the first byte has arrived.
+
+    Buffer: a `weightsync` `Offer` in MessagePack; none with a `problem`.
+    """
+
+    lease: str
+    """That of the adoption."""
+    version: int
+    problem: str = ""
+    """Why it serves nothing: others wait for it no longer."""
 
 
 class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="weights_adopted"):

@@ -39,6 +39,8 @@ def lie(message: wire.Up, buffers: Buffers, rng: random.Random) -> Lie:
             false = replace(message, version=rng.choice((version, message.version)))
             offer = encoded_offer(max(0, version))
             return false, (rng.choice((b"junk", b"", offer, malformed(offer, rng))),)
+        case wire.RelayOffered():
+            return _relay_offer(message, rng)
         case wire.WeightsAdopted():
             other = message.version + rng.choice((-1, 1, 1000))
             root = rng.choice(("", "f" * 32, offer_of(max(0, other)).root))
@@ -49,6 +51,13 @@ def lie(message: wire.Up, buffers: Buffers, rng: random.Random) -> Lie:
             return replace(message, leases=(*message.leases, *made_up)), buffers
         case _:
             return message, buffers
+
+
+def _relay_offer(message: wire.RelayOffered, rng: random.Random) -> Lie:
+    version, problem = message.version + rng.choice((-1, 1, 1000)), rng.choice(("", "none"))
+    false = replace(message, version=rng.choice((version, message.version)), problem=problem)
+    data = rng.choice((b"junk", b"", encoded_offer(max(0, version)), malformed(encoded_offer(0), rng)))
+    return false, () if problem else (data,)
 
 
 def _made_up(rng: random.Random) -> str:

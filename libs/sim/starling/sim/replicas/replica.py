@@ -47,6 +47,8 @@ class Cluster(Protocol):
     """Seconds of work by role."""
     accused: set[str]
     """Replicas that a liar had evicted."""
+    num_false_pulls: int
+    """Pulls that brought other weights than were published."""
 
     def to_controller(self, name: str, frames: Frames) -> None:
         """Send the message of a replica to the controller."""

@@ -12,12 +12,22 @@ from starling.common.wire import messages as wire
 from starling.rollout.core import machine as core
 from starling.sim.errors import Violation, require
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
-from starling.sim.replicas.weights import adopted, checked_plan, content_of, encoded_offer
+from starling.sim.replicas.weights import (
+    FLIPPED,
+    adopted,
+    checked_plan,
+    content_of,
+    encoded_offer,
+    encoded_relay_offer,
+    num_ranks_of,
+)
 from starling.weightsync.offers.offer import decode_offer, digest_of
 
 MAX_OVER_MEAN = 8
 """Longest completion, in units of the mean length."""
 PULL_TIMEOUT_S = 60.0
+NO_RELAY_SHARE = 0.1
+"""Share of the pulls that a rollout should serve to others and does not."""
 LEAVE_TIMEOUT_S = 5.0
 """A rollout that leaves waits at most this long until the controller has its partial completions."""
 
@@ -65,6 +75,10 @@ class SimulatedRollout(SimulatedReplica):
         self._current_pull: tuple[str, float, str] | None = None
         """The pull in progress: its name, when it began, and from which replica."""
         self._pulled_buffers: Buffers = ()
+        self._relayed: wire.AdoptWeights | None = None
+        """The pull that this replica serves to others while it lasts, and afterwards."""
+        self._pulling_since = 0.0
+        """When the last pull began, in a snapshot of its own."""
         self._commands: dict[str, tuple[wire.GenerateGroup, Buffers]] = {}
         """The groups that are not answered yet, by lease."""
         self.busy_s = 0.0
@@ -246,6 +260,9 @@ class SimulatedRollout(SimulatedReplica):
     def _pull(self, message: wire.AdoptWeights, buffers: Buffers) -> None:
         source = message.source or "policy-0"
         self._current_pull = (f"version {message.version}", self.cluster.clock.now, source)
+        self._relayed, self._pulled_content, self._pulling_since = None, b"", self.cluster.clock.now
+        if message.announce:
+            self._announce(message)
         holder = self.cluster.replicas.get(source)
         seconds = self.sample_duration(self.cluster.scenario.workload.pull_s)
         self.cluster.clock.after(
@@ -262,10 +279,53 @@ class SimulatedRollout(SimulatedReplica):
             offer.version == message.version,
             f"{self.name} adopts version {message.version} from another offer",
         )
-        problem = self.cluster.pull_problem(source, incarnation, message.version)
-        self._pulled_content = b"" if problem is not None else self.cluster.sent_by(source, message.version)
-        self._pulled_buffers = buffers
+        content = self._read_relays(message)
+        problem = None
+        if content is None:
+            problem = self.cluster.pull_problem(source, incarnation, message.version)
+            content = b"" if problem is not None else self.cluster.sent_by(source, message.version)
+        if problem is not None:
+            self._relayed = None
+        self._pulled_content, self._pulled_buffers = content, buffers
         self._apply(self.core.pulled(message.lease, problem))
+
+    def _announce(self, message: wire.AdoptWeights) -> None:
+        """Serve what this pull brings, and say so; now and then in vain."""
+        rng, problem = self.cluster.rng, "nothing is staged"
+        if rng.random() < NO_RELAY_SHARE:
+            self.send(wire.RelayOffered(lease=message.lease, version=message.version, problem=problem))
+            return
+        self._relayed = message
+        offered = wire.RelayOffered(lease=message.lease, version=message.version)
+        self.send(offered, (encoded_relay_offer(message.version, num_ranks_of(self.name)),))
+
+    def relayed(self, version: int, began: float) -> bytes | None:
+        """Return the bytes of `version` as this replica passes them on: others, if it lies.
+
+        Of what has not arrived yet it passes on what its own source sends. Returns None if it does not serve the
+        snapshot any more that it had when its reader's pull `began`.
+        """
+        message = self._relayed
+        if message is None or message.version != version or not self.alive or self._pulling_since > began:
+            return None
+        if self.forges_weights:
+            self.cluster.num_false_pulls += 1
+            return FLIPPED
+        if self._pulled_content:
+            return self._pulled_content
+        content = self._read_relays(message)
+        return content_of(version) if content is None else content
+
+    def _read_relays(self, message: wire.AdoptWeights) -> bytes | None:
+        """Return the bytes that a relay of this pull sends, or None if none of them serves the version any more."""
+        for name in message.relays:
+            relay = self.cluster.replicas.get(name)
+            if (
+                isinstance(relay, SimulatedRollout)
+                and (content := relay.relayed(message.version, self._pulling_since)) is not None
+            ):
+                return content
+        return None
 
     def _switch(self, lease: str) -> None:
         assert self.core.adopting is not None, "a switch follows a pull"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from starling.common.wire import messages as wire
 from starling.weightsync.memory.digests import digest_of_array
@@ -77,6 +78,17 @@ def encoded_offer(version: int) -> bytes:
 
 
 @functools.cache
+def encoded_relay_offer(version: int, num_ranks: int) -> bytes:
+    """Return the encoded offer of a relay: each rank says the root of the version that it is pulling."""
+    [rank], layout = offer_of(version).ranks, layout_of("rollout-0", num_ranks=num_ranks)
+    ranks = [
+        replace(rank, rank=number, holds=holds_of(pieces_of(layout, number)), root=offer_of(version).root)
+        for number in range(num_ranks)
+    ]
+    return encode(make_offer(version, ranks))
+
+
+@functools.cache
 def encoded_plan(source: str, destination: str) -> bytes:
     """Return the encoded plan between two replicas of equal layouts."""
     return encode(make_plan(layout_of(source), layout_of(destination)))
@@ -116,8 +128,8 @@ def adopted(command: wire.AdoptWeights, buffers: Sequence[bytes], content: bytes
         pause_s=0.0,
         size_bytes=16,
         transport="local",
-        layout_root=layout_root_of(buffers[-1], held),
-        source=command.source,
+        layout_root=layout_root_of(buffers[1 + command.has_root_plan], held),
+        source=command.relays[0] if command.relays else command.source,
         layout=command.layout,
     )
 

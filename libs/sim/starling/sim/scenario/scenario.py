@@ -114,6 +114,7 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         lease_s=6.0 * pace,
         dynamic_sampling=rng.random() < DYNAMIC_SHARE,
         filter_limit=1000,
+        relay_from_bytes=0 if seed % 2 else 1 << 20,
     )
     if rng.random() < TEACHER_SHARE:
         fleet, plan = _with_teachers(rng, fleet, plan)

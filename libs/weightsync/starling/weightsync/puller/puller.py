@@ -25,7 +25,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Array, Memory, allocate, packed_arrays, same_arrays
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.memory.pools import BufferPool
-from starling.weightsync.offers.offer import Offer, RankOffer, Transport, check_offer
+from starling.weightsync.offers.offer import Offer, RankOffer, check_offer, holds_of
 from starling.weightsync.plan.buckets import most_at_once
 from starling.weightsync.plan.layout import Layout, check_layout, packed_offsets, pieces_of
 from starling.weightsync.plan.planner import Plan
@@ -37,6 +37,7 @@ from starling.weightsync.puller.report import PullProgress, PullReport
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, make_schedule
 from starling.weightsync.puller.sources import SourceConnection, SourceConnections
 from starling.weightsync.tensors.views import array_of, live_view, live_views, packed_views, place_array, tensor_part
+from starling.weightsync.transports.endpoints import ServingOptions
 
 PullerState = Literal["stale", "pulling", "staged", "current", "torn"]
 
@@ -52,10 +53,8 @@ class Puller:
         rank: which rank of the layout this process is.
         digests: which bytes arrivals and the attestation are verified by. ``off`` verifies nothing: every attestation
             succeeds.
-        relay: also offer the version being pulled to other replicas, over this transport.
-        host: the address that they connect to.
-        encrypt: encrypt what they get; the transport must be ``tcp``. What this puller gets is encrypted as its source
-            offers it.
+        serving: how a pull with `announce` also offers what arrives to other replicas; nothing is served before the
+            first such pull. Only ``tcp`` can encrypt. What this puller gets is encrypted as its source offers it.
         stall_s: how long a source may owe an answer before a fallback source is tried, if there is one.
         buffer_bytes: size of the buffer pool for what must be unpacked; by default what the buckets in flight need at
             most, see `costs.estimate.destination_peak`.
@@ -67,18 +66,18 @@ class Puller:
         *,
         rank: int = 0,
         digests: DigestMode = "full",
-        relay: Transport | None = None,
-        host: str = "127.0.0.1",
-        encrypt: bool = False,
+        serving: ServingOptions | None = None,
         stall_s: float = 10.0,
         buffer_bytes: int | None = None,
     ) -> None:
         check_layout(layout)
         self._layout, self._rank, self._digests, self._stall_s = layout, rank, digests, stall_s
         self._pieces = pieces_of(layout, rank)
+        self._holds = holds_of(self._pieces)
         _, self._extent_bytes = packed_offsets(piece.size_bytes for piece in self._pieces)
-        self._relay = None if relay is None else Relay(self._pieces, rank, relay, host, encrypt=encrypt)
-        self._staging: Memory | None = None if self._relay is None else self._relay.memory
+        self._serving = serving
+        self._relay: Relay | None = None
+        self._staging: Memory | None = None
         self._buffer_bytes = buffer_bytes
         self._buffers: BufferPool | None = None
         threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -119,10 +118,12 @@ class Puller:
             deadline_s: seconds from now by which it must be done.
             cancelled: checked every few milliseconds; True ends the pull.
             into: the live tensors, of an engine that is paused, to be written in place.
-            relays: offers of the same version by other replicas: fallback sources.
+            relays: offers of the same version by other replicas: fallback sources. Of one of this layout only the same
+                rank is read.
             relays_first: prefer them to the sources.
             progress: called at most ten times a second.
-            announce: called with this replica's own offer as a relay, before the first byte has arrived.
+            announce: called with this replica's own offer as a relay, before the first byte has arrived; not in a pull
+                `into` live tensors.
 
         Raises:
             WeightsError: not done by the deadline, cancelled, refused, revoked, a connection lost, a wrong digest, a
@@ -134,7 +135,7 @@ class Puller:
                 raise WeightsError(f"A relay offers version {other.version}, not {offer.version}.")
         with self._pulling():
             deadline = Deadline(deadline_s, cancelled)
-            fallbacks = [rank for relay in relays for rank in relay.ranks]
+            fallbacks = [rank for relay in relays for rank in self._ranks_of(relay)]
             report = self._pull(offer, plan, deadline, into, fallbacks, relays_first, progress, announce)
             if into is None:
                 self._staged_version, self.state = offer.version, "staged"
@@ -219,6 +220,11 @@ class Puller:
         list(self._pool.map(lambda shard: attestation.add_others(shard, live[shard]), attestation.shards_of_others))
         return attestation.roots(self._sent)
 
+    def _ranks_of(self, relay: Offer) -> Sequence[RankOffer]:
+        """Return the ranks of a relay to read from: the one with the boxes of this rank, or all if none has them."""
+        equal = [rank for rank in relay.ranks if rank.holds == self._holds]
+        return equal[:1] or relay.ranks
+
     @contextmanager
     def _pulling(self) -> Iterator[None]:
         """Mark what was staged as gone; end the pull's connections and its relay if it fails within the context."""
@@ -290,6 +296,8 @@ class Puller:
     ) -> PullReport:
         begin = time.perf_counter()
         live = None if into is None else live_views(self._layout, self._rank, into)
+        if live is None and announce is not None:
+            self._make_relay()
         schedule = self._make_schedule(plan, live)
         sources = self._sources(schedule, offer, fallbacks, fallbacks_first)
         self._offer, self._sent = offer, {}
@@ -327,6 +335,14 @@ class Puller:
         fetcher.run(deadline)
         times = (begin, prepared, time.perf_counter())
         return _report(offer.version, schedule, sources, buffers, fetcher.stats, times)
+
+    def _make_relay(self) -> None:
+        """Serve the staging memory, from the first pull on that is announced; without `serving` it is private."""
+        if self._relay is None and self._serving is not None:
+            self._staging, self._targets, self._schedule = None, (), None  # free it before the arena is allocated
+            self._read_versions.pop(False, None)
+            self._relay = Relay(self._pieces, self._rank, self._serving)
+            self._staging = self._relay.memory
 
     def _bases_of(self, schedule: ReadSchedule, *, in_place: bool) -> list[int]:
         """Return the version that each read's boxes hold; the fetcher keeps the list up to date."""

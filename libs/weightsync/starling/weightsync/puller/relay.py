@@ -13,12 +13,13 @@ from typing import Final
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.digests import DigestCache, DigestMode
-from starling.weightsync.offers.offer import Offer, Transport, holds_of, make_offer
+from starling.weightsync.offers.offer import Offer, holds_of, make_offer
 from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.publisher.delta_history import ForwardedDeltas
 from starling.weightsync.puller.deadline import Deadline
 from starling.weightsync.puller.fetch import ReceivedDelta
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule
+from starling.weightsync.transports.endpoints import ServingOptions
 from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import PendingBoxes, SnapshotSource
 
@@ -28,9 +29,7 @@ CLOSE_TIMEOUT_S: Final = 5.0
 class Relay:
     """Serves the staging of one rank."""
 
-    def __init__(
-        self, pieces: Sequence[ShardPiece], rank: int, transport: Transport, host: str, *, encrypt: bool = False
-    ) -> None:
+    def __init__(self, pieces: Sequence[ShardPiece], rank: int, serving: ServingOptions) -> None:
         self._rank, self._pieces = rank, pieces
         self._holds = holds_of(pieces)
         self._arena = Arena(pieces, num_slots=1)
@@ -40,7 +39,7 @@ class Relay:
         self._digests: DigestMode = "full"
         self._salt = 0
         try:
-            self._serving = serve(self._source, transport, host, encrypted=encrypt)
+            self._serving = serve(self._source, serving.transport, serving.host, encrypted=serving.encrypt)
         except BaseException:  # whatever it is: free the arena, and re-raise
             self._arena.close()
             raise

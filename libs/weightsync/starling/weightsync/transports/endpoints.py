@@ -6,7 +6,7 @@ import ipaddress
 import resource
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import Offer, Transport, TransportChoice
@@ -78,6 +78,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+class ServingOptions(NamedTuple):
+    """How a rank serves weights to other replicas."""
+
+    transport: Transport
+    host: str
+    """The address that they connect to."""
+    encrypt: bool = False
 
 
 def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None) -> tuple[Transport, bool]:

@@ -76,7 +76,14 @@ from starling.controller.core.replicas.switching import on_switched, switch_devi
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.core.training.dispatch import commit, save, train
 from starling.controller.core.training.results import note_repeated, on_policy_version, on_saved, on_trained
-from starling.controller.core.weights.distribution import adopt, catch_up, on_adopted, on_published, publish
+from starling.controller.core.weights.distribution import (
+    adopt,
+    catch_up,
+    on_adopted,
+    on_published,
+    on_relay_offered,
+    publish,
+)
 
 AWAITED_HEARTBEATS: Final = 3
 """Heartbeats for which a restarted controller waits for replicas that may hold work."""
@@ -244,6 +251,8 @@ def _received(state: ControllerState, event: Received) -> None:
     member.heard_at = event.now
     if type(message) is wire.Heartbeat:
         on_heartbeat(state, member, message)
+    elif type(message) is wire.RelayOffered:
+        on_relay_offered(state, member, message, event)
     elif type(message) is wire.Leave:
         depart(state, member, f"it left: {message.reason}", ended=True)
     else:

@@ -95,6 +95,8 @@ class RunPlan:
     """Share of the rollouts, at least one, that an evaluation is pinned to; of a single one, half of its slots."""
     save_every: int = 0
     """Steps between two saved states of the policy; 0 saves only at a stop."""
+    relay_from_bytes: int = 64 << 20
+    """Size of the weights from which rollouts on other hosts than the policy read them from each other."""
     save_rest_s: float = 0.0
     """Minimum seconds between two saved states, for steps that take less time than a save."""
     samples_per_step: int = 0

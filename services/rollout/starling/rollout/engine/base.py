@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress, PullReport
+    from starling.weightsync.transports.endpoints import ServingOptions
 
 CacheMode = Literal["keep", "recompute", "salt"]
 """What an adoption does with the KV cache that older weights computed.
@@ -185,6 +186,8 @@ class EngineSpec:
     """Maximum number of tokens of a sequence; None for the model's context length."""
     wake: Callable[[], None]
     """The engine calls this, from any thread, when `ready` becomes true."""
+    serving: ServingOptions | None = None
+    """How pulls that are announced are served to others; None: they are not."""
 
 
 class Engine(Protocol):
@@ -276,6 +279,8 @@ class Engine(Protocol):
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
+        relays: Sequence[Offer] = (),
+        announce: Callable[[Offer], None] | None = None,
     ) -> PullReport:
         """Pull a version into the workers' staging buffers while generation continues. Called from another thread.
 
@@ -288,6 +293,9 @@ class Engine(Protocol):
             progress: called now and then with the progress over all workers.
             in_place: write into the live weights of a paused engine instead: no staging buffers are needed, and a
                 failure leaves torn weights.
+            relays: offers of the version by replicas of this layout, which are read first; the source where they fail.
+            announce: serve what arrives, by `EngineSpec.serving`, and call this with the offer before the first byte
+                has arrived; from any thread. Never together with `in_place`.
 
         Raises:
             WeightsError: the pull failed; without `in_place` the engine keeps its version.

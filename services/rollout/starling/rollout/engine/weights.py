@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from starling.common.errors import WeightsError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress
+    from starling.weightsync.transports.endpoints import ServingOptions
 
 
 class LiveWeights:
@@ -27,14 +28,20 @@ class LiveWeights:
         layout: the layout of the tensors.
         tensors: returns the live weights by their names in the layout.
         digests: how pulled tensors are verified.
+        serving: how pulls that are announced are served to others.
     """
 
     def __init__(
-        self, layout: Layout, tensors: Callable[[], Mapping[str, torch.Tensor]], *, digests: DigestMode = "full"
+        self,
+        layout: Layout,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        digests: DigestMode = "full",
+        serving: ServingOptions | None = None,
     ) -> None:
         self.layout = layout
         self._tensors = tensors
-        self._puller = Puller(layout, digests=digests)
+        self._puller = Puller(layout, digests=digests, serving=serving)
         self._pulled: tuple[Offer, bool] | None = None
         """The offer that was pulled last, and whether its weights are in place already."""
         self._root_plan: Plan | None = None
@@ -49,6 +56,8 @@ class LiveWeights:
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
+        relays: Sequence[Offer] = (),
+        announce: Callable[[Offer], None] | None = None,
     ) -> PullReport:
         """See `Engine.pull`; called from another thread than the rest."""
         self._pulled, self._root_plan = None, root_plan
@@ -59,6 +68,9 @@ class LiveWeights:
             cancelled=cancelled,
             into=self._tensors() if in_place else None,
             progress=progress,
+            relays=relays,
+            relays_first=True,
+            announce=announce,
         )
         self._pulled = (offer, in_place)
         return report

@@ -13,6 +13,7 @@ from starling.common.net.limits import role_of
 from starling.common.wire import messages as wire
 from starling.rollout.shell.results import lease_progress
 from starling.weightsync.offers.offer import decode_offer
+from starling.weightsync.plan.layout import encode
 from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.transports.endpoints import check_offered_transports
 
@@ -70,13 +71,25 @@ class Adoptions:
         if not order.in_place:
             self._drain_s = 0.0  # a drain comes after this pull
 
+        def announce(offer: Offer) -> None:
+            self._link.tell(wire.RelayOffered(lease=message.lease, version=message.version), (encode(offer),))
+
+        if message.announce and order.in_place:
+            problem = "rollout.double_buffer is off: nothing is staged that others could read"
+            self._link.tell(wire.RelayOffered(lease=message.lease, version=message.version, problem=problem))
+
         def work() -> PullReport:
             offer = decode_offer(buffers[0])
             self._check_transports(message.source, offer)
+            relays = [decode_offer(encoded) for encoded in buffers[2 + message.has_root_plan :]]
+            for name, relay in zip(message.relays, relays, strict=True):
+                self._check_transports(name, relay)
             return engine.pull(
                 offer,
                 self._plan(buffers[1]),
                 root_plan=self._plan(buffers[2]) if message.has_root_plan else None,
+                relays=relays,
+                announce=announce if message.announce and not order.in_place else None,
                 deadline_s=self._timeout_s,
                 cancelled=cancel.is_set,
                 progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
@@ -162,7 +175,7 @@ class Adoptions:
             recomputed_tokens=adopted.recomputed_tokens,
             drain_s=drain_s,
             layout_root=adopted.layout_root,
-            source=message.source,
+            source=message.relays[0] if message.relays else message.source,
             layout=message.layout,
         )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starling.common.observe.process import StopSignal
     from starling.rollout.engine.base import Engine
     from starling.rollout.settings import RolloutProcess, RolloutSettings
+    from starling.weightsync.transports.endpoints import ServingOptions
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +103,13 @@ class EngineFactory:
 
 
 def make_spec(
-    path: Path, settings: RolloutProcess, name: str, config: Any, tokenizer: Any, wake: Callable[[], None]
+    path: Path,
+    settings: RolloutProcess,
+    name: str,
+    config: Any,
+    tokenizer: Any,
+    wake: Callable[[], None],
+    serving: ServingOptions | None = None,
 ) -> EngineSpec:
     """Return the specification of the replica's engine; `config` belongs to the model in `path`.
 
@@ -120,6 +127,7 @@ def make_spec(
         eos_token_ids=end_token_ids(tokenizer, path),
         max_model_len=max_trainable_length(config, settings.rollout.max_model_len),
         wake=wake,
+        serving=serving,
     )
 
 

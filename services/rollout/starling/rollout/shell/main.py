@@ -28,7 +28,7 @@ from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.adoption import Adoptions, PullEnded
 from starling.rollout.shell.engines import EngineFactory, ThroughputMeter, hello_of, make_spec
 from starling.rollout.shell.groups import EngineGroups, EnvironmentGroups, HasLeases
-from starling.rollout.shell.publisher import RolloutPublisher
+from starling.rollout.shell.publisher import RolloutPublisher, serving_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,8 @@ class Shell:
         self._environment = make_environment(own.environment)
         self._tokenizer: Any = load_tokenizer(path, config, trust_remote_code=trusted)
         self._wake: Callable[[], None] = lambda: None  # until the link exists
-        spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake())
+        self._serving = serving_of(settings)
+        spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake(), self._serving)
         has_own_weights = own.load_weights and not KINDS[settings.run.kind].trains
         self._engine_factory = EngineFactory(spec, has_own_weights=has_own_weights)
         self._engine: Engine = self._engine_factory.make()
@@ -100,7 +101,9 @@ class Shell:
         tools = self._environment.tools if self._environment else ()
         encoder = PromptEncoder(config, self._tokenizer, path, max_media_bytes=own.max_media_bytes, tools=tools)
         self._preparation = PromptPreparation(encoder.encode, self._link.put, own.media_timeout_s)
-        self._publisher = RolloutPublisher(layout, settings, self._link.answer, self._link.put, self._report_soon)
+        self._publisher = RolloutPublisher(
+            layout, self._serving, settings.weights.digests, self._link.answer, self._link.put, self._report_soon
+        )
         self._engine_queue = EngineQueue(self._link.wake)
         self._environment_groups: EnvironmentGroups | None = None
         self._api: ApiServer | None = None

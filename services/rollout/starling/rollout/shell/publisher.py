@@ -9,12 +9,29 @@ from typing import TYPE_CHECKING, Any
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.offers import AnswerLease, OfferSender
 from starling.common.wire.messages import PublishWeights, Wait
-from starling.weightsync.transports.endpoints import choose_transport
+from starling.weightsync.transports.endpoints import ServingOptions, choose_transport
 
 if TYPE_CHECKING:
     from starling.rollout.settings import RolloutProcess
+    from starling.weightsync.memory.digests import DigestMode
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.publisher.publisher import Publisher
+
+
+def serving_of(settings: RolloutProcess) -> ServingOptions:
+    """Return how a rollout serves weights to other replicas.
+
+    Raises:
+        ConfigError: weights must be encrypted, and the transport cannot.
+    """
+    network = settings.network
+    try:
+        transport, encrypted = choose_transport(
+            settings.rollout.transport, network.host, encrypt=network.encrypt_weights
+        )
+    except WeightsError as error:
+        raise ConfigError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
+    return ServingOptions(transport, network.host, encrypted)
 
 
 class RolloutPublisher:
@@ -25,31 +42,23 @@ class RolloutPublisher:
 
     Args:
         layout: layout of the engine's weights.
-        settings: the transport, the host and the digests.
+        serving: how other replicas read them.
+        digests: which bytes they are verified by.
         answer: see `OfferSender`.
         broken: see `OfferSender`.
         changed: see `OfferSender`.
-
-    Raises:
-        ConfigError: weights must be encrypted, and the transport cannot.
     """
 
     def __init__(
         self,
         layout: Layout,
-        settings: RolloutProcess,
+        serving: ServingOptions,
+        digests: DigestMode,
         answer: AnswerLease,
         broken: Callable[[Future[None]], None],
         changed: Callable[[], None],
     ) -> None:
-        network = settings.network
-        self._layout, self._settings = layout, settings
-        try:
-            self._transport, self._encrypted = choose_transport(
-                settings.rollout.transport, network.host, encrypt=network.encrypt_weights
-            )
-        except WeightsError as error:
-            raise ConfigError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
+        self._layout, self._serving, self._digests = layout, serving, digests
         self._offers = OfferSender(answer, broken, changed)
         self._publisher: Publisher | None = None
 
@@ -85,10 +94,10 @@ class RolloutPublisher:
 
         return Publisher(
             self._layout,
-            transport=self._transport,
-            encrypt=self._encrypted,
-            host=self._settings.network.host,
+            transport=self._serving.transport,
+            encrypt=self._serving.encrypt,
+            host=self._serving.host,
             when_busy="skip",
-            digests=self._settings.weights.digests,
+            digests=self._digests,
             delta_versions=0,
         )

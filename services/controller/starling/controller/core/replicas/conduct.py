@@ -106,9 +106,10 @@ def stop_offering(state: ControllerState, rollout: Member, reason: str) -> None:
 
     When it has been started again it may offer again, but not for ever, because a source that lies can do that, too.
     """
-    rollout.can_offer = False
+    rollout.can_offer = rollout.may_relay = False
     state.replicas.membership.num_bad_offers[rollout.name] += 1
     state.weights.withdraw(rollout.name)
+    state.weights.relays.withdraw(rollout.name)
     state.dirty |= Dirty.ADOPT
     state.outbox.note("offers_no_more", replica=rollout.name, reason=reason)
 

@@ -43,6 +43,8 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
         # Another replica may well be able to score it.
         retry(state, *found, reason, member.name, retryable=is_scoring or not message.fatal)
     elif kind == "adopt" or (kind == "publish" and member.role == "rollout"):
+        if kind == "adopt":
+            state.weights.relays.end_pull(member.name, failed=True)
         note_bad_pull(state, source_of(lease), member.name)
         _transfer_failed(state, member, lease, subject, reason)
     elif kind in ("sleep", "wake"):

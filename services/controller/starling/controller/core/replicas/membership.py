@@ -46,6 +46,10 @@ class Member:
     host: str = ""
     can_offer: bool = False
     """It can offer the version that it holds to others."""
+    serves: bool = False
+    """Its engine can offer what it holds: it could, if it were trusted."""
+    may_relay: bool = True
+    """Others may read the version that it pulls from it. False after one has read other weights than were published."""
     shares_steps: bool = False
     """It can train a share of a step together with other policies."""
     layout: Layout | None = None
@@ -217,7 +221,9 @@ class Membership:
             heard_at=now,
             version=version,
             host=hello.host,
-            can_offer=hello.serves and name not in self.accused and self.num_bad_offers[name] < MAX_INVALID,
+            can_offer=hello.serves and self._is_trusted(name),
+            serves=hello.serves,
+            may_relay=self._is_trusted(name),
             shares_steps=hello.shares_steps,
             layout=layout,
             checkpoint=hello.checkpoint,
@@ -226,6 +232,10 @@ class Membership:
         self.members[name] = self._by_role[hello.role][name] = member
         self._gone.pop(name, None)
         return member
+
+    def _is_trusted(self, name: str) -> bool:
+        """Say whether others may still read weights from a rollout."""
+        return name not in self.accused and self.num_bad_offers[name] < MAX_INVALID
 
     def was_member(self, name: str, incarnation: int) -> bool:
         """Say whether this incarnation of `name` is or was a member."""

@@ -23,6 +23,7 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS, PublishedOffer
+from starling.controller.core.weights.relays import ChainKey, RelayedOffer
 from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
 from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.offers.tickets import offer_for
@@ -129,7 +130,7 @@ def _offer_failed(state: ControllerState, member: Member, reason: str) -> None:
 
 def adopt(state: ControllerState) -> None:
     """Have every outdated rollout pull the version that it should hold."""
-    unavailable = set[tuple[int, bool]]()
+    unavailable, busy = set[tuple[int, bool]](), set[ChainKey]()
     for name in list(state.weights.outdated):
         member = state.replicas.membership.members.get(name)
         if member is None:
@@ -145,6 +146,13 @@ def adopt(state: ControllerState) -> None:
                 _find_holder(state, *wanted)
                 unavailable.add(wanted)
             continue
+        if offer is not None and not policies_only and (chain := _chain(state, member, offer)) is not None:
+            relay = state.weights.relays.choose(member, chain)
+            if relay is not None or (chain not in busy and not state.weights.relays.is_expected(chain, state.now)):
+                _pull(state, member, offer, chain=chain, relay=relay)
+            else:
+                busy.add(chain)
+            continue
         nearer = _holder_on_host(state, member, version, offer, policies_only=policies_only)
         if nearer is not None:
             if not state.replicas.leases.num(nearer.name, "publish"):
@@ -156,6 +164,27 @@ def adopt(state: ControllerState) -> None:
         else:
             _find_holder(state, *wanted)
             unavailable.add(wanted)  # for all rollouts that wait for it
+
+
+def _chain(state: ControllerState, member: Member, offer: PublishedOffer) -> ChainKey | None:
+    """Return the chain of relays by which a rollout gets the version of `offer`; None to pull straight from there.
+
+    Straight from a policy on its host, from a rollout where no policy offers, and what is small; and again, when what a
+    relay sent was not what was published.
+    """
+    weights = state.weights
+    is_near = offer.host == member.host or not offer.is_policy
+    if is_near or member.layout is None or weights.policy_layout is None:
+        return None
+    if weights.relays.avoided.get(member.name) == offer.version:
+        return None
+    try:
+        size_bytes = weights.pair(weights.policy_layout, member.layout).size_bytes
+    except WeightsError:  # the pull finds it out, too
+        return None
+    if size_bytes < state.plan.relay_from_bytes:
+        return None
+    return offer.version, weights.layout_key(weights.policy_layout, member.layout)
 
 
 def _of_policies_only(state: ControllerState, member: Member, version: int) -> bool:
@@ -173,9 +202,20 @@ def find_source(state: ControllerState, member: Member, version: int) -> Publish
     return state.weights.source(member, version, of_policies_only=_of_policies_only(state, member, version))
 
 
-def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with_state: bool = False) -> None:
-    """Have `member` pull the version of `offer`."""
-    version = offer.version
+def _pull(
+    state: ControllerState,
+    member: Member,
+    offer: PublishedOffer,
+    *,
+    with_state: bool = False,
+    chain: ChainKey | None = None,
+    relay: RelayedOffer | None = None,
+) -> None:
+    """Have `member` pull the version of `offer`.
+
+    `chain`: it is to serve what it pulls to others; `relay`: it reads from there instead, as long as that answers.
+    """
+    version, relays = offer.version, state.weights.relays
     source = state.replicas.membership.members[offer.holder]
     assert source.layout is not None, "a replica that offers weights joined with its layout"
     assert member.layout is not None, "a replica that holds weights joined with its layout"
@@ -201,13 +241,50 @@ def _pull(state: ControllerState, member: Member, offer: PublishedOffer, *, with
             layout=key,
             layout_roots=layout_roots,
             has_root_plan=is_rollout,
+            relays=() if relay is None else (relay.holder,),
+            announce=chain is not None and member.may_relay,
         )
 
     def buffers(lease: str) -> Buffers:
-        return encode(offer_for(offer.offer, member.name, lease, pair.most_bytes)), *plans
+        offers = (offer.offer,) if relay is None else (offer.offer, relay.offer)
+        first, *others = (encode(offer_for(one, member.name, lease, pair.most_bytes)) for one in offers)
+        return first, *plans, *others
 
+    if chain is not None:
+        source_name = source.name if relay is None else relay.holder
+        is_near = relay is not None and relay.host == member.host
+        relays.begin(member.name, source_name, chain if member.may_relay else None, state.now, is_near=is_near)
+    else:
+        relays.forget(member.name)  # what it served is gone
     grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)
+
+
+def on_relay_offered(state: ControllerState, member: Member, message: wire.RelayOffered, event: Received) -> None:
+    """Note that a rollout serves the version that it pulls; once for each pull that is to be announced."""
+    lease, weights = state.replicas.leases.get(message.lease), state.weights
+    command = _command_of(lease) if lease is not None and lease.peer == member.name else None
+    if command is None or member.layout is None:
+        return  # the pull is over, or an earlier incarnation of the controller asked for it
+    chain = command.version, command.layout
+    if message.version != command.version or not weights.relays.expects(chain, member.name):
+        return
+    state.dirty |= Dirty.ADOPT
+    if message.problem or not member.may_relay:
+        weights.relays.renounce(chain, member.name)
+        return
+    try:
+        _check_transports(state, event.buffers[0])
+        offer = decode_offer(event.buffers[0])
+        if offer.version != message.version:
+            raise WeightsError(f"It is of version {offer.version}.")
+        if len(offer.ranks) != len(member.layout.ranks):
+            raise WeightsError(f"It has {len(offer.ranks)} ranks, and the layout {len(member.layout.ranks)}.")
+    except WeightsError as error:
+        weights.relays.renounce(chain, member.name)
+        _offer_failed(state, member, f"what {member.name} relays of version {message.version} is not usable: {error}")
+        return
+    weights.relays.announce(member, chain, offer)
 
 
 def _holder_on_host(
@@ -292,6 +369,7 @@ def _able_to_offer(state: ControllerState, version: int, names: dict[str, None])
 def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wire.WeightsAdopted) -> None:
     """Note that a replica switched. It holds the version only if it has proven a root that a policy computed."""
     source = source_of(lease)
+    state.weights.relays.end_pull(member.name)
     proven = lease_subject(lease.id) == str(message.version) and _is_proven(state, member, lease, message)
     state.outbox.note(
         "adopted",
@@ -316,7 +394,7 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
             for reader in (member.name, ""):
                 state.weights.num_bad_pulls.pop((source, reader), None)
     if member.role == "rollout":
-        _judge(state, member, source, proven=proven)
+        _judge(state, member, source, message.version, proven=proven)
     if proven and member.role == "policy":
         member.version = message.version
         state.dirty = Dirty.ALL
@@ -325,8 +403,8 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         record = VersionAdopted(name=member.name, epoch=member.incarnation, version=message.version)
         state.outbox.write(record)
         set_held_version(state, member, message.version)
-        if state.weights.outdated and member.can_offer:
-            state.dirty |= Dirty.ADOPT  # for rollouts that wait for an offer
+        if state.weights.outdated:
+            state.dirty |= Dirty.ADOPT  # for rollouts that wait for an offer, or for its source
     elif member.role == "policy":
         evict(state, member, f"{member.name} does not hold version {message.version} bit for bit after adopting it")
     else:
@@ -377,30 +455,36 @@ def _is_proven(state: ControllerState, member: Member, lease: Lease, message: wi
     if member.role == "policy":
         return weights.is_root(version, message.root)
     # What the replica says of the command counts after a restart of the controller: a false word is at its own cost.
-    source, key = (command.source, command.layout) if command is not None else (message.source, message.layout)
+    source, key = (source_of(lease), command.layout) if command is not None else (message.source, message.layout)
     known = weights.known_layout_roots(version, key)
     if known:
         return message.layout_root in known
     return source.startswith("policy-") and weights.is_root(version, message.root)
 
 
-def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool) -> None:
+def _judge(state: ControllerState, reader: Member, source: str, version: int, *, proven: bool) -> None:
     """Find out who is at fault where `reader` pulled something else than was published, or says so.
 
     A rollout that it was pulled from offers no more. The reader then pulls from a policy. If that proves the version,
     the rollout is evicted, and never offers again; if not, the reader is at fault, and the rollout may offer again. A
     reader that has accused a rollout pulls from policies from then on. So by false accusations one replica can have
     no more than one other evicted, and none is evicted twice, whatever restarts the controller.
+
+    A relay that has not proven the version itself may only have passed on what it got: it is not accused.
     """
     weights, membership = state.weights, state.replicas.membership
     if proven and reader.name not in weights.suspects:
         return
     rollout = membership.members.get(source)
     if not proven and rollout is not None and rollout.role == "rollout":
+        if rollout.version != version:
+            _stop_relay(state, reader, rollout, version)
+            return
         membership.accusers.setdefault(reader.name, False)
         weights.suspects[reader.name] = (source, rollout.incarnation)
-        rollout.can_offer = False
+        rollout.can_offer = rollout.may_relay = False
         weights.withdraw(source)
+        weights.relays.withdraw(source)
         reason = f"{reader.name} pulled other weights from {source} than were published"
         state.outbox.note("offers_no_more", replica=source, reason=reason)
         return
@@ -417,13 +501,26 @@ def _judge(state: ControllerState, reader: Member, source: str, *, proven: bool)
         state.outbox.write(SourceEvicted(name=name, reader=reader.name))
         distrust(state, suspect, reason)
     elif (name, incarnation) not in weights.suspects.values():
-        suspect.can_offer = True
+        suspect.can_offer, suspect.may_relay = suspect.serves, True
+
+
+def _stop_relay(state: ControllerState, reader: Member, relay: Member, version: int) -> None:
+    """Have nobody read `version` from a relay that has not proven it, after `reader` got something else from there."""
+    relays = state.weights.relays
+    relays.withdraw(relay.name)
+    relays.avoided[reader.name] = version
+    reason = f"{reader.name} pulled other weights from {relay.name} than were published, before it had proven its own"
+    state.outbox.note("relays_no_more", replica=relay.name, version=version, reason=reason)
+    note_bad_pull(state, relay.name, reader.name)
 
 
 def source_of(lease: Lease) -> str:
-    """Return the replica that a pull is from; empty for one of an earlier incarnation of the controller."""
+    """Return the replica that a pull is from, the relay if there is one; empty for one of an earlier incarnation of the
+    controller."""
     command = _command_of(lease)
-    return command.source if command is not None else ""
+    if command is None:
+        return ""
+    return command.relays[0] if command.relays else command.source
 
 
 def _command_of(lease: Lease) -> wire.AdoptWeights | None:
@@ -444,7 +541,7 @@ def note_bad_pull(state: ControllerState, source: str, reader: str) -> None:
         return
     for one in (reader, ""):
         num[source, one] += 1
-    if member.can_offer and max(num[source, reader], num[source, ""]) >= MAX_BAD_PULLS:
+    if (member.can_offer or member.may_relay) and max(num[source, reader], num[source, ""]) >= MAX_BAD_PULLS:
         stop_offering(state, member, f"{MAX_BAD_PULLS} pulls in a row from {source} failed")
         membership = state.replicas.membership
         membership.num_stopped[reader] += 1

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
+from starling.controller.core.weights.relays import Relays
 from starling.weightsync.offers.offer import Offer, decode_offer
 from starling.weightsync.offers.tickets import allowance, reading_cost
 from starling.weightsync.plan.layout import Layout, encode
@@ -62,6 +63,8 @@ class LayoutPair:
     """Equal for pairs whose plans move the same boxes; the layout root is known under it."""
     plan: bytes = b""
     """The encoded plan; empty until it is needed."""
+    size_bytes: int = 0
+    """How much a pull by the plan moves."""
     most_bytes: int = 0
     """How much a pull by the plan may read from a source rank, as `allowance`."""
 
@@ -91,6 +94,7 @@ class Publications:
     """By holder."""
     holders: dict[tuple[int, str], dict[str, None]] = field(default_factory=dict)
     """Rollouts by the version that they hold and their host."""
+    relays: Relays = field(default_factory=Relays)
     outdated: dict[str, None] = field(default_factory=dict)
     """Rollouts that need another version and do not pull it yet."""
     failures: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -183,7 +187,8 @@ class Publications:
             plan = self._plans.plan(source, destination)
             cost = reading_cost(plan.total_bytes, plan.num_boxes)
             distinct_cost = reading_cost(plan.distinct_bytes, plan.num_distinct_boxes)
-            pair.plan, pair.most_bytes = encode(plan), allowance(cost, distinct_cost)
+            pair.plan, pair.size_bytes = encode(plan), plan.total_bytes
+            pair.most_bytes = allowance(cost, distinct_cost)
         return pair
 
     def _pair(self, source: Layout, destination: Layout) -> LayoutPair:
@@ -325,6 +330,7 @@ class Publications:
         for pair in [pair for pair in self.num_bad_pulls if name in pair]:
             del self.num_bad_pulls[pair]
         self._withdraw(name)
+        self.relays.forget(name)
         self._pairs.pop(id(layout), None)
         if id(layout) in self._sources:  # also if it has lost its offer since
             self._sources.discard(id(layout))

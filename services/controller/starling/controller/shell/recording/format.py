@@ -26,7 +26,7 @@ import msgspec
 
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
-from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, Up, WeightsPublished
+from starling.common.wire.messages import GroupInterrupted, Hello, Prompt, RelayOffered, Up, WeightsPublished
 from starling.controller.core.events import (
     Buffers,
     CheckpointRead,
@@ -47,7 +47,7 @@ VERSION: Final = 1
 FIRST_LINE: Final = MAGIC + b"%d\n" % VERSION
 FRAME: Final = struct.Struct("<II")
 """Length and crc32 of the body that follows."""
-DECODED: Final = (Hello, WeightsPublished, GroupInterrupted)
+DECODED: Final = (Hello, WeightsPublished, RelayOffered, GroupInterrupted)
 """The messages whose buffers the core decodes."""
 
 Stream = Literal["prompts", "examples"]

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.puller.report import PullProgress, PullReport
+    from starling.weightsync.transports.endpoints import ServingOptions
 
 
 log = structlog.get_logger(__name__)
@@ -85,6 +86,7 @@ def transformers_engine(spec: EngineSpec) -> TransformersEngine:
         name=spec.name,
         base=base_digest(model, lora),
         digests=spec.weights.digests,
+        serving=spec.serving,
     )
 
 
@@ -106,6 +108,7 @@ class TransformersEngine:
         name: str = "rollout-0",
         base: str = "",
         digests: DigestMode = "full",
+        serving: ServingOptions | None = None,
     ) -> None:
         """Create an engine without groups.
 
@@ -121,6 +124,7 @@ class TransformersEngine:
             name: the replica's name, for its layout.
             base: digest of the weights below adapters, from `base_digest`.
             digests: how pulled versions are verified.
+            serving: how versions that are pulled are served to others.
 
         Raises:
             ConfigError: the engine cannot decode this model, or a setting is invalid.
@@ -155,7 +159,8 @@ class TransformersEngine:
         self._sampling: SamplingRows | None = None
         self._num_added = self._num_tokens = 0
         self._paused = False
-        self._weights = LiveWeights(layout_of(self.tensors(), name, base=base), self.tensors, digests=digests)
+        layout = layout_of(self.tensors(), name, base=base)
+        self._weights = LiveWeights(layout, self.tensors, digests=digests, serving=serving)
 
     @property
     def num_running(self) -> int:
@@ -440,6 +445,8 @@ class TransformersEngine:
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
+        relays: Sequence[Offer] = (),
+        announce: Callable[[Offer], None] | None = None,
     ) -> PullReport:
         """Pull a version into staging buffers, or into the live weights; see `Engine.pull`."""
         return self._weights.pull(
@@ -450,6 +457,8 @@ class TransformersEngine:
             cancelled=cancelled,
             progress=progress,
             in_place=in_place,
+            relays=relays,
+            announce=announce,
         )
 
     def adopt(self, mode: CacheMode) -> AdoptionReport:

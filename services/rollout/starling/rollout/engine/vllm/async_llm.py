@@ -316,7 +316,8 @@ class AsyncLlmThread:
         self._shared_memory = processes.shared_memory(self._processes)
         layout = join_ranks(self._spec.name, [decode_layout(part) for part in parts])
         weights = self._spec.weights
-        arguments = (encode(layout), weights.digests, self.pull_messages.path, weights.quantise)
+        serving = None if self._spec.serving is None else tuple(self._spec.serving)
+        arguments = (encode(layout), weights.digests, self.pull_messages.path, weights.quantise, serving)
         packed = await self.call_workers("starling_join", *arguments)
         if weights.quantise:
             log.info("vLLM holds quantised weights", form=weights.quantise, packing_bytes=max(packed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from starling.algo.architecture import media_inputs
@@ -172,6 +172,8 @@ class VllmEngine:
         cancelled: Callable[[], bool],
         progress: Callable[[PullProgress], None],
         in_place: bool = False,
+        relays: Sequence[Offer] = (),
+        announce: Callable[[Offer], None] | None = None,
     ) -> PullReport:
         """Make every worker pull its shards of a version into its staging buffers; see `Engine.pull`.
 
@@ -182,7 +184,10 @@ class VllmEngine:
         self._staged = None
         self._num_pulls += 1
         encoded_root_plan = b"" if root_plan is None else encode(root_plan)
-        arguments = (self._num_pulls, encode(offer), encode(plan), encoded_root_plan, deadline_s, in_place)
+        arguments = (
+            *(self._num_pulls, encode(offer), encode(plan), encoded_root_plan, deadline_s, in_place),
+            *([encode(relay) for relay in relays], announce is not None),
+        )
         try:
             thread.call(thread.call_workers("starling_pull", *arguments))
             report = await_workers(
@@ -192,6 +197,7 @@ class VllmEngine:
                 deadline_s,
                 lambda: cancelled() or bool(thread.lost_reason),
                 progress,
+                announce,
             )
         except EngineLostError as error:
             raise WeightsError(f"Version {offer.version} was not pulled: {error}") from error

@@ -1,4 +1,4 @@
-"""Pull messages from vLLM's workers to the replica: progress, and how each worker's pull ended.
+"""Pull messages from vLLM's workers to the replica: what they serve, progress, and how each worker's pull ended.
 
 Workers send them unasked, one datagram each, to a Unix socket of the replica: a worker that were polled over vLLM's RPC
 could not generate meanwhile. `await_workers` joins the messages of all workers into one pull.
@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from starling.common.errors import WeightsError
+from starling.weightsync.offers.offer import Offer, make_offer
 from starling.weightsync.puller.report import PullProgress, PullReport
 
 CANCEL_CHECK_S: Final = 0.25
@@ -27,12 +28,13 @@ MAX_MESSAGE_BYTES: Final = 1 << 16
 
 
 class PullMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of the pull of one worker, or its end: `report` on success, `problem` on failure."""
+    """Of the pull of one worker its progress, its offer as a relay, or its end: a `report`, or a `problem`."""
 
     pull: int
     """Number of the pull."""
     rank: int
     progress: PullProgress | None = None
+    offer: Offer | None = None
     report: PullReport | None = None
     problem: str = ""
 
@@ -46,7 +48,7 @@ class PullMessageSender:
 
     def send(self, message: PullMessage) -> None:
         """Send `message`. Progress is dropped if the socket is full; the end of a pull is retried for `SEND_S`."""
-        ends = message.progress is None
+        ends = message.progress is None  # or begins: others wait for the offer
         self._socket.settimeout(SEND_S if ends else 0.0)
         try:
             self._socket.sendto(msgspec.msgpack.encode(message), self._path)
@@ -87,8 +89,11 @@ def await_workers(
     deadline_s: float,
     cancelled: Callable[[], bool],
     progress: Callable[[PullProgress], None],
+    announce: Callable[[Offer], None] | None = None,
 ) -> PullReport:
     """Wait until all workers have ended pull `number`; return their joined report.
+
+    `announce` is called once, when all of them serve what arrives.
 
     Raises:
         WeightsError: a worker failed, the pull was cancelled, or a worker sent no end of it until after the deadline.
@@ -96,6 +101,7 @@ def await_workers(
     end = time.monotonic() + deadline_s + GRACE_S
     reports: dict[int, PullReport] = {}
     progress_by_rank: dict[int, PullProgress] = {}
+    offers: list[Offer] = []
     while len(reports) < num_workers:
         if cancelled():
             raise WeightsError("The pull was cancelled.")
@@ -107,7 +113,11 @@ def await_workers(
             continue
         if message.problem:
             raise WeightsError(f"Worker {message.rank}: {message.problem}")
-        if message.report is not None:
+        if message.offer is not None:
+            offers.append(message.offer)
+            if len(offers) == num_workers and announce is not None:
+                announce(make_offer(message.offer.version, [rank for offer in offers for rank in offer.ranks]))
+        elif message.report is not None:
             reports[message.rank] = message.report
         elif message.progress is not None:
             progress_by_rank[message.rank] = message.progress

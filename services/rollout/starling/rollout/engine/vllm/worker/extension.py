@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -26,12 +26,13 @@ from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.parameters import in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.memory.digests import DigestMode
-from starling.weightsync.offers.offer import Offer, decode_offer
+from starling.weightsync.offers.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
 from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullProgress
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.transports.endpoints import ServingOptions
 
 if TYPE_CHECKING:
     from starling.rollout.engine.vllm.worker.packing import Packer
@@ -76,6 +77,7 @@ class WorkerWeights:
         digests: DigestMode,
         socket_path: str,
         packer: Packer | None,
+        serving: ServingOptions | None,
     ) -> None:
         """Prepare for pulls.
 
@@ -87,22 +89,34 @@ class WorkerWeights:
             digests: how a version is verified.
             socket_path: the replica's socket for pull messages.
             packer: copies quantised weights into vLLM's layers; None without quantisation.
+            serving: how pulls that are announced are served to others.
         """
         self._tensors, self._apply, self._rank, self._packer = tensors, apply, rank, packer
-        self._puller = Puller(layout, rank=rank, digests=digests)
+        self._puller = Puller(layout, rank=rank, digests=digests, serving=serving)
         self._messages = PullMessageSender(socket_path)
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
         self._offer: Offer | None = None
         self._root_plan: Plan | None = None
 
-    def pull(self, number: int, offer: bytes, plan: bytes, root_plan: bytes, deadline_s: float, in_place: bool) -> None:
-        """Start a pull in a thread, which sends progress messages; `root_plan` may be empty."""
+    def pull(
+        self,
+        number: int,
+        offer: bytes,
+        plan: bytes,
+        root_plan: bytes,
+        deadline_s: float,
+        in_place: bool,
+        relays: Sequence[bytes],
+        announce: bool,
+    ) -> None:
+        """Start a pull in a thread, which sends messages; `root_plan` may be empty."""
         self.cancel()
         before, self._cancelled = self._thread, threading.Event()
         self._offer = decode_offer(offer)
         self._root_plan = decode_plan(root_plan) if root_plan else None
-        arguments = (before, number, decode_plan(plan), deadline_s, in_place, self._cancelled)
+        others = [decode_offer(relay) for relay in relays]
+        arguments = (before, number, decode_plan(plan), deadline_s, in_place, self._cancelled, others, announce)
         self._thread = threading.Thread(target=self._pull, args=arguments, name="pull", daemon=True)
         self._thread.start()
 
@@ -149,12 +163,17 @@ class WorkerWeights:
         deadline_s: float,
         in_place: bool,
         cancelled: threading.Event,
+        relays: Sequence[Offer],
+        announce: bool,
     ) -> None:
         if before is not None:
             before.join(deadline_s)  # the earlier pull was cancelled
 
         def progress(progress: PullProgress) -> None:
             self._messages.send(PullMessage(pull=number, rank=self._rank, progress=progress))
+
+        def announced(offer: Offer) -> None:
+            self._messages.send(PullMessage(pull=number, rank=self._rank, offer=offer))
 
         assert self._offer is not None
         try:
@@ -166,6 +185,9 @@ class WorkerWeights:
                 # Weights that are packed at the adoption are always staged, in host memory.
                 into=self._tensors() if in_place and self._packer is None else None,
                 progress=progress,
+                relays=relays,
+                relays_first=True,
+                announce=announced if announce else None,
             )
         except Exception as error:  # noqa: BLE001 - raised again in the replica
             self._messages.send(PullMessage(pull=number, rank=self._rank, problem=f"{type(error).__name__}: {error}"))
@@ -223,7 +245,14 @@ class WorkerExtension:
         return self.starling_slot.missing()
 
     @returns_errors
-    def starling_join(self, layout: bytes, digests: DigestMode, socket_path: str, quantise: str) -> int:
+    def starling_join(
+        self,
+        layout: bytes,
+        digests: DigestMode,
+        socket_path: str,
+        quantise: str,
+        serving: tuple[Transport, str, bool] | None,
+    ) -> int:
         """Take the layout of all workers; return the extra bytes that packing the largest quantised layer needs."""
         model, slot, whole = self.model_runner.model, self.starling_slot, decode_layout(layout)
         packer = None
@@ -240,15 +269,24 @@ class WorkerExtension:
             if changed and current_platform.is_cpu():
                 cpu.repack(model)
 
-        self.starling_weights = WorkerWeights(tensors, apply, whole, self.rank, digests, socket_path, packer)
+        served = None if serving is None else ServingOptions(*serving)
+        self.starling_weights = WorkerWeights(tensors, apply, whole, self.rank, digests, socket_path, packer, served)
         return packer.layer_bytes if packer else 0
 
     @returns_errors
     def starling_pull(
-        self, number: int, offer: bytes, plan: bytes, root_plan: bytes, deadline_s: float, in_place: bool
+        self,
+        number: int,
+        offer: bytes,
+        plan: bytes,
+        root_plan: bytes,
+        deadline_s: float,
+        in_place: bool,
+        relays: Sequence[bytes],
+        announce: bool,
     ) -> None:
         """Start a pull; see `WorkerWeights.pull`."""
-        self.starling_weights.pull(number, offer, plan, root_plan, deadline_s, in_place)
+        self.starling_weights.pull(number, offer, plan, root_plan, deadline_s, in_place, relays, announce)
 
     @returns_errors
     def starling_cancel(self) -> None:
