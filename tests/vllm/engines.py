@@ -32,6 +32,7 @@ from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
 from starling.weightsync.tensors.adapters import add_adapters, base_digest, published_tensors
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.transports.endpoints import ServingOptions
 
 torch.set_num_threads(1)
 
@@ -139,6 +140,7 @@ def spec_of(
         eos_token_ids=(),
         max_model_len=CONTEXT,
         wake=wake or (lambda: None),
+        serving=ServingOptions("ucx", "127.0.0.1"),
     )
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
 from engines import (
     DEADLINE_S,
     EngineDriver,
+    PublisherProcess,
     checkpoint,
     engine_driver,
     forward_logprobs,
@@ -24,8 +26,11 @@ from engines import (
     request,
 )
 
-from starling.rollout.engine.base import EngineLostError
+from starling.rollout.engine.base import Engine, EngineLostError
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
+from starling.weightsync.offers.offer import Offer, layout_root
+from starling.weightsync.plan.layout import Layout
+from starling.weightsync.puller.puller import Puller
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,7 @@ def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int,
         assert bool(files) == (tp * pp > 1)
         outcome = adopt_under_load(engine, publisher, num_adoptions, "recompute")
         check_scores(engine, models[engine.engine.version % NUM_CHECKPOINTS])
+        check_relay(engine.engine, publisher, num_adoptions)
         if tp == 2 and family == "qwen3":
             kill_one_worker(engine)
     assert not [file for file in files if file.exists()]
@@ -63,6 +69,48 @@ def check_scores(engine: EngineDriver, model: Any) -> None:
     assert scores.version == engine.engine.version
     np.testing.assert_allclose(scores.logprobs, forward_logprobs(model, prompt[:1], prompt[1:]), atol=1e-4)
     assert (scores.top_logprobs >= scores.logprobs).all()
+
+
+def check_relay(engine: Engine, publisher: PublisherProcess, version: int) -> None:
+    """Have the engine pull a version, and read it from the engine's workers into a second replica of this layout."""
+    plan, relays, layout = publisher.plan(engine), list[Offer](), engine.layout()
+    offer = publisher.publish(version, plan)
+    engine.pull(
+        offer,
+        plan,
+        deadline_s=DEADLINE_S,
+        cancelled=lambda: False,
+        progress=lambda _: None,
+        announce=relays.append,
+    )
+    adopted = engine.adopt("keep")
+    assert adopted.layout_root == publisher.layout_root
+    [relay] = relays
+    assert [rank.rank for rank in relay.ranks] == list(range(len(layout.ranks)))
+    roots = []
+    for rank in range(len(layout.ranks)):
+        puller = Puller(layout, rank=rank)
+        live = storages_of(layout, rank)
+        try:
+            report = puller.pull(offer, plan, deadline_s=DEADLINE_S, relays=relays, relays_first=True)
+            assert list(report.bytes_by_source) == [relay.ranks[rank].address]
+            puller.switch(live)
+            roots.append(puller.attest_roots(live, offer).rank_root)
+        finally:
+            puller.close()
+    assert layout_root(roots) == publisher.layout_root
+
+
+def storages_of(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """Return memory for the shards of a rank, by storage."""
+    sizes: dict[str, int] = {}
+    for shard in layout.ranks[rank].shards:
+        spec = layout.tensors[shard.tensor]
+        last = sum((size - 1) * stride for size, stride in zip(shard.box.size, shard.strides, strict=True))
+        end = shard.offset_bytes + (last + 1) * getattr(torch, spec.dtype).itemsize
+        sizes[shard.storage] = max(sizes.get(shard.storage, 0), end)
+    dtype = getattr(torch, layout.tensors[0].dtype)
+    return {name: torch.zeros(size // dtype.itemsize, dtype=dtype) for name, size in sizes.items()}
 
 
 def kill_one_worker(engine: EngineDriver) -> None:
