@@ -59,6 +59,8 @@ FULL: tuple[tuple[str, ...], ...] = (
     *SAMPLES,
     *((script,) for script, option in QUICK[len(SAMPLES) :] if option == "--quick"),
     ("weightsync_fanout.py",),
+    ("weightsync_run.py",),
+    ("weightsync_run.py", "--engine", "vllm"),
     ("weightsync_faults.py",),
 )
 """The same at full size, and those that have no quick form."""

@@ -27,8 +27,8 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no section": ([*RUN, "--group-size", "3"], ("unknown setting group_size = 3; did you mean rl.group_size?",)),
     "a flag without its value": ([*RUN, "--rl.num-steps"], ("--rl.num-steps needs a value",)),
     "a word for a number": ([*RUN, "--rl.num-steps", "ten"], ("rl.num_steps = 'ten'", "valid integer")),
-    "no rollouts": ([*RUN, "--launch.num-rollouts", "0"], ("launch.num_rollouts = 0, but", "set at least 1")),
-    "no rewards": ([*RUN, "--launch.num-rewards", "0"], ("launch.num_rewards = 0, but", "set at least 1")),
+    "no rollouts": ([*RUN, "--launch.num-rollouts", "0"], ("launch.num_rollouts = 0, but", "controller.num_rollouts")),
+    "no rewards": ([*RUN, "--launch.num-rewards", "0"], ("launch.num_rewards = 0, but", "controller.num_rewards")),
     "one table for a list of tables": (
         [*RUN, "--reward.scorers", '{name = "prefix_match"}'],
         ("reward.scorers = {'name': 'prefix_match'}", "write [[reward.scorers]] above each table"),

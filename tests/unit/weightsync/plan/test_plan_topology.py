@@ -15,8 +15,17 @@ from property_tests import examples
 from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import estimate, estimate_fan_out
 from starling.weightsync.plan.compact import CompactLayout, check_compact, make_tensor_split
-from starling.weightsync.plan.fan_out import PUBLISHER, make_fan_out, parts_of, relay_pulls, relayed
-from starling.weightsync.plan.layout import Place, TensorSpec
+from starling.weightsync.plan.fan_out import (
+    MIN_RELAY_BUCKET_BYTES,
+    PUBLISHER,
+    RELAY_BUCKETS,
+    for_relays,
+    make_fan_out,
+    parts_of,
+    relay_pulls,
+    relayed,
+)
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.plan.topology import LINKS, Topology, card_numbers, decode_topology, distances
 
@@ -308,3 +317,42 @@ def test_invalid_compact_layout_is_refused(change: dict[str, object], sentence: 
     layout = CompactLayout("p", (spec,), (Place(),), **{**good, **change})
     with pytest.raises(WeightsError, match=sentence):
         make_plan(layout, layout)
+
+
+@pytest.mark.parametrize("rows", [16, 1 << 10, 1 << 13, 1 << 20])
+def test_plan_for_relays_has_buckets_enough_to_be_passed_on(rows: int) -> None:
+    """They move the same bytes; a plan that has enough of them stays as it is."""
+    source, destination = (
+        one_tensor(replica, rows, num_ranks) for replica, num_ranks in (("policy-0", 1), ("rollout-0", 2))
+    )
+    plan = make_plan(source, destination)
+    relayed_plan = for_relays(plan)
+    assert relayed_plan.total_bytes == plan.total_bytes == rows * 4096
+    size_bytes = rows * 2048
+    for rank in range(2):
+        buckets = relayed_plan.of_destination(rank)
+        assert sum(bucket.size_bytes for bucket in buckets) == size_bytes
+        assert len(buckets) >= min(RELAY_BUCKETS, size_bytes // MIN_RELAY_BUCKET_BYTES)
+        assert max(bucket.size_bytes for bucket in buckets) <= max(MIN_RELAY_BUCKET_BYTES, size_bytes // RELAY_BUCKETS)
+    assert for_relays(relayed_plan) == relayed_plan
+
+
+def one_tensor(replica: str, rows: int, num_ranks: int) -> Layout:
+    """Return the layout of a float32 tensor of 1,024 columns, split by rows."""
+    spec, share = TensorSpec(name="w", shape=(rows, 1024), dtype="float32"), rows // num_ranks
+    ranks = [
+        RankLayout(
+            place=Place(),
+            shards=(
+                Shard(
+                    tensor=0,
+                    box=Box(offset=(rank * share, 0), size=(share, 1024)),
+                    storage="w",
+                    offset_bytes=0,
+                    strides=(1024, 1),
+                ),
+            ),
+        )
+        for rank in range(num_ranks)
+    ]
+    return Layout(replica=replica, tensors=(spec,), ranks=tuple(ranks))

@@ -41,11 +41,12 @@ class LaunchSettings(SettingsSection):
     """Processes that `starling run` starts on this machine."""
 
     num_rollouts: int = Field(default=1, ge=0, le=MAX_PROCESSES)
-    """Rollout replicas."""
+    """Rollout replicas. 0 where other machines bring them: then set `controller.num_rollouts`."""
     gpus_per_rollout: int = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs of each rollout, by CUDA_VISIBLE_DEVICES and in the order of the rollouts. 0: each rollout sees all GPUs."""
     num_rewards: int = Field(default=1, ge=0, le=MAX_PROCESSES)
-    """Reward replicas; none where the recipe has no scorers."""
+    """Reward replicas; none where the recipe has no scorers. 0 where other machines bring them: then set
+    `controller.num_rewards`."""
     num_teachers: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Teachers, where the recipe has a [teacher]."""
     colocate: bool = False
@@ -90,10 +91,16 @@ class Recipe(ControllerProcess):
         check_adapters(self.model, self.policy, self.weights)
         self._check_transports()
         generates, scores = self.generates, self.kind.is_scored
-        if generates and self.launch.num_rollouts == 0:
-            raise ValueError("launch.num_rollouts = 0, but this run generates completions; set at least 1")
-        if generates and scores and self.launch.num_rewards == 0 and self.reward is not None:
-            raise ValueError("launch.num_rewards = 0, but this run scores completions; set at least 1")
+        if generates and self._has_none("num_rollouts"):
+            raise ValueError(
+                "launch.num_rollouts = 0, but this run generates completions; set at least 1, or "
+                "controller.num_rollouts to the number that other machines bring"
+            )
+        if generates and scores and self._has_none("num_rewards") and self.reward is not None:
+            raise ValueError(
+                "launch.num_rewards = 0, but this run scores completions; set at least 1, or controller.num_rewards to "
+                "the number that other machines bring"
+            )
         if self.kind.only_scores and self.reward is None:
             raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
         if generates and scores and self.reward is None and self.teacher is None:
@@ -163,6 +170,10 @@ class Recipe(ControllerProcess):
             "teacher": self.launch.num_teachers if self.teacher is not None else 0,
         }
 
+    def _has_none(self, count: Literal["num_rollouts", "num_rewards"]) -> bool:
+        """Say whether neither this machine starts such replicas, nor the recipe says that others bring some."""
+        return getattr(self.launch, count) == 0 and count not in self.controller.model_fields_set
+
     def _check_rows(self) -> None:
         """A group is generated in one batch, so it must fit."""
         sizes = {"rl.group_size": self.rl.group_size if self.plan().num_steps else 0}
@@ -189,8 +200,11 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     check_chat_template(recipe)
     launched = recipe.replicas
-    counts = {"num_rollouts": launched.get("rollout", 1), "num_teachers": launched.get("teacher", 0)}
-    counts["num_rewards"] = launched.get("reward", 1)
+    counts = {"num_teachers": launched.get("teacher", 0)}
+    for role in ("rollout", "reward"):
+        num = launched.get(role, 1)
+        is_elsewhere = num == 0 and f"num_{role}s" in recipe.controller.model_fields_set
+        counts |= {} if is_elsewhere else {f"num_{role}s": num}
     rollout = recipe.rollout
     if untrained:
         rollout = rollout.model_copy(update={"load_weights": True})

@@ -22,8 +22,13 @@ from starling.common.errors import WeightsError
 from starling.weightsync.plan.boxes import Ints
 from starling.weightsync.plan.layout import Place
 from starling.weightsync.plan.moves import Bucket
+from starling.weightsync.plan.planner import Plan
 from starling.weightsync.plan.topology import Topology, distances
 
+RELAY_BUCKETS: Final = 64
+"""Buckets of a rank whose version is relayed: a chain of eight takes a ninth longer than one pull."""
+MIN_RELAY_BUCKET_BYTES: Final = 256 << 10
+"""Size below which a bucket costs more in requests than it saves in waiting."""
 PUBLISHER: Final = -1
 """In place of a replica's number: the publisher of the version."""
 
@@ -85,6 +90,16 @@ def make_fan_out(replicas: Sequence[Sequence[Place]], topology: Topology | None 
                 if replica != holder:
                     sources[replica][part] = holder
     return FanOut(sources=tuple(map(tuple, sources)))
+
+
+def for_relays(plan: Plan) -> Plan:
+    """Return `plan` with buckets that are small enough for a chain of relays, each of which is one bucket behind.
+
+    The boxes of both differ where a bucket cuts one, and so do the layout roots: use one of them everywhere.
+    """
+    most = max((int(plan.pair_bytes[:, rank].sum()) for rank in range(plan.pair_bytes.shape[1])), default=0)
+    bucket_bytes = min(plan.bucket_bytes, max(MIN_RELAY_BUCKET_BYTES, -(-most // RELAY_BUCKETS)))
+    return msgspec.structs.replace(plan, bucket_bytes=bucket_bytes)
 
 
 def parts_of(sizes: Ints, num_parts: int) -> Ints:

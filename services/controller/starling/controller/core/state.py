@@ -134,7 +134,11 @@ class ControllerState:
         self.dirty: int = Dirty.ALL
         self.buffer = plan.new_buffer()
         self.replicas = Replicas(plan, initial_version)
-        self.weights = Publications(version=initial_version, is_reading_checkpoint=plan.reads_checkpoint)
+        self.weights = Publications(
+            version=initial_version,
+            relay_from_bytes=plan.relay_from_bytes,
+            is_reading_checkpoint=plan.reads_checkpoint,
+        )
         self.training = Training(plan.begin_version, plan.sampling, plan.num_scorers)
         self.evaluations = Evaluations()
         self.lifecycle = Lifecycle(plan.drain_s, plan.stop_s)

@@ -182,7 +182,7 @@ def _chain(state: ControllerState, member: Member, offer: PublishedOffer) -> Cha
         size_bytes = weights.pair(weights.policy_layout, member.layout).size_bytes
     except WeightsError:  # the pull finds it out, too
         return None
-    if size_bytes < state.plan.relay_from_bytes:
+    if size_bytes < weights.relay_from_bytes:
         return None
     return offer.version, weights.layout_key(weights.policy_layout, member.layout)
 

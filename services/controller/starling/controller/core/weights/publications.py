@@ -20,6 +20,7 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.weights.relays import Relays
 from starling.weightsync.offers.offer import Offer, decode_offer
 from starling.weightsync.offers.tickets import allowance, reading_cost
+from starling.weightsync.plan.fan_out import for_relays
 from starling.weightsync.plan.layout import Layout, encode
 from starling.weightsync.plan.planner import PlanCache
 
@@ -75,6 +76,8 @@ class Publications:
 
     version: int = -1
     """The newest version that was ever on offer."""
+    relay_from_bytes: int = 1 << 62
+    """Size of the weights from which rollouts on other hosts than the policy read them from each other."""
     requested: int = -1
     """The newest version that a policy has the command to publish."""
     roots: dict[int, set[str]] = field(default_factory=dict)
@@ -185,6 +188,8 @@ class Publications:
         pair = self._pair(source, destination)
         if not pair.plan:
             plan = self._plans.plan(source, destination)
+            if plan.total_bytes >= self.relay_from_bytes:
+                plan = for_relays(plan)
             cost = reading_cost(plan.total_bytes, plan.num_boxes)
             distinct_cost = reading_cost(plan.distinct_bytes, plan.num_distinct_boxes)
             pair.plan, pair.size_bytes = encode(plan), plan.total_bytes
