@@ -59,12 +59,14 @@ class Invariants:
         return self.state.version
 
     def before_event(self, event: Event) -> None:
-        """Remember the tokens of an interrupted group, which the controller must keep."""
+        """Remember the tokens of an interrupted group, which the controller must keep unless it was begun anew."""
         self._interrupted = ""
         if isinstance(event, Received) and isinstance(event.message, wire.GroupInterrupted):
             lease, tokens = self.state.replicas.leases.get(event.message.lease), event.message.partial
             member = self.state.replicas.membership.get(event.sender, event.incarnation)
-            if lease is not None and member is not None and lease.peer == member.name and tokens:
+            found = self.state.group_of_lease(event.message.lease)
+            is_kept = found is not None and not found[1].is_anew
+            if lease is not None and member is not None and lease.peer == member.name and tokens and is_kept:
                 self._interrupted = lease_subject(lease.id)
                 self._num_tokens = sum(one.num_tokens for one in tokens)
 
