@@ -98,6 +98,9 @@ class RlSettings(SettingsSection):
     max_staleness: int = Field(default=1, ge=0, le=MAX_STALENESS)
     """Maximum age of a trained token, in weight versions before the version that the step updates. 0 is synchronous
     training."""
+    sync_every: int = Field(default=1, ge=1, le=MAX_STALENESS + 1)
+    """Steps between two publications of the weights; versions in between are never sent. At most `max_staleness` + 1:
+    the groups of later steps need a newer version."""
     max_tries: int = Field(default=2, ge=0, le=MAX_COUNT)
     """How often a group is generated again after a scorer failed, before its prompt is discarded."""
     dynamic_sampling: bool = False
@@ -115,6 +118,16 @@ class RlSettings(SettingsSection):
                 "least 2"
             )
         return group_size
+
+    @model_validator(mode="after")
+    def _check_sync(self) -> Self:
+        if self.sync_every > self.max_staleness + 1:
+            raise ValueError(
+                f"sync_every = {self.sync_every} with max_staleness = {self.max_staleness}: after "
+                f"{self.max_staleness + 1} steps no group is left that older weights may generate; lower sync_every to "
+                f"{self.max_staleness + 1}, or raise max_staleness"
+            )
+        return self
 
 
 class TaskSettings(SettingsSection):
@@ -390,6 +403,7 @@ class ControllerProcess(ServiceSettings):
             prompts_per_step=per_step,
             group_size=self.evaluation.num_completions if answers else self.rl.group_size,
             max_staleness=self.controller.window // per_step if not kind.trains else self.rl.max_staleness,
+            sync_every=self.rl.sync_every,
             max_tries=self.rl.max_tries,
             dynamic_sampling=self.rl.dynamic_sampling,
             filter_limit=self.rl.filter_limit,

@@ -56,7 +56,9 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         lines.append(f"model: {size}")
     if travels:
         what = size if recipe.model.lora is None else "the adapters alone"
-        lines.append(f"weight sync: {what} to {_each(recipe.launch.num_rollouts, 'rollout')}, after every step")
+        when = "every step" if recipe.rl.sync_every == 1 else f"every {recipe.rl.sync_every} steps"
+        to = _each(recipe.launch.num_rollouts, "rollout")
+        lines.append(f"weight sync: {what} to {to}, after {when}")
     return lines
 
 

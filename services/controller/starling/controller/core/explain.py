@@ -16,6 +16,7 @@ from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.plan import RunPlan
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
+from starling.controller.core.weights.versions import is_publication_due
 
 WORK = {
     "generate": ("group", "groups", "to generate"),
@@ -86,7 +87,7 @@ def _cause(state: ControllerState) -> Cause:
         return Cause(f"the policy to save its state of version {state.version}", ("save",))
     if leases.has("publish"):
         return Cause(f"the policy to publish version {weights.requested}", ("publish",))
-    is_unpublished = state.version > weights.version
+    is_unpublished = is_publication_due(state)
     if evaluation is not None and (is_unpublished or buffer.num_frozen_steps in (0, plan.num_steps)):
         done = evaluation.count(GroupState.SCORED)
         return Cause(f"evaluation of version {evaluation.version}: {done} of {evaluation.num_prompts} prompts", GROUPS)

@@ -81,6 +81,8 @@ class RunPlan:
     colocate: bool = False
     """Policies and rollouts share their devices by time."""
     max_staleness: int = 1
+    sync_every: int = 1
+    """Steps between two publications."""
     max_tries: int = 2
     dynamic_sampling: bool = False
     """Filter groups out whose rewards are all equal, and take the next prompts in their place."""

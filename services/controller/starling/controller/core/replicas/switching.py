@@ -20,7 +20,7 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.time_sharing import DeviceRole
 from starling.controller.core.state import ControllerState
 from starling.controller.core.weights.distribution import find_source
-from starling.controller.core.weights.versions import target_version
+from starling.controller.core.weights.versions import is_publication_due, target_version
 
 POLICY_WORK = ("train", "publish", "adopt", "save", "checkpoint")
 ROLLOUT_WORK = ("publish", "adopt")
@@ -67,7 +67,7 @@ def side_due(state: ControllerState) -> DeviceRole:
         return "policy"
     if state.version < plan.num_supervised_steps or any(member.version < state.version for member in policies):
         return "policy"
-    if plan.kind.publishes(plan) and (state.version > state.weights.version or _only_policies_can_offer(state)):
+    if is_publication_due(state) or (plan.kind.publishes(plan) and _only_policies_can_offer(state)):
         return "policy"
     if state.evaluations.current is not None:
         return "rollout"

@@ -21,6 +21,7 @@ from starling.controller.core.training.metrics import file_metrics, filtered_met
 from starling.controller.core.training.samples import choose, to_row
 from starling.controller.core.training.shares import buffers_of, example_share, group_shares, to_train_group
 from starling.controller.core.training.step import ActiveStep
+from starling.controller.core.weights.versions import is_publication_due
 
 # --- commit -----------------------------------------------------------------------------------------------------------
 
@@ -137,11 +138,12 @@ def _has_work(state: ControllerState, step: int) -> bool:
 
 
 def _may_freeze(state: ControllerState) -> bool:
-    """Say whether a further step may begin: no stop is requested, and the version before is, or will be, on offer."""
+    """Say whether a further step may begin: no stop is requested, and the version before is, or will be, on offer, if
+    it is due."""
     if state.lifecycle.stopping:
         return False
     requested = state.weights.requested >= state.version and state.replicas.is_policy_publishing()
-    return requested or state.weights.version >= state.version
+    return requested or not is_publication_due(state)
 
 
 def _frozen_groups(state: ControllerState, step: int) -> list[Group]:

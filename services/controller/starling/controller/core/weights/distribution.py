@@ -24,7 +24,12 @@ from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS, PublishedOffer
 from starling.controller.core.weights.relays import ChainKey, RelayedOffer
-from starling.controller.core.weights.versions import check_outdated, set_held_version, target_version
+from starling.controller.core.weights.versions import (
+    check_outdated,
+    is_publication_due,
+    set_held_version,
+    target_version,
+)
 from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.offers.tickets import offer_for
 from starling.weightsync.plan.layout import encode
@@ -48,9 +53,8 @@ MAX_LISTED: Final = 64
 
 def publish(state: ControllerState) -> None:
     """Have a policy offer a version that rollouts need."""
-    plan, version, replicas = state.plan, state.version, state.replicas
-    due = plan.kind.publishes(plan) and version >= plan.num_supervised_steps and version > state.weights.version
-    if not due or replicas.is_policy_publishing() or not replicas.policies_have_devices():
+    version, replicas = state.version, state.replicas
+    if not is_publication_due(state) or replicas.is_policy_publishing() or not replicas.policies_have_devices():
         return
     for member in replicas.current_policies(version):
         if not replicas.leases.num(member.name, "train"):

@@ -230,6 +230,10 @@ class Publications:
         """Say whether `destination` can prove `version` without its source: whether it may pull from a rollout."""
         return bool(self.known_layout_roots(version, self.layout_key(self.policy_layout, destination.layout)))
 
+    def is_offered_by_policy(self, version: int) -> bool:
+        """Say whether a policy offers `version` now."""
+        return any(offer.version == version for offer in self._of_policies.values())
+
     def withdraw(self, name: str) -> None:
         """Remove the offer of a replica."""
         self._withdraw(name)
