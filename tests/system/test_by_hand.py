@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,44 @@ def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) 
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 12))
     assert {line["replica"] for line in lines if line["kind"] == "joined"} == {"policy-0", "rollout-0", "reward-0"}
     assert (folder / "run/checkpoints/step-11/model.safetensors").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another name of the host")
+def test_rollouts_on_other_hosts_read_each_second_version_from_each_other(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path)
+    config = ["--config", "tiny.toml", "--policy.init", "random", "--dir", "run", "--controller.num-rollouts", "3"]
+    config += ["--controller.relay-from-mb", "0", "--rl.sync-every", "2", "--rl.max-staleness", "1"]
+    config += ["--sft.num-steps", "0", "--rl.prompts-per-step", "16", "--evaluation.every", "0"]
+    run_to_the_end(folder, "keys", "make", "run/keys", "rollout-2")
+    with ExitStack() as stack:
+        controller = stack.enter_context(starling_command(folder, "controller", *config, name="controller", fresh=True))
+        controller.wait_until((folder / "run/controller.json").exists, "its address")
+        address = json.loads((folder / "run/controller.json").read_text())["address"]
+        services = [
+            stack.enter_context(
+                starling_command(folder, role, *config, "--controller", address, name=f"{role}-0", fresh=True)
+            )
+            for role in ("reward", "policy")
+        ]
+        for number in range(3):
+            command = ["rollout", *config, "--name", f"rollout-{number}", "--controller", address]
+            named = f'hostname host-{number} && exec "$@"'
+            there = ["unshare", "--uts", "sh", "-c", named, "sh", sys.executable, "-m", "starling.cli.main", *command]
+            log = stack.enter_context((folder / f"rollout-{number}.log").open("wb"))
+            process = subprocess.Popen(there, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+        assert controller.wait() == 0, controller.transcript()
+        assert [service.wait() for service in services] == [0, 0], [service.transcript() for service in services]
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert {line["host"] for line in lines if line["kind"] == "joined"} >= {"host-0", "host-1", "host-2"}
+    assert [line["version"] for line in lines if line["kind"] == "published"] == [0, 2, 4, 6, 8]
+    adopted = [line for line in lines if line["kind"] == "adopted"]
+    assert all(line["attested"] for line in adopted)
+    for version in (2, 4, 6):
+        sources = [line["source"] for line in adopted if line["version"] == version]
+        assert sources.count("policy-0") <= 1, "the policy sends a version once"
+    assert any(line["source"].startswith("rollout-") for line in adopted)
 
 
 def test_settings_and_help_show_every_setting() -> None:

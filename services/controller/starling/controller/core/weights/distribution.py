@@ -380,6 +380,7 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         replica=member.name,
         version=message.version,
         attested=proven,
+        source=source,
         root=message.root,
         pull_s=_within_range(message.pull_s),
         pause_s=_within_range(message.pause_s),
