@@ -18,6 +18,7 @@ from starling.controller.core.records import GroupDiscarded, ReplicaCounted
 from starling.controller.core.replicas.eviction import SET_ASIDE_S
 from starling.controller.core.replicas.heartbeat import MAX_HELD
 from starling.controller.core.replicas.membership import MAX_INVALID
+from starling.controller.core.replicas.switching import on_switched
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS
 
 LATE_S = 6.0
@@ -442,6 +443,52 @@ def test_replica_that_filters_out_what_others_keep_gets_no_work_for_a_while(culp
     assert culprit not in slots.cooldowns
     assert not script.state.replicas.membership.num_invalid
     assert not script.state.lifecycle.failure
+
+
+def gives_a_group_back(script: Incarnations, name: str) -> None:
+    script.interrupts(name, script.held_by(name, "generate")[0], 1, 1, version=script.state.version)
+
+
+def leaves_and_joins(script: Incarnations, name: str) -> None:
+    script.leaves(name)
+    script.joins(name, slots=8, incarnation=2)
+
+
+def wakes(script: Incarnations, name: str) -> None:
+    on_switched(script.state, script.state.replicas.membership.members[name], asleep=False)
+
+
+@pytest.mark.parametrize("act", [gives_a_group_back, leaves_and_joins, wakes])
+def test_rollout_that_is_set_aside_cannot_end_that_itself(act: Callable[[Incarnations, str], None]) -> None:
+    script = run_of_three("rollout-9")
+    begin, generators, cooldowns = script.now, dict[str, str](), script.state.replicas.slots.cooldowns
+    act(script, "rollout-9")
+    for lease in script.held_by("rollout-9", "generate"):
+        script.fails("rollout-9", lease)
+    for lease in script.held_by("rollout-9", "adopt"):
+        script.adopts("rollout-9", script.state.version, int(lease.rpartition(":")[2]))
+    while script.now < begin + SET_ASIDE_S - 2.0:
+        answers_all(script, generators, lambda *_: False)
+        script.wait(1.0)
+        assert not script.held_by("rollout-9", "generate")
+        assert "rollout-9" in cooldowns
+    script.wait(3.0)
+    assert "rollout-9" not in cooldowns
+
+
+def test_rollout_that_gives_groups_back_all_the_time_is_set_aside() -> None:
+    """It is in a cooldown whenever the controller looks."""
+    changes = {"prompts_per_step": 24, "max_staleness": 1}
+    script = run_of("rollout-0", "rollout-1", "rollout-9", dynamic_sampling=True, num_steps=10_000, **changes)
+    for scorer in ("reward-1", "reward-2"):
+        script.joins(scorer, slots=8)
+    generators: dict[str, str] = {}
+    for _ in range(600):
+        answers_all(script, generators, lambda rollout, _: rollout == "rollout-9")
+        if held := script.held_by("rollout-9", "generate"):
+            script.interrupts("rollout-9", held[0], 1, 1, version=script.state.version)
+        script.wait(0.1)
+    assert set(script.state.replicas.membership.set_aside) == {"rollout-9"}
 
 
 def test_replica_that_is_set_aside_works_when_the_others_have_left() -> None:

@@ -69,7 +69,9 @@ def _set_aside(state: ControllerState, name: str, reason: str) -> bool:
     """Give a replica no work for a while, unless none of its role would be left; count its filtered groups anew."""
     replicas, until = state.replicas, state.now + SET_ASIDE_S
     member = replicas.membership.members.get(name)
-    if member is None or name in replicas.slots.cooldowns or not replicas.membership.works_without(name, state.now):
+    if member is None or replicas.membership.is_set_aside(name, state.now):
+        return False
+    if not replicas.membership.works_without(name, state.now):
         return False
     replicas.membership.set_aside[name] = until
     state.buffer.filtering.forget(name)

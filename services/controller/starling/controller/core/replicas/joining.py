@@ -47,9 +47,11 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         depart(state, known, "it was started again", ended=True)
     member = replicas.membership.join(name, incarnation, message, layout, event.now)
     replicas.sharing.reset(member)
-    until = replicas.membership.set_aside.get(name, event.now)
-    if until > event.now and replicas.membership.works_without(name, event.now):
-        replicas.slots.cool_down(member, until)
+    if replicas.membership.is_set_aside(name, event.now):
+        if replicas.membership.works_without(name, event.now):
+            replicas.slots.cool_down(member, replicas.membership.set_aside[name])
+        else:
+            del replicas.membership.set_aside[name]
     limits = message.limits if member.role == "policy" else None
     state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation, limits=limits))
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)

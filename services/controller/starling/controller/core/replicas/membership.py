@@ -158,20 +158,24 @@ class Membership:
         member = self.members.get(name)
         return member is not None and incarnation < member.incarnation
 
+    def is_set_aside(self, name: str, now: float) -> bool:
+        """Say whether a replica gets no work because its groups are filtered out."""
+        return self.set_aside.get(name, now) > now
+
     def works_without(self, name: str, now: float) -> bool:
         """Say whether a replica may be set aside, because another one of its role gets work."""
         others = [one.name for one in self.of(self.members[name].role) if one.name != name]
-        return any(self.set_aside.get(other, now) <= now for other in others)
+        return not all(self.is_set_aside(other, now) for other in others)
 
-    def end_set_aside(self, role: Role, now: float, end: Callable[[str], None]) -> None:
+    def end_set_aside(self, role: Role, now: float, end: Callable[[str, float], None]) -> None:
         """Let replicas work again, by `end`, if all that are left of a role are set aside."""
         if not self.set_aside:
             return  # else each of thousands of departures would look at all others
         left = [member.name for member in self.of(role)]
-        if all(self.set_aside.get(name, now) > now for name in left):
+        if all(self.is_set_aside(name, now) for name in left):
             for name in left:
                 del self.set_aside[name]
-                end(name)
+                end(name, now)
 
     def refusal(self, name: str, incarnation: int, hello: Hello) -> str | None:
         """Return why this replica may not join, or None when it may."""

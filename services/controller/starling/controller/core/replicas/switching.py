@@ -52,7 +52,7 @@ def switch_devices(state: ControllerState) -> None:
 def on_switched(state: ControllerState, member: Member, *, asleep: bool) -> None:
     """Note that a replica has released its devices, or has them again."""
     state.replicas.sharing.note_answer(member, asleep=asleep)
-    state.replicas.slots.cooldowns.pop(member.name, None)  # it gave groups back only in order to sleep
+    state.replicas.slots.end_cooldown(member.name, state.now)  # it gave groups back only in order to sleep
     state.replicas.slots.mark(member)
     state.dirty = Dirty.ALL
 

@@ -175,18 +175,23 @@ class SlotIndex:
         return late
 
     def cool_down(self, member: Member, until: float) -> None:
-        """Give a replica no group for a while: it is about to leave, has lost its engine, or is set aside."""
-        self.cooldowns[member.name] = until
+        """Give a replica no group until then, at least: it is about to leave, has lost its engine, or is set aside."""
+        self.cooldowns[member.name] = max(until, self.cooldowns.get(member.name, until))
         self.mark(member)
 
     def end_cooldowns(self, now: float) -> None:
         """End the cooldowns that are over."""
         for name in [name for name, until in self.cooldowns.items() if until <= now]:
-            self.end_cooldown(name)
+            self.end_cooldown(name, now)
 
-    def end_cooldown(self, name: str) -> None:
-        """End the cooldown of a member, if it is in one."""
-        if self.cooldowns.pop(name, None) is not None:
+    def end_cooldown(self, name: str, now: float) -> None:
+        """End the cooldown of a member, if it is in one; that of a member that is set aside lasts for as long."""
+        if name not in self.cooldowns:
+            return
+        if self._membership.is_set_aside(name, now):
+            self.cooldowns[name] = self._membership.set_aside[name]
+        else:
+            del self.cooldowns[name]
             self.mark(self._membership.members[name])
 
     def forget(self, member: Member, evaluation: PinnedRollouts | None) -> None:
