@@ -110,6 +110,12 @@ def test_replica_that_was_judged_is_counted_anew() -> None:
     assert not [pair for pair in (*counts.lost, *counts.used) if "reward-1" in pair]
 
 
+def test_counts_are_cleared() -> None:
+    counts = counts_of(400, lambda _, scorer: scorer == "reward-1", 0)
+    counts.clear()
+    assert vars(counts) == vars(PairCounts())
+
+
 def test_runs_without_lost_groups_count_nothing() -> None:
     counts = PairCounts()
     counts.note_used("rollout-0", "reward-0")

@@ -351,6 +351,54 @@ def test_rollout_is_not_evicted_for_a_scorer_that_fails_only_what_it_generates()
     assert not script.state.buffer.num_discarded
 
 
+@pytest.mark.parametrize("max_tries", [0, 1000], ids=["discarded", "tried again"])
+@pytest.mark.parametrize("liar", ["reward-9", "teacher-9"])
+@pytest.mark.parametrize("honest", ["", "leaves", "is lost"])
+def test_scorer_that_is_alone_cannot_have_a_rollout_evicted(honest: str, liar: str, max_tries: int) -> None:
+    """It fails what one rollout generates: as the only one of its role, or while another one is away now and then."""
+    role = liar.rpartition("-")[0]
+    is_teacher = role == "teacher"
+    script = run_of(
+        *("rollout-0", "rollout-1", "rollout-2"),
+        reward="reward-0" if is_teacher else liar,
+        num_teachers=int(is_teacher),
+        num_steps=10**6,
+        max_tries=max_tries,
+        max_staleness=1000,
+        lease_s=30.0,
+    )
+    if is_teacher:
+        script.joins(liar, slots=8)
+    other, incarnation = f"{role}-1", 0
+    generators: dict[str, str] = {}
+    members = script.state.replicas.membership
+    for number in range(300):
+        if honest and number % 25 == 0:
+            incarnation += 1
+            script.joins(other, slots=8, incarnation=incarnation)
+        elif honest and number % 25 == 22:
+            (script.leaves if honest == "leaves" else script.disconnect)(other)
+        for name in ("rollout-0", "rollout-1", "rollout-2"):
+            for lease in script.held_by(name, "generate"):
+                script.generates(name, lease, members.members[name].version)
+                generators[lease.split(":")[1]] = name
+        for name in [name for name in members.members if name.startswith(("reward", "teacher"))]:
+            for lease in script.held_by(name, "score") + script.held_by(name, "teach"):
+                if name == liar and generators[lease.split(":")[1]] == "rollout-0":
+                    script.fails(name, lease)
+                elif lease.startswith("score"):
+                    script.scores(lease, name=name)
+                else:
+                    script.scores_tokens(lease, name=name)
+        trains_and_adopts(script)
+        script.wait(1.0)
+    assert {"rollout-0", "rollout-1", "rollout-2"} <= members.members.keys()
+    assert set(members.num_invalid) <= {liar}
+    assert set(members.set_aside) <= {"rollout-0"}
+    assert script.state.version > 20
+    assert not script.state.lifecycle.failure
+
+
 @pytest.mark.parametrize("culprit", ["rollout-9", "teacher-1"])
 @pytest.mark.parametrize("max_tries", [0, 1000], ids=["discarded", "tried again"])
 def test_teachers_are_not_evicted_for_tokens_nor_rollouts_for_teachers(culprit: str, max_tries: int) -> None:

@@ -90,6 +90,10 @@ class PairCounts:
             for pair in [pair for pair in counts if name in pair]:
                 self._num_counted -= counts.pop(pair)
 
+    def clear(self) -> None:
+        """Count the groups of all replicas anew."""
+        self.restore({}, {})
+
     def is_due(self, now: float) -> bool:
         """Say whether a culprit should be looked for, and note that it is."""
         num_pairs = max(len(self.lost), len(self.used))
@@ -124,9 +128,8 @@ class PairCounts:
         return sum(self.lost[pair] for pair in others) <= sum(self.used[pair] for pair in others)
 
     def restore(self, lost: dict[Pair, int], used: dict[Pair, int]) -> None:
-        """Bring new counts to these."""
-        self.lost.update(lost)
-        self.used.update(used)
+        """Replace the counts by these."""
+        self.lost, self.used = Counter(lost), Counter(used)
         self._num_counted = self.lost.total() + self.used.total()
 
     def _note_counted(self) -> None:

@@ -45,9 +45,17 @@ def remove(state: ControllerState, name: str, reason: str, *, ended: bool = Fals
 
 
 def _forget_counts(state: ControllerState, name: str) -> None:
-    """Count the groups of a replica that has left anew: others have learned meanwhile, and so has the model."""
-    for counts in (state.buffer.filtering.counts, *state.replicas.membership.unscored.values()):
-        counts.forget(name)
+    """Count the groups of a replica that has left anew: others have learned meanwhile, and so has the model.
+
+    Without the counts of a scorer, those of the scorers that stay would be all that is known of what rollouts generate:
+    one that lies would decide alone. So all groups are counted anew that scorers of its role have failed or scored.
+    """
+    state.buffer.filtering.counts.forget(name)
+    for scorers, unscored in state.replicas.membership.unscored.items():
+        if name.rpartition("-")[0] == scorers:
+            unscored.clear()
+        else:
+            unscored.forget(name)
 
 
 def evict(state: ControllerState, member: Member, reason: str) -> None:

@@ -20,26 +20,32 @@ SCORERS: Final[tuple[Role, ...]] = ("reward", "teacher")
 CULPRIT_SHARE: Final = 0.75
 """Share of the groups that were discarded, or filtered out, in a row, from which on one replica is at fault."""
 SET_ASIDE_S: Final = 300.0
-"""How long a replica gets no work whose groups are filtered out."""
+"""How long a replica gets no work whose groups are filtered out, or which a single scorer cannot score."""
 
 
 def evict_culprit(state: ControllerState) -> None:
     """Evict the replica that led to nearly all groups that were discarded in a row, if another one has its role.
 
     Otherwise one replica that fails whatever it is given, and fails it fast, would end the run. A few of the groups may
-    be of others: they too fail a prompt now and then.
+    be of others: they too fail a prompt now and then. A rollout that only one scorer speaks against is set aside.
     """
     buffer, num = state.buffer, state.buffer.num_discarded_in_a_row
     if num < state.plan.max_discarded:
         return
     # A scorer that fails may be at fault, or the completions that it was given.
-    suspects = sorted(buffer.discarded_by.values(), key=lambda names: _share_used(state, _greatest_share(names)[0]))
-    generator, scorer = (_greatest_share(buffer.discarded_by[kind])[0] for kind in ("rollout", "answer"))
+    generators, scorers = buffer.discarded_by["rollout"], buffer.discarded_by["answer"]
+    suspects = sorted((scorers, generators), key=lambda names: _share_used(state, _greatest_share(names)[0]))
+    scorer = _greatest_share(scorers)[0]
+    fails_alone = _fails_alone(state, _greatest_share(generators)[0], scorer)
     member = state.replicas.membership.members.get(scorer)
-    if member is not None and member.role in SCORERS and _fails_alone(state, generator, member):
-        suspects = [buffer.discarded_by["answer"]]
-    if any(_evict_if_culprit(state, names, f"{num} groups that were discarded") for names in suspects):
-        buffer.note_not_discarded()
+    if fails_alone and member is not None and state.replicas.membership.num(member.role) > 1:
+        suspects = [scorers]
+    for names in suspects:
+        on_one_word = fails_alone and names is generators
+        act = _set_aside_if_culprit if on_one_word else _evict_if_culprit
+        if act(state, names, f"{num} groups that were discarded in a row"):
+            buffer.note_not_discarded()
+            return
 
 
 def set_filtering_aside(state: ControllerState) -> None:
@@ -55,18 +61,27 @@ def set_filtering_aside(state: ControllerState) -> None:
         for role in reversed(SIDES):
             name, share = _greatest_share(filtering.in_a_row_of(role))
             reason = f"it led to {share:.0%} of {filtering.num_in_a_row} groups in a row that were filtered out"
-            if share >= CULPRIT_SHARE and _set_aside(state, name, reason):
+            if share >= CULPRIT_SHARE and _set_aside_for_filtering(state, name, reason):
                 break
     if filtering.counts.is_due(state.now):
         for role, counterpart in (SIDES, SIDES[::-1]):
             names = [member.name for member in membership.of(role)]
             found = filtering.counts.culprit(role, names, membership.num(counterpart), without_best=True)
             if found is not None:
-                _set_aside(state, found[0], f"{found[1]} that it had to do with were filtered out")
+                _set_aside_for_filtering(state, found[0], f"{found[1]} that it had to do with were filtered out")
+
+
+def _set_aside_for_filtering(state: ControllerState, name: str, reason: str) -> bool:
+    """Set a replica aside, if possible, and count its filtered groups anew."""
+    if not _set_aside(state, name, reason):
+        return False
+    state.buffer.filtering.forget(name)
+    state.outbox.write(FilterCountReset(name=name))
+    return True
 
 
 def _set_aside(state: ControllerState, name: str, reason: str) -> bool:
-    """Give a replica no work for a while, unless none of its role would be left; count its filtered groups anew."""
+    """Give a replica no work for a while, unless none of its role would be left."""
     replicas, until = state.replicas, state.now + SET_ASIDE_S
     member = replicas.membership.members.get(name)
     if member is None or replicas.membership.is_set_aside(name, state.now):
@@ -74,8 +89,6 @@ def _set_aside(state: ControllerState, name: str, reason: str) -> bool:
     if not replicas.membership.works_without(name, state.now):
         return False
     replicas.membership.set_aside[name] = until
-    state.buffer.filtering.forget(name)
-    state.outbox.write(FilterCountReset(name=name))
     state.outbox.note("set_aside", replica=name, reason=reason, seconds=SET_ASIDE_S)
     replicas.slots.cool_down(member, until)
     return True
@@ -84,7 +97,8 @@ def _set_aside(state: ControllerState, name: str, reason: str) -> bool:
 def evict_unable(state: ControllerState) -> None:
     """Evict and count replicas with far more groups that could not be scored than others of their role.
 
-    Both sides of a pair are looked at: a scorer may be unable, and what a rollout generates impossible to score.
+    Both sides of a pair are looked at: a scorer may be unable, and what a rollout generates impossible to score. A
+    scorer that is alone may lie about a rollout, which is then only set aside.
     """
     membership = state.replicas.membership
     for scorers, unscored in membership.unscored.items():
@@ -96,8 +110,12 @@ def evict_unable(state: ControllerState) -> None:
             found = unscored.culprit(role, present, membership.num(counterpart), without_best=False)
             if found is not None and len(present) > 1:
                 name, how_many = found
-                unscored.forget(name)
                 reason = f"{name} had to do with {how_many} that could not be scored"
+                if role == "rollout" and membership.num(scorers) == 1:
+                    if _set_aside(state, name, reason):
+                        unscored.forget(name)
+                    continue
+                unscored.forget(name)
                 note_invalid(state, name, reason)
                 evict(state, present[name], reason)
 
@@ -114,6 +132,15 @@ def _greatest_share(names: Counter[str]) -> tuple[str, float]:
     return name, num / max(1, names.total())
 
 
+def _set_aside_if_culprit(state: ControllerState, names: Counter[str], groups: str) -> bool:
+    """Set aside the one of `names` that led to nearly all `groups`. True also if it is: groups that it had follow."""
+    name, share = _greatest_share(names)
+    if share < CULPRIT_SHARE:
+        return False
+    reason = f"{name} led to {share:.0%} of {groups}, and no other scorer failed them"
+    return state.replicas.membership.is_set_aside(name, state.now) or _set_aside(state, name, reason)
+
+
 def _evict_if_culprit(state: ControllerState, names: Counter[str], groups: str) -> bool:
     """Evict and count the one of `names` that led to nearly all `groups`, if another replica has its role."""
     name, share = _greatest_share(names)
@@ -121,7 +148,7 @@ def _evict_if_culprit(state: ControllerState, names: Counter[str], groups: str) 
     member = membership.members.get(name)
     if share < CULPRIT_SHARE or not name or (member is not None and membership.num(member.role) == 1):
         return False
-    reason = f"{name} led to {'all' if share == 1 else f'{share:.0%}'} of {groups} in a row"
+    reason = f"{name} led to {'all' if share == 1 else f'{share:.0%}'} of {groups}"
     note_invalid(state, name, reason)
     if member is not None:
         evict(state, member, reason)
@@ -156,7 +183,7 @@ def _spoils(state: ControllerState, member: Member, conduct: Conduct) -> bool:
     return conduct.excess >= state.plan.max_discarded and member.role not in SCORERS
 
 
-def _fails_alone(state: ControllerState, generator: str, scorer: Member) -> bool:
-    """Say whether other scorers of this role can score what `generator` has generated, as far as they were asked."""
-    membership = state.replicas.membership
-    return membership.num(scorer.role) > 1 and membership.unscored[scorer.role].fails_alone(generator, scorer.name)
+def _fails_alone(state: ControllerState, generator: str, scorer: str) -> bool:
+    """Say whether `scorer`, present or not, is a scorer, and no other one fails what `generator` has generated."""
+    unscored = state.replicas.membership.unscored
+    return any(scorer.rpartition("-")[0] == role and unscored[role].fails_alone(generator, scorer) for role in SCORERS)

@@ -123,7 +123,7 @@ class Membership:
     unscored: dict[Role, PairCounts] = field(default_factory=lambda: {"reward": PairCounts(), "teacher": PairCounts()})
     """By role of the scorers: groups that they could not score, and that they could."""
     set_aside: dict[str, float] = field(default_factory=dict)
-    """Replicas, also after they left, that get no work because their groups are filtered out, and until when."""
+    """Replicas, also after they left, that get no work because their groups come to nothing, and until when."""
     hellos: Allowances = field(default_factory=lambda: Allowances(HELLO_BURST, HELLOS_PER_S))
     """By replica: hellos that are answered."""
     accusers: dict[str, bool] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Membership:
         return member is not None and incarnation < member.incarnation
 
     def is_set_aside(self, name: str, now: float) -> bool:
-        """Say whether a replica gets no work because its groups are filtered out."""
+        """Say whether a replica gets no work because its groups come to nothing."""
         return self.set_aside.get(name, now) > now
 
     def works_without(self, name: str, now: float) -> bool:
