@@ -27,7 +27,7 @@ from starling.controller.core.weights import publications
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer
-from starling.weightsync.plan.layout import Layout, Place, RankLayout, TensorSpec, decode_layout, encode
+from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode_layout, encode
 
 
 def size_of(state: Any) -> int:
@@ -156,6 +156,28 @@ def test_rollout_has_no_more_boxes_than_the_model_of_the_policy_can_be_split_int
     hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
     said = script.receive("rollout-9", hello, many, incarnation=1)
     assert any("boxes or more, expected at most 8" in line for line in said), said
+
+
+def test_rollout_has_no_more_bytes_than_copies_of_the_model_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that the policy does not have would allow it any number of copies of the others."""
+    monkeypatch.setattr("starling.weightsync.plan.layout.FREE_BYTES", 1024)
+    script = Script()
+    script.start_run("rollout-0")
+    layout = decode_layout(encoded_layout("rollout-9"))
+    [rank] = layout.ranks
+    larger = TensorSpec(name="larger", shape=(1 << 40,), dtype="int8")
+    whole = Shard(
+        tensor=len(layout.tensors),
+        box=Box(offset=(0,), size=(1 << 40,)),
+        storage="larger",
+        offset_bytes=0,
+        strides=(1,),
+    )
+    other = msgspec.structs.replace(rank, shards=(whole, *rank.shards))
+    many = encode(msgspec.structs.replace(layout, tensors=(*layout.tensors, larger), ranks=(other,)))
+    hello = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
+    said = script.receive("rollout-9", hello, many, incarnation=1)
+    assert any("expected at most 16 times as many" in line for line in said), said
 
 
 @pytest.mark.parametrize(("num_tensors", "num_boxes"), [(0, 79), (79, 0)])

@@ -46,6 +46,7 @@ from starling.weightsync.plan.layout import (
     Shard,
     TensorSpec,
     aligned,
+    decode,
     decode_layout,
     encode,
     pieces_of,
@@ -486,7 +487,7 @@ def test_layout_has_no_more_boxes_than_a_model_of_its_size_can_be_split_into(mon
     with pytest.raises(WeightsError, match=r"has 9 boxes or more, expected at most 8 of a model of its size"):
         decode_layout(ranks_of(3, 3))
     with pytest.raises(WeightsError, match=r"has 9 boxes or more, expected at most 8\."):
-        decode_layout(encode(strips("r", 9, 0)), limit=8)
+        decode_layout(encode(strips("r", 9, 0)), model=())
 
 
 def test_check_of_boxes_looks_at_their_tensors_only() -> None:
@@ -586,6 +587,39 @@ def test_layout_of_many_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert decode_layout(columns_of(40, 512, MAX_COPIES))
     with pytest.raises(WeightsError, match=r"The shards of rollout-0 have 89128960 bytes in all, .* at most 16 times"):
         decode_layout(columns_of(20, 512, MAX_COPIES + 1))
+
+
+def with_tensor(data: bytes, name: str, *boxes: Box) -> bytes:
+    """Return a layout with one more tensor, a very large one, of which the first rank has `boxes`."""
+    layout = decode(Layout, data)
+    spec = TensorSpec(name=name, shape=(1 << 40,), dtype="uint8")
+    shards = tuple(shard(len(layout.tensors), box) for box in boxes)
+    first = msgspec.structs.replace(layout.ranks[0], shards=(*layout.ranks[0].shards, *shards))
+    ranks = (first, *layout.ranks[1:])
+    return encode(msgspec.structs.replace(layout, tensors=(*layout.tensors, spec), ranks=ranks))
+
+
+@pytest.mark.parametrize("boxes", [(), (Box(offset=(0,), size=(0,)),), (Box(offset=(7,), size=(1,)),)])
+def test_tensor_with_hardly_any_boxes_allows_no_more_copies_or_overlaps(
+    boxes: tuple[Box, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout may name any tensors; one that nobody has would make the model as large as a peer likes."""
+    monkeypatch.setattr(layout_module, "FREE_BYTES", 0)
+    assert decode_layout(with_tensor(columns_of(40, 512, MAX_COPIES - 1), "phantom", *boxes))
+    with pytest.raises(WeightsError, match="bytes in all, and the model has"):
+        decode_layout(with_tensor(columns_of(20, 512, MAX_COPIES + 1), "phantom", *boxes))
+    with pytest.raises(WeightsError, match="take as long to digest as"):
+        decode_layout(with_tensor(overlapping(5), "phantom", *boxes))
+
+
+def test_layout_has_no_more_copies_or_overlaps_than_the_model_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "FREE_BYTES", 0)
+    whole = Box(offset=(0,), size=(1 << 40,))
+    for data in (columns_of(20, 512, MAX_COPIES + 1), overlapping(5)):
+        data = with_tensor(data, "phantom", whole)
+        assert decode_layout(data)
+        with pytest.raises(WeightsError, match="expected at most"):
+            decode_layout(data, decode(Layout, data).tensors[:1])
 
 
 @pytest.mark.parametrize(

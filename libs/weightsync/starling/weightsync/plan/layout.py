@@ -234,22 +234,23 @@ def _model_bytes(tensors: Iterable[TensorSpec]) -> int:
     return sum(math.prod(spec.shape) * item_bytes(spec) for spec in tensors if not spec.same_as)
 
 
-def decode_layout(data: bytes | bytearray | memoryview, limit: int = MAX_LAYOUT_BOXES) -> Layout:
+def decode_layout(data: bytes | bytearray | memoryview, model: Sequence[TensorSpec] | None = None) -> Layout:
     """Read a layout and check it.
 
     Args:
         data: the layout as MessagePack, perhaps from a peer.
-        limit: on its boxes, beside that of `most_boxes` of the tensors that it names.
+        model: the tensors that it can be of, in a checked layout; None if unknown. By their bytes and number it may
+            have so many boxes, copies and overlaps; a peer may name any tensors.
 
     Raises:
         WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks, rails or boxes, or too large
             ones.
     """
-    _check_numbers(data, limit)
+    _check_numbers(data, MAX_LAYOUT_BOXES if model is None else most_boxes(model))
     layout = decode(Layout, data)
     check_layout(layout)
     _check_rails(layout)
-    _check_overlaps(layout)
+    _check_overlaps(layout, math.inf if model is None else _model_bytes(model))
     return layout
 
 
@@ -267,19 +268,24 @@ def _check_rails(layout: Layout) -> None:
         raise WeightsError(f"{layout.replica} names {len(names)} rails, expected at most {MAX_LAYOUT_RAILS}.")
 
 
-def _check_overlaps(layout: Layout) -> None:
-    """Check that the boxes, each of which lies inside its tensor, do not hold the model many times."""
+def _check_overlaps(layout: Layout, most_model_bytes: float) -> None:
+    """Check that the boxes, each of which lies inside its tensor, do not hold the model many times.
+
+    The model has `most_model_bytes` at most, and of each tensor that the layout names no more than has boxes.
+    """
     shards = _shards(layout)
     if len(shards) <= FEW_SHARDS and MIN_RUN_BYTES * sum(math.prod(one.box.size) for one in shards) <= FREE_BYTES:
         return  # columns of a few shards take longer than their sum
     shapes = [spec.shape for spec in layout.tensors]
     item_sizes = np.array([item_bytes(spec) for spec in layout.tensors], np.int64)
-    model_bytes = _model_bytes(layout.tensors)
     columns = list(shard_columns(*_shards_with_dims(layout)))
-    held_bytes = sum(float(each.volumes(len(shapes)) @ item_sizes) for each in columns)
+    held_of_each = sum((each.volumes(len(shapes)) for each in columns), np.zeros(len(shapes))) * item_sizes
+    held_bytes = float(held_of_each.sum())
+    held = ((layout.tensors[tensor], held_of_each[tensor]) for tensor in np.flatnonzero(held_of_each))
+    model_bytes = min(most_model_bytes, sum(min(_model_bytes([spec]), size) for spec, size in held))
     if held_bytes > max(FREE_BYTES, MAX_COPIES * model_bytes):
         raise WeightsError(
-            f"The shards of {layout.replica} have {held_bytes:.0f} bytes in all, and the model has {model_bytes}; "
+            f"The shards of {layout.replica} have {held_bytes:.0f} bytes in all, and the model has {model_bytes:.0f}; "
             f"expected at most {MAX_COPIES} times as many."
         )
     most = max(FREE_BYTES, MAX_OVERLAP * model_bytes)
@@ -290,7 +296,7 @@ def _check_overlaps(layout: Layout) -> None:
     if distinct > most:
         raise WeightsError(
             f"The distinct boxes of {layout.replica} take as long to digest as {distinct:.0f} bytes, and the model has "
-            f"{model_bytes}; expected at most {MAX_OVERLAP} times as many. Split tensors into longer rows."
+            f"{model_bytes:.0f}; expected at most {MAX_OVERLAP} times as many. Split tensors into longer rows."
         )
 
 

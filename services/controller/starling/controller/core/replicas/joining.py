@@ -15,7 +15,7 @@ from starling.controller.core.replicas.membership import LAYOUT_BYTES_PER_HELLO,
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version, version_problem
 from starling.controller.core.weights.versions import set_held_version
-from starling.weightsync.plan.layout import MAX_LAYOUT_BOXES, Layout, decode_layout, most_boxes
+from starling.weightsync.plan.layout import Layout, TensorSpec, decode_layout
 
 MAX_LAYOUT_BYTES: Final = 64 << 20
 """A model of 45,000 tensors, each split over 16 ranks, has a layout of about 50 MiB."""
@@ -89,7 +89,7 @@ def _check(
         if known is not None and known.incarnation == incarnation:
             layout = known.layout
         else:
-            refusal, layout = _decode(name, event.buffers[0], _most_boxes(state, message))
+            refusal, layout = _decode(name, event.buffers[0], _model(state, message))
             num_parts = len(layout.tensors) + sum(len(rank.shards) for rank in layout.ranks) if layout else 0
             membership.hellos.charge(name, num_parts / LAYOUT_PARTS_PER_HELLO)
         if refusal is not None:
@@ -156,17 +156,17 @@ def _limits_problem(limits: wire.ModelLimits | None) -> str | None:
     return None if all(0 <= number < 1 << 31 for number in numbers) else f"no model has the limits {limits}"
 
 
-def _most_boxes(state: ControllerState, message: wire.Hello) -> int:
-    """Return how many boxes the layout of a replica may have: a rollout has no more weights than the policy."""
+def _model(state: ControllerState, message: wire.Hello) -> tuple[TensorSpec, ...] | None:
+    """Return the tensors that a replica may have, None if unknown: a rollout has no more weights than the policy."""
     policy = state.weights.policy_layout
-    return MAX_LAYOUT_BOXES if policy is None or message.role == "policy" else most_boxes(policy.tensors)
+    return None if policy is None or message.role == "policy" else policy.tensors
 
 
-def _decode(name: str, data: bytes, limit: int) -> tuple[str | None, Layout | None]:
-    """Return why the layout in `data` cannot be used, or None, and the layout; `limit`: on its boxes."""
+def _decode(name: str, data: bytes, model: tuple[TensorSpec, ...] | None) -> tuple[str | None, Layout | None]:
+    """Return why the layout in `data` cannot be used, or None, and the layout; `model`: as of `decode_layout`."""
     if len(data) > MAX_LAYOUT_BYTES:
         return f"the layout of {name} has {len(data)} bytes, and {MAX_LAYOUT_BYTES} are allowed", None
     try:
-        return None, decode_layout(data, limit)
+        return None, decode_layout(data, model)
     except WeightsError as error:
         return str(error), None
