@@ -20,6 +20,7 @@ from starling.controller.core.replicas.heartbeat import MAX_HELD
 from starling.controller.core.replicas.membership import MAX_INVALID
 from starling.controller.core.replicas.switching import on_switched
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS
+from starling.weightsync.offers.tickets import SPENT
 
 LATE_S = 6.0
 """Seconds after which the bad replica gives its groups up: before their deadline."""
@@ -823,6 +824,16 @@ def test_failed_adoption_is_tried_again_ever_more_seldom() -> None:
     script.heartbeats("rollout-9", version=-1, incarnation=0)
     fails_to_adopt(script, "rollout-9")
     assert seconds_until_next_adoption(script, "rollout-9") < 2.0, "the count begins anew"
+
+
+def test_rollout_that_has_read_what_its_tickets_allow_is_started_again_and_not_counted() -> None:
+    script = run_of("rollout-0", "rollout-1")
+    for incarnation in range(2, 2 + 2 * MAX_INVALID):
+        assert "rollout-1 <- welcome" in script.joins("rollout-1", slots=4, incarnation=incarnation)
+        [lease] = script.held_by("rollout-1", "adopt")
+        lines = script.fails("rollout-1", lease, f"Pull of version 0: rollout-1 {SPENT}.")
+        assert any("must be started again to pull version 0 once more" in line for line in lines), lines
+    assert not script.state.replicas.membership.num_invalid
 
 
 def test_rollout_that_alone_fails_to_adopt_is_evicted_and_counted() -> None:

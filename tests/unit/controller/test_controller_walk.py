@@ -244,7 +244,7 @@ def test_adoption_carries_an_offer_with_a_ticket_and_a_plan_between_the_two_layo
     cost = reading_cost(plan.total_bytes, plan.num_boxes)
     most = allowance(cost, reading_cost(plan.distinct_bytes, plan.num_distinct_boxes))
     assert plan.num_boxes == sum(len(bucket.transfers) for bucket in plan.buckets)
-    assert decode_offer(adopt.buffers[0]) == offer_for(offer_of(0), "rollout-0", adopt.message.lease, most)
+    assert decode_offer(adopt.buffers[0]) == offer_for(offer_of(0), "rollout-0", adopt.message.lease, most, 1)
 
 
 def test_rollout_with_a_new_layout_gets_a_new_plan() -> None:

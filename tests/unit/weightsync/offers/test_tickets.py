@@ -89,13 +89,13 @@ def test_offer_for_a_reader_has_no_secret() -> None:
         for rank in range(2)
     ]
     offer = make_offer(3, ranks)
-    mine = offer_for(offer, "rollout-1", "adopt:3:1.2", 1000)
+    mine = offer_for(offer, "rollout-1", "adopt:3:1.2", 1000, 17)
     assert (mine.root, mine.version) == (offer.root, offer.version)
     for rank, other in zip(offer.ranks, mine.ranks, strict=True):
         assert other.secret == ""
         assert rank.secret not in other.ticket
         proof = accept(rank.secret, proof_of(other.ticket), snapshot=7)
-        assert (proof.reader, proof.most_bytes) == ("rollout-1", 1000)
+        assert (proof.reader, proof.incarnation, proof.most_bytes) == ("rollout-1", "17", 1000)
 
 
 def test_copies_of_a_box_are_read_less_often() -> None:

@@ -33,7 +33,7 @@ from transport_peers import (
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.offers.offer import RankOffer, Transport, make_offer
-from starling.weightsync.offers.tickets import BOX_COST_BYTES, offer_for, prove, reading_cost, ticket
+from starling.weightsync.offers.tickets import BOX_COST_BYTES, SPENT, offer_for, prove, reading_cost, ticket
 from starling.weightsync.plan.layout import MAX_NAMES, Box, ShardPiece
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.puller.sources import SourceConnections
@@ -390,7 +390,7 @@ def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport)
     with serving(transport, [PIECE]) as made, reader(transport) as greedy, reader(transport) as second:
         offer = make_offer(1, [made.offer])
         cost = reading_cost(PIECE.size_bytes, 1)
-        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", 3 * cost).ranks
+        (mine,) = offer_for(offer, "rollout-9", "adopt:1:1.1", 3 * cost, 1).ranks
         assert not greedy.connect(mine).reason
         for _ in range(3):
             assert not greedy.read([PIECE])[0].reason
@@ -401,21 +401,23 @@ def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport)
             each.client.ask("source", each.request([PIECE]), NO_TARGET)
             event = each.event()
             if isinstance(event, AnswerReceived):
-                assert "more of snapshot" in event.answer.reason
+                assert SPENT in event.answer.reason
                 if transport in ("tcp", "gloo"):  # a socket client reads when it waits for an answer
                     each.client.ask("source", each.request([PIECE]), NO_TARGET)
                 event = each.event()
             assert isinstance(event, ConnectionLost), "it would ask again and again"
             each.client.drop("source")
-        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", 3 * cost).ranks
+        (again,) = offer_for(offer, "rollout-9", "adopt:1:1.2", 3 * cost, 1).ranks
         assert not greedy.connect(again).reason
         greedy.client.ask("source", greedy.request([PIECE]), NO_TARGET)
         refused = greedy.event()
         assert not isinstance(refused, AnswerReceived) or refused.answer.reason, "more tickets allow no more"
         greedy.client.drop("source")
-        (other,) = offer_for(offer, "rollout-8", "adopt:1:1.3", cost).ranks
-        assert not greedy.connect(other).reason
-        assert not greedy.read([PIECE])[0].reason
+        for name, incarnation in (("rollout-8", 1), ("rollout-9", 2)):
+            (other,) = offer_for(offer, name, f"adopt:1:1.{name}", cost, incarnation).ranks
+            assert not greedy.connect(other).reason
+            assert not greedy.read([PIECE])[0].reason, "what others have read, and what it has before it was restarted"
+            greedy.client.drop("source")
 
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")

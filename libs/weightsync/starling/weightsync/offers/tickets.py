@@ -5,7 +5,8 @@ plane, and nowhere else. For each pull the controller derives a ticket from it a
 the encrypted control plane too. The source derives the same key from its secret and the claims that the reader
 presents, so it needs to know nothing of its readers:
 
-    ticket    = claims, key                           claims: the reader's name, its pull, and how much it may read
+    ticket    = claims, key                           claims: the reader's name, its pull and its incarnation, and how
+                                                      much that may read
     key       = HMAC-SHA256(secret, claims)
     rank key  = HMAC-SHA256(key, rank)                a reader of several ranks opens the snapshot once with each
     proof     = claims, rank, nonce, HMAC-SHA256(rank key, snapshot, nonce)
@@ -38,8 +39,11 @@ MAX_READS: Final = 8
 that arrives damaged is read again, and one rank may serve for others that failed."""
 MAX_COPY_READS: Final = 2
 """How often it may read each further copy of a box: a rollout chooses how many copies its layout has."""
+SPENT: Final = "has read as much of this snapshot as its tickets allow: a few times what it needs at most"
+"""What a source tells a reader of which that is true. The controller finds it in the reason of a failed pull."""
 _MAX_CHARACTERS: Final = 512
 _SEPARATOR: Final = "|"
+_INCARNATION: Final = "incarnation="
 _MOST: Final = "most="
 
 
@@ -59,14 +63,20 @@ class TicketProof(NamedTuple):
         return self.use.partition(" ")[0]
 
     @property
+    def incarnation(self) -> str:
+        """The incarnation of that replica; empty if the ticket names none."""
+        claims = self.claims.split(" ")
+        return next((one.removeprefix(_INCARNATION) for one in claims if one.startswith(_INCARNATION)), "")
+
+    @property
     def claims(self) -> str:
         """Equal for all ranks of a reader in one pull."""
         return self.use.rpartition(_SEPARATOR)[0]
 
     @property
     def most_bytes(self) -> int | None:
-        """How much all ranks of the reader may read from one source rank, as `reading_cost`; None: as much as they
-        like."""
+        """How much all ranks of this incarnation of the reader may read of the snapshot from one source rank, as
+        `reading_cost`; None: as much as they like."""
         last = self.claims.rpartition(" ")[2]
         return int(last.removeprefix(_MOST)) if last.startswith(_MOST) else None
 
@@ -86,7 +96,7 @@ def allowance(cost: int, distinct_cost: int) -> int:
     return MAX_READS * distinct_cost + MAX_COPY_READS * (cost - distinct_cost)
 
 
-def offer_for(offer: Offer, reader: str, pull: str, most_bytes: int) -> Offer:
+def offer_for(offer: Offer, reader: str, pull: str, most_bytes: int, incarnation: int) -> Offer:
     """Return a publisher's offer with a ticket in place of each secret.
 
     Args:
@@ -94,8 +104,9 @@ def offer_for(offer: Offer, reader: str, pull: str, most_bytes: int) -> Offer:
         reader: name of the replica that may pull.
         pull: name of its pull, which no other pull has.
         most_bytes: `allowance` of its plan.
+        incarnation: of the reader, which has this allowance anew: the one before may have read and not adopted.
     """
-    pull = f"{pull} {_MOST}{most_bytes}"
+    pull = f"{pull} {_INCARNATION}{incarnation} {_MOST}{most_bytes}"
     ranks = [msgspec.structs.replace(rank, secret="", ticket=ticket(rank.secret, reader, pull)) for rank in offer.ranks]
     return msgspec.structs.replace(offer, ranks=tuple(ranks))
 

@@ -20,7 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
-from starling.weightsync.offers.tickets import TicketProof, reading_cost
+from starling.weightsync.offers.tickets import SPENT, TicketProof, reading_cost
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
 from starling.weightsync.transports.messages import (
@@ -186,8 +186,8 @@ class SnapshotSource:
         self._lock = threading.Lock()
         self._caches: dict[int, DigestCache] = {}
         self._used: dict[int, set[str]] = {}
-        self._read: dict[int, Counter[str]] = {}
-        """What was read of each snapshot, by reader."""
+        self._read: dict[int, Counter[tuple[str, str]]] = {}
+        """What was read of each snapshot, by reader and its incarnation."""
 
     def cache(self, snapshot: int) -> DigestCache:
         """Return the digest cache of a snapshot. Caches of snapshots that are gone are deleted."""
@@ -208,19 +208,17 @@ class SnapshotSource:
             used.add(ticket)
 
     def charge(self, snapshot: int, proof: TicketProof, boxes: Sequence[ShardPiece]) -> None:
-        """Note that boxes are read. Raises AllowanceSpentError if the reader, with all its tickets for the snapshot,
-        reads more than one allows: it would take bandwidth and time from others, and from the training in this process.
+        """Note that boxes are read. Raises AllowanceSpentError if the reader, with all tickets of its incarnation for
+        the snapshot, reads more than one allows: it would take bandwidth and time from others, and from the training in
+        this process. The controller bounds the incarnations: a hello counts.
         """
         if proof.most_bytes is None:
             return
         with self._lock:
-            read = self._read.setdefault(snapshot, Counter())
-            read[proof.reader] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
-            if read[proof.reader] > proof.most_bytes:
-                raise AllowanceSpentError(
-                    f"{proof.reader} has read more of snapshot {snapshot} than its tickets allow: a few times what it "
-                    "needs at most."
-                )
+            read, reader = self._read.setdefault(snapshot, Counter()), (proof.reader, proof.incarnation)
+            read[reader] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
+            if read[reader] > proof.most_bytes:
+                raise AllowanceSpentError(f"{proof.reader} {SPENT}.")
 
 
 def _always() -> bool:

@@ -31,7 +31,7 @@ from starling.controller.core.weights.versions import (
     target_version,
 )
 from starling.weightsync.offers.offer import decode_offer
-from starling.weightsync.offers.tickets import offer_for
+from starling.weightsync.offers.tickets import SPENT, offer_for
 from starling.weightsync.plan.layout import encode
 from starling.weightsync.transports.endpoints import check_offered_transports
 
@@ -251,7 +251,8 @@ def _pull(
 
     def buffers(lease: str) -> Buffers:
         offers = (offer.offer,) if relay is None else (offer.offer, relay.offer)
-        first, *others = (encode(offer_for(one, member.name, lease, pair.most_bytes)) for one in offers)
+        tickets = (offer_for(one, member.name, lease, pair.most_bytes, member.incarnation) for one in offers)
+        first, *others = map(encode, tickets)
         return first, *plans, *others
 
     if chain is not None:
@@ -433,12 +434,16 @@ def note_failed_adoption(state: ControllerState, rollout: Member, lease: Lease, 
     """Let a rollout wait before it adopts again. One that fails again and again, where others do not, is useless.
 
     Where all fail, the policy or the network may be at fault: they wait, and `starling why` gives the reason. A pull
-    from another rollout does not count: that rollout offers no more if others fail too.
+    from another rollout does not count: that rollout offers no more if others fail too. Nor does one that has read what
+    its tickets allow: it would fail until the next version, and another incarnation may read as much again.
     """
     if not source_of(lease).startswith("policy-"):
         state.weights.wait(rollout.name, state.now)
         return
     version = whole_number(lease_subject(lease.id))
+    if SPENT in reason:  # by pulls that succeeded, perhaps: its engine may have been lost each time
+        evict(state, rollout, f"{rollout.name} must be started again to pull version {version} once more: it {SPENT}")
+        return
     num = state.weights.back_off(rollout.name, state.now, reason)
     others = (one for one in state.replicas.membership.of("rollout") if one is not rollout)
     if num >= MAX_FAILED_ADOPTIONS and any(one.version >= version for one in others):
