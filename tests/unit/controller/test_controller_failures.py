@@ -427,7 +427,8 @@ def test_rollout_of_another_model_is_evicted() -> None:
     assert lines[2:] == [
         "(left rollout-1)",
         "(refused rollout-1)",
-        "rollout-1 <- refused: Tensor w is float32 (5,) in rollout-1 but float32 (4,) in policy-0.",
+        "rollout-1 <- refused: There is no plan from policy-0 to rollout-1. "
+        "Tensor w is float32 (5,) in rollout-1 but float32 (4,) in policy-0.",
     ]
     assert "rollout-1" not in script.state.replicas.membership.members
     assert script.generate_and_score(0, 1)[-1] == "policy-0 <- train:1:0 train0 train1"

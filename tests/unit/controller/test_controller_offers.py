@@ -17,7 +17,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
 from starling.controller.core.records import JournalEntry, VersionPublished
 from starling.controller.core.weights import publications
-from starling.controller.core.weights.distribution import MAX_BAD_PULLS, MAX_OFFER_BYTES, MAX_STOPPED
+from starling.controller.core.weights.distribution import MAX_BAD_PULLS, MAX_OFFER_BYTES, MAX_STOPPED, source_of
 from starling.controller.core.weights.publications import RETRY_S, Publications
 from starling.sim.replicas.weights import adopted, content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
@@ -422,6 +422,7 @@ def test_rollout_that_never_offers_delays_those_of_its_host_a_few_times(
 
 
 def test_rollout_with_an_impossible_layout_costs_no_other_its_membership() -> None:
+    """As a source it is passed over; when it pulls it is refused."""
     script = offering()
     script.disconnect("rollout-0")
     hello = wire.Hello(role="rollout", host="b", pid=1, num_slots=2, version=0, has_layout=True, serves=True)
@@ -429,9 +430,69 @@ def test_rollout_with_an_impossible_layout_costs_no_other_its_membership() -> No
     script.receive("rollout-0", hello, encoded_layout("rollout-0", (8,)))
     script.heartbeats("rollout-0", version=0)
     script.advance_time(1.1)
-    offers(script, 0, encoded_offer(0))
+    assert pulling(script) == "policy-0"
+    script.heartbeats("rollout-0", version=-1)  # it has lost what it held
     assert "rollout-0" not in script.state.replicas.membership.members
     assert "rollout-1" in script.state.replicas.membership.members
+    assert not script.state.replicas.membership.num_invalid
+
+
+def layout_with(replica: str, *tensors: str) -> bytes:
+    """Return an encoded layout of these tensors, of the form of `layout_of`."""
+    layout = layout_of(replica)
+    [rank], [spec] = layout.ranks, layout.tensors
+    specs = tuple(replace(spec, name=name) for name in tensors)
+    shards = tuple(replace(rank.shards[0], tensor=number, storage=name) for number, name in enumerate(tensors))
+    return encode(replace(layout, tensors=specs, ranks=(replace(rank, shards=shards),)))
+
+
+@pytest.mark.parametrize(
+    ("odd", "holder", "reader"),
+    [
+        (("w", "x"), "rollout-0", "rollout-9"),
+        (("x",), "rollout-0", "rollout-9"),
+        (("x",), "rollout-9", "rollout-0"),
+    ],
+)
+def test_rollout_without_a_plan_from_another_pulls_from_the_policy(
+    odd: tuple[str, ...], holder: str, reader: str
+) -> None:
+    """By its layout, of which a policy has all and other rollouts have not, one had those of its host evicted."""
+    script = Script(num_steps=10)
+    enters(script, "rollout-9", "b", layout_with("rollout-9", *odd))
+    for honest in ("rollout-0", "rollout-1"):
+        enters(script, honest, "b", layout_with(honest, "w"))
+    enters(script, "policy-0", "a", layout_with("policy-0", "w", "x"))
+    script.joins("reward-0", slots=8)
+    script.publishes(0)
+    members, leases = script.state.replicas.membership, script.state.replicas.leases
+
+    def sources(name: str) -> list[str]:
+        return [source_of(lease) for lease in leases.all_of(name) if lease.kind == "adopt"]
+
+    script.adopts(holder, 0, script.attempt_of(holder, "adopt"))
+    script.fails(reader, f"adopt:0:{script.attempt_of(reader, 'adopt')}")
+    script.advance_time(1.1)
+    assert not leases.num(holder, "publish"), "it would offer in vain"
+    assert sources(reader) == ["policy-0"]
+    if holder == "rollout-0":  # it has offered to another one of its host
+        script.fails("rollout-1", f"adopt:0:{script.attempt_of('rollout-1', 'adopt')}")
+        script.advance_time(1.1)
+        offers(script, 0, encoded_offer(0))
+        assert sources("rollout-1") == ["rollout-0"]
+        script.fails(reader, f"adopt:0:{script.attempt_of(reader, 'adopt')}")
+        script.advance_time(4.1)
+        assert sources(reader) == ["policy-0"]
+    assert {"rollout-0", "rollout-1", "rollout-9"} <= members.members.keys()
+    assert not members.num_invalid
+
+
+def test_rollout_to_which_a_policy_has_no_plan_is_refused_and_not_those_that_offer() -> None:
+    script = offering()
+    offers(script, 0, encoded_offer(0))
+    lines = enters(script, "rollout-9", "b", layout_with("rollout-9", "w", "x"))
+    assert any("rollout-9 <- refused: There is no plan from policy-0 to rollout-9." in line for line in lines), lines
+    assert {"rollout-0", "rollout-1"} <= script.state.replicas.membership.members.keys()
 
 
 def test_run_fails_by_the_offer_of_its_only_policy() -> None:

@@ -215,6 +215,26 @@ def test_plan_cache_plans_once_for_equal_replicas(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 2, "i and j are equally far from h, as far as the unknown one was; h is near"
 
 
+def test_plan_cache_finds_out_once_that_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counting(source: Layout, destination: Layout, **others: Any) -> Plan:
+        made.append(destination.replica)
+        return make_plan(source, destination, **others)
+
+    monkeypatch.setattr(replan, "make_plan", counting)
+    plans, source = PlanCache(), whole("rollout-9", (6, 3))
+    others = [whole(f"rollout-{number}", (6, 4)) for number in range(3)]
+    for destination in (*others, *others):
+        with pytest.raises(WeightsError, match=f"no plan from rollout-9 to {destination.replica}"):
+            plans.plan(source, destination)
+    assert made == ["rollout-0"]
+    plans.forget(source)
+    with pytest.raises(WeightsError):
+        plans.plan(source, others[0])
+    assert len(made) == 2
+
+
 def test_plan_cache_forgets_plans_with_the_last_equal_layout() -> None:
     plans = PlanCache()
     source = whole("policy-0", (6, 3), rows=(2, 4))

@@ -386,7 +386,7 @@ class PlanCache:
 
     def __init__(self, topology: Topology | None = None, *, bucket_bytes: int = 32 << 20) -> None:
         self._topology, self._bucket_bytes = topology, bucket_bytes
-        self._plans: OrderedDict[tuple[str, str, bytes], Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[str, str, bytes], Plan | WeightsError] = OrderedDict()
         self._renamed: OrderedDict[tuple[int, str, str], tuple[Plan, Plan]] = OrderedDict()
         self._digests: OrderedDict[int, tuple[Layout | CompactLayout, str]] = OrderedDict()
         self._distances: OrderedDict[tuple[tuple[Place, ...], tuple[Place, ...]], bytes] = OrderedDict()
@@ -395,14 +395,16 @@ class PlanCache:
         """Return the plan from `source` to `destination`; the same object as before if neither changed.
 
         Raises:
-            WeightsError: as `make_plan`.
+            WeightsError: as `make_plan`. It is kept, too: to find out may take a second.
         """
         distance = self._distance(_places(source), _places(destination))
         key = (self._digest(source), self._digest(destination), distance)
         plan = self._plans.pop(key, None)
         if plan is None:
-            plan = make_plan(source, destination, topology=self._topology, bucket_bytes=self._bucket_bytes)
+            plan = self._made(source, destination)
         _store(self._plans, key, plan)
+        if isinstance(plan, WeightsError):
+            raise WeightsError(f"There is no plan from {source.replica} to {destination.replica}. {plan}")
         if (plan.source, plan.destination) == (source.replica, destination.replica):
             return plan
         name = (id(plan), source.replica, destination.replica)
@@ -411,6 +413,12 @@ class PlanCache:
             found = (plan, plan.renamed(source.replica, destination.replica))
         _store(self._renamed, name, found)
         return found[1]
+
+    def _made(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> Plan | WeightsError:
+        try:
+            return make_plan(source, destination, topology=self._topology, bucket_bytes=self._bucket_bytes)
+        except WeightsError as error:
+            return WeightsError(str(error))  # without its traceback, which refers to both layouts
 
     def key(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> str:
         """Return a key that is equal for plans that move the same boxes, whatever the replicas' names and places."""

@@ -134,20 +134,20 @@ def _offer_failed(state: ControllerState, member: Member, reason: str) -> None:
 
 def adopt(state: ControllerState) -> None:
     """Have every outdated rollout pull the version that it should hold."""
-    unavailable, busy = set[tuple[int, bool]](), set[ChainKey]()
+    unavailable, busy = set[tuple[int, bool, str]](), set[ChainKey]()
     for name in list(state.weights.outdated):
         member = state.replicas.membership.members.get(name)
         if member is None:
-            continue  # it was evicted as the source of another
+            continue  # it was evicted meanwhile
         version = target_version(state, member)
         policies_only = _of_policies_only(state, member, version)
-        wanted = version, policies_only
+        wanted = version, policies_only, state.weights.layout_key(state.weights.policy_layout, member.layout)
         if wanted in unavailable or not state.weights.may_try(name, state.now):
             continue
         offer = state.weights.source(member, version, of_policies_only=policies_only)
         if not state.replicas.sharing.has_devices(member):  # it pulls when it wakes; an offer is arranged now
             if offer is None:
-                _find_holder(state, *wanted)
+                _find_holder(state, member, version, policies_only=policies_only)
                 unavailable.add(wanted)
             continue
         if offer is not None and not policies_only and (chain := _chain(state, member, offer)) is not None:
@@ -166,8 +166,8 @@ def adopt(state: ControllerState) -> None:
         elif offer is not None:
             _pull(state, member, offer)
         else:
-            _find_holder(state, *wanted)
-            unavailable.add(wanted)  # for all rollouts that wait for it
+            _find_holder(state, member, version, policies_only=policies_only)
+            unavailable.add(wanted)  # for all rollouts of this layout that wait for it
 
 
 def _chain(state: ControllerState, member: Member, offer: PublishedOffer) -> ChainKey | None:
@@ -227,11 +227,10 @@ def _pull(
     origin = state.weights.policy_layout if is_rollout else source.layout
     assert origin is not None, "a rollout may prove a version only by the layout of a policy"
     try:
-        pair = state.weights.pair(source.layout, member.layout)
-        of_policy = state.weights.pair(origin, member.layout) if is_rollout else pair
+        of_policy = state.weights.pair(origin, member.layout)
+        pair = state.weights.pair(source.layout, member.layout) if is_rollout else of_policy
     except WeightsError as error:
-        # A rollout that offers with an impossible layout must not cost those that would pull from it their membership.
-        evict(state, member if source.role == "policy" else source, str(error))
+        evict(state, member, str(error))  # no plan from a policy: a rollout offers only to readers to which it has one
         return
     key, plans = of_policy.key, (pair.plan, of_policy.plan) if is_rollout else (pair.plan,)
     layout_roots = () if member.role == "policy" else state.weights.known_layout_roots(version, key)
@@ -303,7 +302,7 @@ def _holder_on_host(
     if offer is not None and offer.host == member.host:
         return None
     names = state.weights.holders.get((version, member.host))
-    holder = _able_to_offer(state, version, names) if names else None
+    holder = _able_to_offer(state, version, names, None if policies_only else member) if names else None
     if holder is None or not policies_only:
         return holder
     if member.name not in state.replicas.membership.accusers:
@@ -326,8 +325,8 @@ def _request_layout_roots(state: ControllerState, rollout: Member, version: int)
             return
 
 
-def _find_holder(state: ControllerState, version: int, policies_only: bool) -> None:
-    """Have any holder of `version` offer it again, when no replica does from which a rollout may pull."""
+def _find_holder(state: ControllerState, reader: Member, version: int, *, policies_only: bool) -> None:
+    """Have any holder of `version` offer it again, when no replica does from which `reader` may pull."""
     replicas = state.replicas
     if replicas.is_policy_publishing() or _awaits_offer_of_rollout(state):
         return
@@ -339,7 +338,7 @@ def _find_holder(state: ControllerState, version: int, policies_only: bool) -> N
     if policies_only:
         return
     for host in sorted(host for held, host in state.weights.holders if held == version):
-        holder = _able_to_offer(state, version, state.weights.holders[version, host])
+        holder = _able_to_offer(state, version, state.weights.holders[version, host], reader)
         if holder is not None:
             _request_offer(state, holder, version)
             return
@@ -359,14 +358,19 @@ def _awaits_offer_of_rollout(state: ControllerState) -> bool:
     return any(rollout.can_offer for rollout in told)
 
 
-def _able_to_offer(state: ControllerState, version: int, names: dict[str, None]) -> Member | None:
+def _able_to_offer(
+    state: ControllerState, version: int, names: dict[str, None], reader: Member | None
+) -> Member | None:
+    """Return one of the holders of `version` that can offer it, and from which there is a plan to `reader` if given."""
     replicas = state.replicas
     if version not in state.weights.roots:  # no policy has vouched for it: without one, rollouts read it from a folder
         return None
     for name in names:
         member = replicas.membership.members[name]
         can_offer = replicas.sharing.has_devices(member) and member.can_offer
-        if can_offer and state.weights.may_try(name, state.now) and not replicas.leases.num(name, "adopt"):
+        if not can_offer or not state.weights.may_try(name, state.now) or replicas.leases.num(name, "adopt"):
+            continue
+        if reader is None or state.weights.has_plan(member.layout, reader.layout):
             return member
     return None
 

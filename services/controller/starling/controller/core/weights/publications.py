@@ -52,6 +52,8 @@ class PublishedOffer:
     root: str
     offer: Offer
     """With the secrets of its snapshots: a reader gets tickets instead."""
+    layout: Layout | None
+    """Of the holder."""
 
 
 @dataclass(slots=True)
@@ -143,7 +145,8 @@ class Publications:
         if member.role != "policy" and version not in self.roots:
             raise WeightsError(f"No policy has published version {version}.")
         self._withdraw(member.name)
-        published = PublishedOffer(member.name, member.host, member.role == "policy", version, offered.root, offered)
+        is_policy = member.role == "policy"
+        published = PublishedOffer(member.name, member.host, is_policy, version, offered.root, offered, member.layout)
         self.offers[member.name] = published
         self._places.setdefault(version, {}).setdefault(member.host, {})[member.name] = published
         if not published.is_policy:
@@ -195,6 +198,19 @@ class Publications:
             pair.plan, pair.size_bytes = encode(plan), plan.total_bytes
             pair.most_bytes = allowance(cost, distinct_cost)
         return pair
+
+    def has_plan(self, source: Layout | None, destination: Layout | None) -> bool:
+        """Say whether there is a plan between two replicas with weights.
+
+        There may be none between two rollouts although there are plans from the policy to both: neither is at fault.
+        """
+        if source is None or destination is None:
+            return False
+        try:
+            self.pair(source, destination)
+        except WeightsError:
+            return False
+        return True
 
     def _pair(self, source: Layout, destination: Layout) -> LayoutPair:
         pairs = self._pairs.setdefault(id(destination), {})
@@ -261,18 +277,35 @@ class Publications:
         }
 
     def source(self, destination: Member, version: int, *, of_policies_only: bool = False) -> PublishedOffer | None:
-        """Return the offer of `version` that is nearest to `destination`: of its host, else of a policy, else any."""
+        """Return the offer of `version` that is nearest to `destination`: of its host, else of a policy, else any.
+
+        Only of a rollout from which there is a plan. Where there is none from a policy, the destination is at fault.
+        """
         hosts = self._places.get(version, {})
         near = hosts.get(destination.host)
-        if near is not None and (found := _preferred(near.values(), destination, of_policies_only)) is not None:
+        if near is not None and (found := self._preferred(near.values(), destination, of_policies_only)):
             return found
         of_policies = [offer for offer in self._of_policies.values() if offer.version == version]
-        if of_policies and (found := _preferred(of_policies, destination, of_policies_only)) is not None:
+        if of_policies and (found := self._preferred(of_policies, destination, of_policies_only)):
             return found
         if of_policies_only:
             return None
         everywhere = (offer for at_host in hosts.values() for offer in at_host.values())
-        return next((offer for offer in everywhere if offer.holder != destination.name), None)
+        return next((offer for offer in everywhere if self._serves(offer, destination)), None)
+
+    def _preferred(
+        self, offers: Iterable[PublishedOffer], destination: Member, of_policies_only: bool
+    ) -> PublishedOffer | None:
+        """Return the offer that `destination` should pull from: of a policy if there is one; names break ties."""
+        fit = [one for one in offers if one.is_policy or not of_policies_only]
+        if len(fit) > 1:
+            fit.sort(key=lambda offer: (not offer.is_policy, offer.holder))
+        return next((one for one in fit if self._serves(one, destination)), None)
+
+    def _serves(self, offer: PublishedOffer, destination: Member) -> bool:
+        if offer.holder == destination.name:
+            return False
+        return offer.is_policy or self.has_plan(offer.layout, destination.layout)
 
     def root_plans(self, source: Layout, destinations: Iterable[Layout]) -> dict[str, bytes]:
         """Return the encoded plans from `source` to the most frequent layouts of `destinations`, by key.
@@ -359,11 +392,3 @@ class Publications:
             if not hosts:
                 del self._places[offered.version]
         return offered
-
-
-def _preferred(offers: Iterable[PublishedOffer], destination: Member, of_policies_only: bool) -> PublishedOffer | None:
-    """Return the offer that `destination` should pull from: of a policy if there is one; names break ties."""
-    fit = [one for one in offers if one.holder != destination.name and (one.is_policy or not of_policies_only)]
-    if len(fit) < 2:
-        return fit[0] if fit else None
-    return min(fit, key=lambda offer: (not offer.is_policy, offer.holder))
