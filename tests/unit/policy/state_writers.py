@@ -65,7 +65,8 @@ def write_or_read_shards(action: str, folder: Path, rank: int, size: int, pipe: 
         assert len(digests) == size + 1, digests
     else:
         held = {"weights/a": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]), "trainer/step:a": torch.zeros(())}
-        SavedTensors(LocalFileSystem(), f"{folder}/parts").read_into(held, dist.group.WORLD)
+        names = [file.name for file in (folder / "parts").iterdir()]
+        SavedTensors(LocalFileSystem(), f"{folder}/parts", names).read_into(held, dist.group.WORLD)
         assert torch.equal(held["weights/a"].full_tensor(), WHOLE["weights/a"])
         assert held["trainer/step:a"] == 3.0
     pipe.send("done")

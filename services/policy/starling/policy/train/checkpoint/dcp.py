@@ -1,17 +1,19 @@
 """Named tensors in files, in the format of `torch.distributed.checkpoint` (DCP).
 
 Each rank writes its shards, and any other number of ranks can read what they need: DCP reshards. Its files hold
-tensors, which torch reads without executing code, and one index, which is a pickle: an unpickler reads it that allows
-only the dozen names of an index.
+tensors, which torch reads without executing code, and one index, which `starling.policy.train.checkpoint.index` reads,
+once.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import IO, Any, Final
 
 import torch
@@ -22,34 +24,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from starling.policy.train.checkpoint.index import BadIndexError, read_index
+from starling.policy.train.checkpoint.storage import open_file
+
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-_ALLOWED: Final = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-        *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-}
-"""Names that an index may contain, by module."""
-
+INDEX: Final = ".metadata"
 Shape = tuple[torch.dtype, tuple[int, ...]]
-
-
-class UnknownNameError(pickle.UnpicklingError):
-    """An index that contains a name that is not allowed."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise UnknownNameError(f"it names {module}.{name}, which no index contains")
 
 
 class _DigestingFile:
@@ -88,10 +73,11 @@ class _Files(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with self._fs.open(path, mode) as file:
-            if "w" not in mode:
+        if "w" not in mode:
+            with open_file(self._fs, str(path)) as file:
                 yield file
-                return
+            return
+        with self._fs.open(path, mode) as file:
             digesting = _DigestingFile(file)
             try:
                 yield digesting
@@ -137,15 +123,21 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, files: _Files, path: str) -> None:
+    """DCP's reader for an index that was read before."""
+
+    def __init__(self, files: _Files, path: str, index: Metadata) -> None:
         super().__init__(path)
         self.fs, self.path = files, path  # type: ignore[assignment]
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        return replace(self._index, storage_meta=StorageMeta(load_id=self.load_id))
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse an entry of bytes: the default unpickles it, which executes any code. An index here has none."""
+        raise BadIndexError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 def write_tensors(
@@ -168,29 +160,35 @@ def write_tensors(
 class SavedTensors:
     """Tensors written by `write_tensors`, read on demand."""
 
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        self._shapes: dict[str, Shape] | None = None
+    def __init__(self, fs: Any, path: str, files: Collection[str]) -> None:
+        """Read from the folder `path` of the fsspec file system `fs`, and there only from `files`, by name."""
+        self._files, self._path, self._names = _Files(fs), path, files
 
-    def shapes(self) -> dict[str, Shape]:
+    @cached_property
+    def _index(self) -> Metadata:
+        """The index, which is read once: what is read later is what was checked."""
+        with self._files.create_stream(f"{self._path}/{INDEX}", "rb") as file:
+            return read_index(file, self._names)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return {
+            name: (entry.properties.dtype, tuple(entry.size))
+            for name, entry in self._index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def shapes(self) -> Mapping[str, Shape]:
         """Return element type and shape of each tensor, by name."""
-        if self._shapes is None:
-            known = _Reader(_Files(self._fs), self._path).read_metadata().state_dict_metadata
-            self._shapes = {
-                name: (entry.properties.dtype, tuple(entry.size))
-                for name, entry in known.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
         return self._shapes
 
     def read_into(self, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
         """Fill `tensors` in place, each of its saved shape; DTensors with this rank's shards."""
-        reader = _Reader(_Files(self._fs), self._path)
         with _plain_errors(), torch.no_grad():
             load(
                 dict(tensors),
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(),
+                storage_reader=_Reader(self._files, self._path, self._index),
+                planner=_TensorPlanner(),
                 process_group=group,
                 no_dist=group is None,
             )

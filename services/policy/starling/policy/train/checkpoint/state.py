@@ -186,7 +186,8 @@ class SavedState:
         from starling.policy.train.checkpoint.dcp import SavedTensors
 
         storage = verified.storage
-        return cls(verified.state, storage, SavedTensors(storage.fs, storage.path(verified.state.parts)))
+        state = verified.state
+        return cls(state, storage, SavedTensors(storage.fs, storage.path(state.parts), state.digests.keys()))
 
     def has(self, section: str, like: Callable[[str], bool] = bool) -> bool:
         """Return whether `section` has a tensor whose name satisfies `like`."""

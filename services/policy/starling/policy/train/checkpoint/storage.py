@@ -104,16 +104,11 @@ class Storage:
         """Return the bytes of a small file; None if it does not exist."""
         with self.explained("read", *names):
             try:
-                with self._open(*names) as file:
+                with open_file(self.fs, self.path(*names)) as file:
                     data: bytes = file.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return data
-
-    def _open(self, *names: str) -> Any:
-        """Open a file for reading; on a local disk only a regular one. Raises any exception of the storage."""
-        path = self.path(*names)
-        return open_regular(Path(path)) if self.is_local else self.fs.open(path, "rb")
 
     def digest(self, *names: str) -> str | None:
         """Return the digest of a file as `starling.weightsync.offers.offer.digest_of` has it; None when it is not
@@ -121,7 +116,7 @@ class Storage:
         state = xxhash.xxh3_128()
         with self.explained("read", *names):
             try:
-                with self._open(*names) as file:
+                with open_file(self.fs, self.path(*names)) as file:
                     while chunk := file.read(_CHUNK):
                         state.update(chunk)
             except FileNotFoundError:
@@ -195,6 +190,16 @@ class Storage:
             reason = getattr(error, "strerror", None) or _first_line(error)
             remedy = "free space or choose another folder" if self.is_local else "check policy.saving and the storage"
             raise ConfigError(f"{self.url(*names)} cannot be {done} ({reason}): {remedy}") from error
+
+
+def open_file(fs: Any, path: str) -> Any:
+    """Open a file of an fsspec file system for reading; on a local disk only a regular one.
+
+    Raises any exception of the storage.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+
+    return open_regular(Path(path)) if isinstance(fs, LocalFileSystem) else fs.open(path, "rb")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,194 @@
+"""States whose index of tensors is hostile: nothing of it is executed, no class changes, no other file is opened."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from starling.common.errors import ConfigError
+from starling.policy.train.checkpoint.header import encode_header, find_state, read_header
+from starling.policy.train.checkpoint.state import (
+    WEIGHTS,
+    HostBuffers,
+    SavedState,
+    StateMetadata,
+    StateStore,
+    take_state,
+)
+from starling.policy.train.checkpoint.storage import Storage
+from starling.weightsync.offers.offer import digest_of
+
+torch.set_num_threads(1)
+
+NAME = f"{WEIGHTS}w"
+METADATA, FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+
+
+def write_state(folder: Path) -> Path:
+    """Write an honest state of one tensor of four ones. Returns its path."""
+    snapshot = take_state(StateMetadata(run="r", version=1), {NAME: torch.ones(4)}, torch.device("cpu"), HostBuffers())
+    return Path(StateStore(Storage(str(folder))).write(snapshot))
+
+
+def reseal(state: Path) -> None:
+    """Write the digests of the files that are there, as an attacker can."""
+    header = read_header(Storage(str(state)))
+    digests = {file.name: digest_of(file.read_bytes()) for file in (state / "parts").iterdir()}
+    (state / "state.json").write_bytes(encode_header(msgspec.structs.replace(header, digests=digests)))
+
+
+def restore(state: Path) -> torch.Tensor:
+    """Restore the tensor of the state, as a policy and the export do. Returns it."""
+    live = torch.zeros(4)
+    SavedState.of(find_state(str(state))).restore(WEIGHTS, {"w": live})
+    return live
+
+
+class Harm:
+    """An object whose pickle makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def name(module: str, attribute: str) -> bytes:
+    """Return the opcode that loads a name."""
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def value(content: object) -> bytes:
+    """Return the opcodes of plain values."""
+    return pickle.dumps(content, 2)[2:-1]
+
+
+def test_index_entry_that_becomes_bytes_executes_nothing(tmp_path: Path) -> None:
+    # The first reading finds a tensor; it has prepared that the second one finds bytes, which DCP would unpickle.
+    state = write_state(tmp_path / "states")
+    payload = io.BytesIO()
+    torch.save(Harm(tmp_path / "harm"), payload)
+    (state / "parts" / "harm.distcp").write_bytes(payload.getvalue())
+    properties = name(METADATA, "TensorProperties") + name("torch", "float32") + b"\x85R"
+    size = name("torch", "Size") + value((4,)) + b"\x85R"
+    fields = value("properties") + properties + value("size") + size + value("chunks") + b"]"
+    tensor = b"N}(" + value("__class__") + name(METADATA, "TensorStorageMetadata") + fields + b"u\x86b"
+    entry = name(METADATA, "BytesStorageMetadata") + b")R" + tensor
+    location = name(FILESYSTEM, "_StorageInfo") + b"(" + value("harm.distcp") + value(0)
+    location += value(len(payload.getvalue())) + b"tR"
+    key = name(METADATA, "MetadataIndex") + value(NAME) + b"\x85R"
+    change = name(METADATA, "BytesStorageMetadata") + b"N}(" + value("__setstate__") + name(METADATA, "MetadataIndex")
+    index = b"\x80\x02" + name(METADATA, "Metadata") + b"(}(" + value(NAME) + entry + b"uN}(" + key + location + b"utR"
+    (state / "parts" / ".metadata").write_bytes(index + change + b"u\x86b0.")
+    reseal(state)
+    try:
+        with pytest.raises(ConfigError, match="cannot be read"):
+            restore(state)
+    finally:
+        if hasattr(BytesStorageMetadata, "__setstate__"):
+            del BytesStorageMetadata.__setstate__
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "target", ["TensorStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorProperties", "MetadataIndex"]
+)
+def test_index_changes_no_class_of_torch(tmp_path: Path, target: str) -> None:
+    state = write_state(tmp_path / "states")
+    change = name(METADATA, target) + b"N}(" + value("harmed") + value(True) + b"u\x86b0"
+    index = (state / "parts" / ".metadata").read_bytes()
+    (state / "parts" / ".metadata").write_bytes(b"\x80\x04" + change + index[2:])
+    reseal(state)
+    changed = getattr(dcp_metadata, target)
+    try:
+        with pytest.raises(ConfigError, match="cannot be read"):
+            restore(state)
+        assert not hasattr(changed, "harmed")
+    finally:
+        if hasattr(changed, "harmed"):
+            del changed.harmed
+    assert restore(write_state(tmp_path / "others")).tolist() == [1.0] * 4
+
+
+def test_index_is_read_once(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "states")
+    saved, live = SavedState.of(find_state(str(state))), torch.zeros(4)
+    assert saved.has(WEIGHTS)
+    (state / "parts" / ".metadata").unlink()
+    saved.restore(WEIGHTS, {"w": live})
+    assert live.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("outside", ["../../../fifo", "/dev/zero", "other.distcp", "../parts/__0_0.distcp"])
+def test_index_opens_only_files_of_its_state(tmp_path: Path, outside: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "states").mkdir()
+    state = write_state(tmp_path / "states")
+    edit_index(state, lambda index: [setattr(found, "relative_path", outside) for found in index.storage_data.values()])
+    with pytest.raises(ConfigError, match=r"cannot be read \(it names the file '.*', which is none of this state"):
+        restore(state)
+
+
+def test_index_with_a_fifo_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "states")
+    found = find_state(str(state))
+    (state / "parts" / "__0_0.distcp").unlink()
+    os.mkfifo(state / "parts" / "__0_0.distcp")
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        SavedState.of(found).restore(WEIGHTS, {"w": torch.zeros(4)})
+
+
+def test_index_of_other_forms_is_refused(tmp_path: Path) -> None:
+    edits: list[Callable[[Metadata], object]] = [
+        lambda index: index.state_dict_metadata.update({NAME: BytesStorageMetadata()}),
+        lambda index: index.state_dict_metadata.update({NAME: tensor_entry(size=(4,), chunk=((1,), (4,)))}),
+        lambda index: index.state_dict_metadata.update({NAME: tensor_entry(size=(4,), chunk=((0, 0), (4, 1)))}),
+        lambda index: index.state_dict_metadata.update({NAME: tensor_entry(size=(-4,), chunk=((0,), (-4,)))}),
+        lambda index: index.state_dict_metadata.update({NAME: MetadataIndex(NAME)}),
+        lambda index: index.state_dict_metadata.update({1: tensor_entry(size=(4,), chunk=((0,), (4,)))}),
+        lambda index: index.storage_data.update({NAME: _StorageInfo("__0_0.distcp", 0, 8)}),
+        lambda index: index.storage_data.update({MetadataIndex(NAME): _StorageInfo("__0_0.distcp", -1, 8)}),
+        lambda index: index.storage_data.update({MetadataIndex(NAME): _StorageInfo("__0_0.distcp", 0, 1 << 70)}),
+        lambda index: index.storage_data.update({MetadataIndex(NAME): _StorageInfo("__0_0.distcp", 0, 8, ["zstd"])}),
+        lambda index: setattr(index, "state_dict_metadata", []),
+        lambda index: setattr(index, "storage_data", None),
+    ]
+    for number, edit in enumerate(edits):
+        state = write_state(tmp_path / str(number))
+        edit_index(state, edit)
+        with pytest.raises(ConfigError, match=r"that no index|no index contains"):
+            restore(state)
+
+
+def tensor_entry(size: tuple[int, ...], chunk: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:
+    """Return the entry of a tensor with one chunk: offsets and sizes."""
+    chunks = [ChunkStorageMetadata(torch.Size(chunk[0]), torch.Size(chunk[1]))]
+    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), chunks)
+
+
+def edit_index(state: Path, edit: Callable[[Metadata], object]) -> None:
+    """Change the index of a state that a test has written, and its digest."""
+    path = state / "parts" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    edit(index)
+    path.write_bytes(pickle.dumps(index))
+    reseal(state)
