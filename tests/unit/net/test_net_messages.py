@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import threading
 import time
@@ -91,6 +92,26 @@ def test_result_is_resent_until_released(harness: HubHarness, keys: Path, monkey
         for _ in range(5):  # a quarter of a second, enough for two repetitions
             harness.next(wire.Heartbeat)
         assert not harness.events
+
+
+def test_result_that_no_message_holds_is_a_failure_of_its_lease(
+    harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "RESEND_S", 0.1)
+    with running_link(harness.hub.address, keys) as link:
+        harness.welcome("rollout-0")
+        harness.hub.send("rollout-0", score("score:1:0"))
+        received(link, ReceivedCommand)
+        text = "x" * (codec.MAX_MESSAGE_BYTES // 2)
+        meta = wire.TrajectoryMeta(status=wire.Status.OK, num_tokens=1, text=text, oldest_version=0, newest_version=0)
+        large = wire.GroupGenerated(lease="score:1:0", trajectories=(meta, meta), tensors=())
+        link.answer("score:1:0", large)
+        for _ in range(3):  # resent until it is released, as any result
+            failed = harness.next(wire.LeaseFailed)[1]
+            assert (failed.lease, failed.status, failed.fatal) == ("score:1:0", wire.Status.INFRA_LOST, False)
+            assert re.match(r"a GroupGenerated of \d+ bytes is over the limit of 16777216", failed.reason)
+        harness.hub.send("rollout-0", score("score:2:0"))
+        assert received(link, ReceivedCommand).message.lease == "score:2:0"
 
 
 def test_duplicate_command_resends_its_result_at_once(

@@ -63,6 +63,12 @@ async def returns_nan(episode: Episode) -> float:
     return float("nan")
 
 
+async def measures(episode: Episode, *, num_metrics: int, num_characters: int) -> EpisodeOutcome:
+    """Metrics whose names have characters of four bytes each."""
+    await episode.reply(max_tokens=2)
+    return EpisodeOutcome(metrics={f"{n:\U0001f600>{num_characters}}": 1.0 for n in range(num_metrics)})
+
+
 async def stops(episode: Episode, *, stop: list[str]) -> int:
     """Reward: the tokens of the first reply."""
     reply = await episode.reply(stop=stop)

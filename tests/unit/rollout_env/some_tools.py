@@ -116,6 +116,14 @@ class Broken(Guess):
         return action
 
 
+class Measuring(Guess):
+    """Its steps report many numbers."""
+
+    def step(self, action: str) -> Any:
+        text, reward, terminated, truncated, _ = super().step(action)
+        return text, reward, terminated, truncated, {f"m{n}": 1.0 for n in range(1001)}
+
+
 class Silent(Guess):
     """Its reset returns no text."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tiny_chat import chat, tokenizer
 
 from starling.algo.text import decode, encode_prompt
 from starling.common.errors import ConfigError
+from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import GroupInterrupted, Prompt, Status
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.episodes.trajectory import PlayedGroup
@@ -296,3 +298,35 @@ def test_results_that_environments_may_return() -> None:
     assert outcome_of(2) == outcome_of(np.float64(2.0)) == outcome_of(True + 1) == EpisodeOutcome(reward=2.0)
     assert outcome_of(EpisodeOutcome(metrics={"a": 1})) == EpisodeOutcome(metrics={"a": 1.0})
     assert outcome_of(EpisodeOutcome(metrics={"a": float("inf")})).status is Status.ENV_ERROR
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"metrics": {f"m{n}": 1.0 for n in range(1001)}}, "the environment returned 1001 metrics: return at most"),
+        ({"metrics": {"m" * 201: 1.0}}, "the environment returned a metric whose name has 201 characters: use at most"),
+        ({"metrics": {"m" * (4 << 20): float("nan")}}, "the environment returned a metric whose name has 4194304 char"),
+        ({"metrics": {"m": "x" * (4 << 20)}}, "the environment returned 'xxxxx"),
+        ({"status": Status.ENV_ERROR, "problem": "x" * (4 << 20)}, "xxx"),
+    ],
+)
+def test_results_without_bound_are_failures_of_few_characters(given: dict[str, Any], problem: str) -> None:
+    outcome = outcome_of(EpisodeOutcome(**given))
+    assert outcome.status is Status.ENV_ERROR
+    assert not outcome.metrics
+    assert outcome.problem.startswith(problem)
+    assert len(outcome.problem) <= 2000
+
+
+def test_metrics_of_a_group_that_no_message_holds_are_failures(engine: DrivenEngine, play: Any) -> None:
+    runner = play("measures", {"num_metrics": 1000, "num_characters": 200})
+    runner.begin(prepared_group(HELLO, IDS, 20))
+    message, _ = played_message(wait_for_group(engine, runner), lambda ids: decode(tokenizer("chatml"), ids))
+    assert {meta.status for meta in message.trajectories} == {Status.ENV_ERROR}
+    assert message.trajectories[0].problem.startswith("the environment returned metrics of 4320000 characters")
+    assert len(msgspec.msgpack.encode(message)) < MAX_MESSAGE_BYTES
+    largest = play("measures", {"num_metrics": 1000, "num_characters": 80})
+    largest.begin(prepared_group(HELLO, IDS, 20))
+    message, _ = played_message(wait_for_group(engine, largest), lambda ids: decode(tokenizer("chatml"), ids))
+    assert {len(meta.metrics) for meta in message.trajectories} == {1000}
+    assert len(msgspec.msgpack.encode(message)) < MAX_MESSAGE_BYTES

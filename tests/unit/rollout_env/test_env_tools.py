@@ -209,6 +209,7 @@ def test_gym_without_end_stops_at_turn_limit() -> None:
         ({"environment": f"{HERE}:Silent"}, r"reset\(\) returned '3': return the text"),
         ({"arguments": {"least": 1}}, "TypeError: .*unexpected keyword argument 'least'"),
         ({"arguments": {"slow": 3600.0}, "timeout_s": 0.5}, "it took longer than 0.5 s"),
+        ({"environment": f"{HERE}:Measuring"}, "the steps have 1001 numbers in their info: return at most 1000"),
     ],
 )
 def test_gym_failures_are_described(changes: dict[str, Any], problem: str) -> None:

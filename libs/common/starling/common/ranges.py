@@ -1,7 +1,7 @@
-"""Largest and smallest numbers in settings: what timers, arithmetic and memory take, far beyond any sensible run.
+"""Largest and smallest numbers in settings and in what environments return.
 
-A value outside is a mistake, and is refused where it is given: further on it would be an overflow in some library, or a
-machine without memory.
+They are what timers, arithmetic and memory take, far beyond any sensible run. A value outside is a mistake, and is
+refused where it is given: further on it would be an overflow in some library, or a machine without memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ MAX_MIB: Final = 1 << 20
 MAX_COEFFICIENT: Final = 1e6
 """Coefficients, ratios and bounds on metrics; their products stay within float32."""
 MAX_LEARNING_RATE: Final = 1e3
+MAX_METRICS: Final = 1000
+"""Metrics of one trajectory."""
+MAX_METRIC_CHARACTERS: Final = 200
+"""Characters of the name of such a metric."""
 MIN_TEMPERATURE: Final = 1e-3
 """Of a temperature other than 0: logits that are divided by less overflow."""
 MAX_TEMPERATURE: Final = 1e3

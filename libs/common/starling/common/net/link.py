@@ -45,6 +45,7 @@ from starling.common.wire.messages import (
     Heartbeat,
     HeldLease,
     LeasedCommand,
+    Status,
     Up,
     Wait,
     Welcome,
@@ -247,10 +248,20 @@ class ControllerLink:
             self._leases.advance(lease, progress)
 
     def answer(self, lease: str, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
-        """Send the result of `lease`, and resend it until the controller releases the lease."""
+        """Send the result of `lease`, and resend it until the controller releases the lease.
+
+        A result that is too large for a message is a failure of the lease.
+        """
         with self._lock:
-            if self._leases.answer(lease, message, buffers, time.monotonic()):
+            if not self._leases.answer(lease, message, buffers, time.monotonic()):
+                return
+            try:
                 self._send(message, buffers)
+            except WireError as error:
+                log.warning("the result is too large", lease=lease, reason=str(error))
+                failed = messages.LeaseFailed(lease=lease, status=Status.INFRA_LOST, reason=str(error))
+                self._leases.answer(lease, failed, (), time.monotonic())
+                self._send(failed)
 
     def tell(self, message: Up, buffers: tuple[bytes, ...] = ()) -> None:
         """Send a message that ends no lease, once: the controller does without it if it is lost. From any thread."""

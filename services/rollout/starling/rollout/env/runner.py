@@ -15,7 +15,7 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ import structlog
 
 from starling.common.counts import counted
 from starling.common.raised import describe_raised
+from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS
 from starling.common.wire.messages import Status, Wait
 from starling.rollout.engine.base import RequestError
 from starling.rollout.engine.preparation import PreparedPrompt
@@ -34,11 +35,14 @@ from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
 from starling.rollout.env.episodes.episode import EpisodeTask, TokenEpisode, generate_through
 from starling.rollout.env.episodes.trajectory import EndedEpisode, PlayedGroup, failed_episode, group_trajectories
 from starling.rollout.env.registry import LoadedEnvironment
+from starling.rollout.env.sandbox.messages import PROBLEM_CHARS
 from starling.rollout.env.timeouts import PausableClock, PausableTimeouts
 from starling.rollout.settings import EnvironmentSettings
 
 log = structlog.get_logger(__name__)
 
+MAX_SHOWN: Final = 80
+"""Characters of a wrong value in a sentence."""
 GRACE_S: Final = 5.0
 """How long after its time limit an episode may take to end, before its event loop counts as blocked."""
 STOP_S: Final = 2.0
@@ -219,14 +223,29 @@ def outcome_of(given: object) -> EpisodeOutcome:
     if not isinstance(given, EpisodeOutcome):
         problem = f"the environment returned a {type(given).__name__}: return a number, an EpisodeOutcome or None"
         return EpisodeOutcome(status=Status.ENV_ERROR, problem=problem)
+    if problem := metrics_problem(given.metrics):
+        return EpisodeOutcome(status=Status.ENV_ERROR, problem=problem)
     numbers = {"the reward": given.reward, **{f"the metric {name!r}": one for name, one in given.metrics.items()}}
     for name, value in numbers.items():
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            problem = f"the environment returned {value!r} as {name}: return a finite number"
+            problem = f"the environment returned {repr(value)[:MAX_SHOWN]} as {name}: return a finite number"
             return EpisodeOutcome(status=Status.ENV_ERROR, problem=problem)
     reward = None if given.reward is None else float(given.reward)
     metrics = {str(name): float(value) for name, value in given.metrics.items()}
-    return EpisodeOutcome(reward, metrics, given.status, given.problem)
+    return EpisodeOutcome(reward, metrics, given.status, given.problem[:PROBLEM_CHARS])
+
+
+def metrics_problem(metrics: Mapping[str, float]) -> str:
+    """Return why an environment may not return `metrics`; empty if it may."""
+    if len(metrics) > MAX_METRICS:
+        return f"the environment returned {len(metrics)} metrics: return at most {MAX_METRICS}"
+    longest = max([len(str(name)) for name in metrics], default=0)
+    if longest > MAX_METRIC_CHARACTERS:
+        return (
+            f"the environment returned a metric whose name has {longest} characters: use at most "
+            f"{MAX_METRIC_CHARACTERS}"
+        )
+    return ""
 
 
 def _played_group(group: _EpisodeGroup, episodes: list[EndedEpisode]) -> PlayedGroup:

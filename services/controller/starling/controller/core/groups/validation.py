@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.truncation import KeptTokens, kept_problem
+from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
     GroupGenerated,
@@ -53,8 +54,6 @@ MAX_REWARD: Final = 1e15
 """Largest absolute reward and score: its square is finite in float32."""
 MAX_METRIC: Final = 1e300
 """Largest absolute metric of an environment: the sum over all trajectories of a step is finite."""
-MAX_METRICS: Final = 1000
-"""Most metrics of one trajectory; fewer are stored (`core/training/metrics.py`)."""
 MAX_SCORERS: Final = 64
 """Most scorers of one group, unless the recipe has more."""
 MAX_NAME_CHARACTERS: Final = 200
@@ -443,7 +442,7 @@ def check_rewards(message: GroupScored, num: int, num_scorers: int) -> None:
 
 
 def _check_metrics(metrics: Mapping[str, float], whose: str) -> None:
-    if len(metrics) > MAX_METRICS or max(map(len, metrics)) > MAX_NAME_CHARACTERS:
+    if len(metrics) > MAX_METRICS or max(map(len, metrics)) > MAX_METRIC_CHARACTERS:  # fewer are stored: `MetricNames`
         raise UnusableResultError(f"{whose} has {len(metrics)} metrics, or one with a name of many characters")
     for name, value in metrics.items():
         if not abs(value) <= MAX_METRIC:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from starling.common.ranges import MAX_METRICS
 from starling.common.wire.messages import Prompt
 from starling.rollout.env.base import Episode, EpisodeOutcome, EpisodeOver
 from starling.rollout.env.registry import LoadedEnvironment
@@ -74,7 +75,11 @@ async def act(episode: Episode, *, sandbox: Sandbox, arguments: dict[str, Any], 
                 reply = await episode.reply()
                 text, reward, ended, info = _step_result(await session.invoke("step", reply.text, timeout_s=timeout_s))
                 total += reward
-                metrics |= {name: float(value) for name, value in info.items() if _is_number(value)}
+                metrics |= {str(name): float(value) for name, value in info.items() if _is_number(value)}
+                if len(metrics) > MAX_METRICS:
+                    raise WorldError(
+                        f"the steps have {len(metrics)} numbers in their info: return at most {MAX_METRICS}"
+                    )
                 if ended:
                     break
                 _observe(episode, text)

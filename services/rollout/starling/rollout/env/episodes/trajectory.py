@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from starling.algo.truncation import NO_IDS, IntArray, KeptTokens
+from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import Status
 from starling.rollout.engine.validation import kept_size_problem
 from starling.rollout.env.episodes.turns import common_length
+
+MAX_METRICS_BYTES: Final = MAX_MESSAGE_BYTES // 2
+"""Of all metrics of a group: they travel with its texts in one message."""
+METRIC_BYTES: Final = 16
+"""What a metric takes on the wire besides its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ def group_trajectories(
         episodes = [failed_episode(problem)] * len(episodes)
         shared = list(prompt_ids) or begun[0][:1]
     kept_bytes = sum(ids.nbytes for episode in episodes for ids in episode.kept)
-    if problem := kept_size_problem(kept_bytes):
+    if problem := kept_size_problem(kept_bytes) or metrics_size_problem(episodes):
         episodes = [failed_episode(problem)] * len(episodes)
     return PlayedGroup(
         lease=lease,
@@ -116,6 +122,17 @@ def group_trajectories(
         temperature=temperature,
         min_version=min_version,
         tensors=tensors,
+    )
+
+
+def metrics_size_problem(episodes: Sequence[EndedEpisode]) -> str:
+    """Return why the metrics of a group cannot be sent; empty if they can."""
+    num_characters = sum(len(name) + METRIC_BYTES for episode in episodes for name in episode.metrics)
+    if num_characters <= MAX_METRICS_BYTES // 4:  # a character has at most four bytes
+        return ""
+    return (
+        f"the environment returned metrics of {num_characters} characters for a group, and {MAX_METRICS_BYTES // 4} "
+        "can be sent: return fewer, or lower rl.group_size"
     )
 
 
