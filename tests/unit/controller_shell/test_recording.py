@@ -17,6 +17,7 @@ from starling.controller.core.events import (
     CheckpointRead,
     Event,
     Fetched,
+    NotSent,
     Received,
     ReplicaDisconnected,
     StopRequested,
@@ -68,6 +69,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(ReplicaDisconnected, TIMES, NAMES),
     st.builds(StopRequested, TIMES, NAMES),
     st.builds(CheckpointRead, TIMES, NAMES),
+    st.builds(NotSent, TIMES, NAMES, NAMES, NAMES),
     st.builds(Stored, TIMES, st.integers(0, 9)),
     st.builds(Fetched, TIMES, st.integers(0, 9), st.lists(RECORDS, max_size=3).map(tuple)),
 )

@@ -17,6 +17,7 @@ from starling.controller.core.events import (
     CheckpointRead,
     Command,
     Fetched,
+    NotSent,
     Received,
     ReplicaDisconnected,
     Send,
@@ -204,6 +205,8 @@ def test_replay_command_describes_events() -> None:
     assert describe_event(Stored(1.0, 5)) == "the groups of step 5 are in a file"
     assert describe_event(CheckpointRead(1.0, "a1")) == "the digest of the checkpoint is a1"
     assert describe_event(CheckpointRead(1.0, "")) == "the checkpoint cannot be read"
+    not_sent = NotSent(1.0, "policy-0", "train:4:1.9", "too large")
+    assert describe_event(not_sent) == "train:4:1.9 was not sent to policy-0: too large"
 
 
 def test_replay_keeps_streams_apart(path: Path) -> None:

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import ChatMessage, Prompt
-from starling.controller.data.prompts import PromptSource, load_prompts, make_prompt
+from starling.controller.data.prompts import (
+    MAX_EXAMPLES_BYTES,
+    MAX_PROMPT_BYTES,
+    PromptSource,
+    load_prompts,
+    make_prompt,
+)
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import DataRow
 
@@ -45,6 +51,33 @@ def test_row_that_no_message_can_carry_is_refused(text: str, complaint: str) -> 
     columns = json.loads(text)
     with pytest.raises(ConfigError, match=f"row 4 of 'rows.jsonl' has .*{complaint}"):
         make(columns, reference_column="", metadata_columns=("m",) if "m" in columns else ())
+
+
+@pytest.mark.parametrize("column", ["question", "m"])
+def test_row_that_is_larger_than_a_prompt_is_refused(column: str) -> None:
+    columns = {"question": "Why?", "m": "", column: "x" * (MAX_PROMPT_BYTES + 1)}
+    refusal = r"row 4 of 'rows.jsonl' has 125\d+ bytes .* and a prompt can have 12582912: shorten the row"
+    with pytest.raises(ConfigError, match=refusal):
+        make(columns, reference_column="", metadata_columns=("m",))
+
+
+def test_examples_of_a_step_that_no_message_holds_are_refused() -> None:
+    sizes = {row: 1 << 20 if row in (3, 4, 5) else 5 << 20 if row in (8, 9) else 10 for row in range(10)}
+    for shuffle in (False, True):
+        train = {row: Prompt(id="", text="x" * size) for row, size in sizes.items()}
+        source = PromptSource(train, {}, shuffle=shuffle, seed=1)
+        for per_step in (1, 3, 10, 25):
+            sums = [sum(len(source.prompt(i).text) for i in range(s * per_step, (s + 1) * per_step)) for s in range(6)]
+            too_large = [step for step, size in enumerate(sums, 1) if size > MAX_EXAMPLES_BYTES]
+            if not too_large:
+                source.check_steps(6, per_step, "sft.examples_per_step")
+                continue
+            source.check_steps(too_large[0] - 1, per_step, "sft.examples_per_step")
+            refusal = (
+                rf"of step {too_large[0]} have \d+ bytes, and .*: lower sft.examples_per_step, or .* \(row 8 has 5"
+            )
+            with pytest.raises(ConfigError, match=refusal):
+                source.check_steps(6, per_step, "sft.examples_per_step")
 
 
 # --- a row becomes a prompt ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.importing import import_object, is_import_path
 from starling.common.wire.messages import Prompt
+from starling.controller.data.load import check_examples
 from starling.controller.data.prompts import Needs, load_prompts, make_prompt
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import load_rows
@@ -45,7 +46,7 @@ def check_inputs(recipe: Recipe) -> list[str]:
             check_enough(folder, num, recipe.rl.prompts_per_step)
             lines.append(f"{key}: {counted(num, 'group')} in {folder}")
             continue
-        num, first = _first_rows(settings, needs)
+        num, first = _first_rows(settings, needs, recipe)
         lines.append(
             f"{key}: the first {num} rows of {settings.source!r} are usable, {_length(first, tokenizer, recipe)}"
         )
@@ -70,14 +71,16 @@ def _datasets(recipe: Recipe) -> Iterator[tuple[str, DataSettings, Needs]]:
         yield f"{kind.examples_section or 'sft'}.data", examples.data, needs
 
 
-def _first_rows(settings: DataSettings, needs: Needs) -> tuple[int, Prompt]:
+def _first_rows(settings: DataSettings, needs: Needs, recipe: Recipe) -> tuple[int, Prompt]:
     """Return the number of rows that were read, and the prompt of the first one. Raises ConfigError."""
     limit = settings.held_out + FIRST_ROWS
     limit = min(limit, settings.limit) if settings.limit else limit
     rows = load_rows(settings.model_copy(update={"limit": limit})).rows
     prompts = [make_prompt(row, number, settings, needs) for number, row in enumerate(rows)]
     if len(rows) < limit or limit == settings.limit:  # these are all rows that the run would have
-        load_prompts(settings.model_copy(update={"limit": limit}), needs)
+        source = load_prompts(settings.model_copy(update={"limit": limit}), needs)
+        if needs != "prompt":
+            check_examples(source, recipe.examples, recipe.kind)
     return len(rows), prompts[0]
 
 

@@ -21,6 +21,7 @@ from starling.controller.core.events import (
     CheckpointRead,
     Event,
     Fetched,
+    NotSent,
     Received,
     ReplicaDisconnected,
     StopRequested,
@@ -130,6 +131,8 @@ def describe_event(event: Event) -> str:
             return f"the groups of step {step} are in a file"
         case CheckpointRead(digest=digest):
             return f"the digest of the checkpoint is {digest}" if digest else "the checkpoint cannot be read"
+        case NotSent(peer=peer, lease=lease, reason=reason):
+            return f"{lease} was not sent to {peer}: {reason}"
 
 
 def _describe_message(message: Any) -> str:

@@ -228,7 +228,11 @@ class Hub:
         self._woken = True
 
     def send(self, name: str, message: Down, *, cause: str = "", buffers: codec.Buffers = ()) -> bool:
-        """Send to a peer. Returns False if it is not connected or not reading; its heartbeats show what it missed."""
+        """Send to a peer. Returns False if it is not connected or not reading; its heartbeats show what it missed.
+
+        Raises:
+            WireError: `message` is larger than a message can be.
+        """
         peer = self._peers.by_name.get(name)
         if peer is None:
             return False

@@ -76,7 +76,16 @@ class CheckpointRead(msgspec.Struct, frozen=True, gc=False):
     """Of the model's folder, as in the hello of a rollout; empty if the folder cannot be read."""
 
 
-Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored | CheckpointRead
+class NotSent(msgspec.Struct, frozen=True, gc=False):
+    """The message that was to grant `lease` is larger than a message can be."""
+
+    now: float
+    peer: str
+    lease: str
+    reason: str
+
+
+Event = Received | Ticked | ReplicaDisconnected | StopRequested | Fetched | Stored | CheckpointRead | NotSent
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):

@@ -39,6 +39,7 @@ from starling.controller.core.events import (
     Command,
     Event,
     Fetched,
+    NotSent,
     Prompts,
     Received,
     ReplicaDisconnected,
@@ -66,7 +67,7 @@ from starling.controller.core.replicas.departure import (
     stop_awaiting,
 )
 from starling.controller.core.replicas.eviction import evict_culprit, evict_unable, evict_useless, set_filtering_aside
-from starling.controller.core.replicas.failures import on_failed
+from starling.controller.core.replicas.failures import on_failed, on_not_sent
 from starling.controller.core.replicas.heartbeat import on_heartbeat
 from starling.controller.core.replicas.joining import on_checkpoint_read, on_hello
 from starling.controller.core.replicas.leases import Lease
@@ -209,6 +210,8 @@ def _handle(state: ControllerState, event: Event) -> None:
             on_stored(state, step)
         case CheckpointRead(digest=digest):
             on_checkpoint_read(state, digest)
+        case NotSent(peer=peer, lease=lease, reason=reason):
+            on_not_sent(state, peer, lease, reason)
 
 
 def _tick(state: ControllerState) -> None:

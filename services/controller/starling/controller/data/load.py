@@ -10,6 +10,7 @@ import msgspec
 
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
+from starling.common.kinds import RunKind
 from starling.common.wire.messages import Prompt
 from starling.controller.core.evaluation.evaluation import TASK
 from starling.controller.core.events import Prompts
@@ -19,7 +20,7 @@ from starling.controller.core.records import DataRead
 from starling.controller.data.prompts import Needs, PromptSource, load_prompts
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES, Trajectories, check_enough
-from starling.controller.settings import ControllerProcess
+from starling.controller.settings import ControllerProcess, PreferenceSettings, SftSettings
 from starling.weightsync.offers.offer import digest_of
 
 
@@ -71,14 +72,29 @@ def load_data(settings: ControllerProcess) -> RunData:
         needs = "pair" if kind.learns_from_pairs else "response"
     if kind.reads_trajectories:
         trajectories = _load_trajectories(settings, plan)
-        examples: Prompts = trajectories if settings.sft.data is None else load_prompts(settings.sft.data, needs)
+        examples: Prompts = trajectories if settings.sft.data is None else load_examples(settings, needs)
         return RunData(plan, trajectories, examples, [], trajectories, _read_of(settings, trajectories, examples))
-    if settings.examples.data is None:
-        prompts = examples = load_prompts(settings.data, needs)
-    else:
-        prompts, examples = load_prompts(settings.data), load_prompts(settings.examples.data, needs)
+    examples = load_examples(settings, needs)
+    prompts = examples if settings.examples.data is None else load_prompts(settings.data)
     held_out = prompts.held_out_prompts()
     return RunData(plan, prompts, examples, held_out, read=_read_of(settings, prompts, examples, held_out))
+
+
+def load_examples(settings: ControllerProcess, needs: Needs) -> PromptSource:
+    """Read the examples of the supervised steps, which are those of [data] unless they have a dataset of their own.
+
+    Raises ConfigError, also where no message holds the examples of a step.
+    """
+    section = settings.examples
+    examples = load_prompts(settings.data if section.data is None else section.data, needs)
+    check_examples(examples, section, settings.kind)
+    return examples
+
+
+def check_examples(examples: PromptSource, section: SftSettings | PreferenceSettings, kind: RunKind) -> None:
+    """Check that a message holds the examples of each step that `section` describes. Raises ConfigError."""
+    setting = f"{kind.examples_section or 'sft'}.examples_per_step"
+    examples.check_steps(section.num_steps, section.examples_per_step, setting)
 
 
 def _read_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import count, islice
 from random import Random
 from string import Formatter
 from typing import Any, Final, Literal
@@ -18,12 +19,19 @@ import msgspec
 
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
+from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import ChatMessage, Media, Prompt
 from starling.controller.data.media import text_of_parts, with_media
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import DataRow, load_rows, nearest
 
 MAX_DEPTH: Final = 64
+MAX_PROMPT_BYTES: Final = MAX_MESSAGE_BYTES * 3 // 4
+"""A quarter of a message is left for the completions to be scored, and for what else travels with a prompt."""
+MAX_EXAMPLES_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 16)
+"""Of the examples of a step: they travel in one message, with the settings that operators have changed."""
+_ID_BYTES: Final = 32
+"""What the id of a prompt in a run takes more than that of its row."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _HELD_OUT_SEED: Final = "starling/held-out"
 
@@ -64,6 +72,24 @@ class PromptSource:
         epoch, offset = divmod(index_in_run, len(self._rows))
         row = self._order(epoch)[offset]
         return _named(self._train[row], f"train/{epoch}/{row}")
+
+    def check_steps(self, num_steps: int, per_step: int, setting: str) -> None:
+        """Check that a message holds the examples of each step: `per_step` prompts, from the first one of the run.
+
+        `setting`: the name of the setting of their number. Raises ConfigError.
+        """
+        sizes = {row: len(_encode(prompt)) + _ID_BYTES for row, prompt in self._train.items()}
+        if per_step * max(sizes.values()) <= MAX_EXAMPLES_BYTES:
+            return
+        stream = (sizes[row] for epoch in count() for row in self._order(epoch))
+        for step in range(1, num_steps + 1):
+            size_bytes = sum(islice(stream, per_step))
+            if size_bytes > MAX_EXAMPLES_BYTES:
+                raise ConfigError(
+                    f"the {counted(per_step, 'example')} of step {step} have {size_bytes} bytes, and a step can have "
+                    f"{MAX_EXAMPLES_BYTES}: lower {setting}, or leave out large rows (row "
+                    f"{max(sizes, key=lambda row: sizes[row])} has {max(sizes.values())})"
+                )
 
     def held_out_prompts(self) -> list[Prompt]:
         """Return the prompts that are never trained, in the order of their rows; ids are ``eval/<row>``."""
@@ -125,9 +151,9 @@ def make_prompt(row: DataRow | Prompt, number: int, settings: DataSettings, need
 
 
 def _check_encodable(prompt: Prompt, where: str) -> None:
-    """Raise ConfigError for a prompt that no message can carry: by half a character, a large number or depth."""
+    """Raise ConfigError for a prompt that no message can carry: by half a character, a large number, depth or size."""
     try:
-        _encode(prompt)
+        size_bytes = len(_encode(prompt))
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"{where} has half of a surrogate pair ({error.object[error.start : error.end]!r}), which is no text: "
@@ -137,6 +163,11 @@ def _check_encodable(prompt: Prompt, where: str) -> None:
         raise ConfigError(f"{where} has a number beyond 64 bits: make it a text, or a smaller number") from None
     except (RecursionError, ValueError, TypeError) as error:
         raise ConfigError(f"{where} has a value that no message can carry ({error}): correct the row") from None
+    if size_bytes > MAX_PROMPT_BYTES:
+        raise ConfigError(
+            f"{where} has {size_bytes} bytes with its metadata and images, and a prompt can have {MAX_PROMPT_BYTES}: "
+            "shorten the row, leave it out, or name fewer metadata_columns"
+        )
     if _is_deeper(prompt.metadata, MAX_DEPTH):  # its receivers have less of a stack left
         raise ConfigError(f"{where} has more than {MAX_DEPTH} lists or tables in each other: write it flatter")
 

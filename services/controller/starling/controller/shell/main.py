@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from starling.common.errors import ConfigError, RestartError, StarlingError
+from starling.common.errors import ConfigError, RestartError, StarlingError, WireError
 from starling.common.files import CONTROLLER_FILES, check_own, write_whole
 from starling.common.net.curve import load_allowed
 from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
@@ -30,6 +30,7 @@ from starling.controller.core.events import (
     Fetched,
     FinishRun,
     Note,
+    NotSent,
     ReplicaDisconnected,
     Send,
     StopRequested,
@@ -137,8 +138,9 @@ class Shell:
         files.recover()
         self._trajectories = TrajectoryWriter(files, self.hub.wake)
         self._data: RunData | None = None
-        self._file_events: list[Fetched | Stored | CheckpointRead] = []
-        """Steps that were read or written, and the checkpoint, that the core does not know of yet."""
+        self._later_events: list[Fetched | Stored | CheckpointRead | NotSent] = []
+        """Steps that were read or written, the checkpoint, and messages that were not sent, that the core does not know
+        of yet."""
         self._checkpoint: CheckpointReader | None = None
         self._controller: Controller | None = None
         self._recorder: Recorder | None = None
@@ -320,12 +322,12 @@ class Shell:
         """
         if self._commands.is_urgent or not wait:
             self._commands.flush()
-        self._file_events += [Stored(time.monotonic(), step) for step in self._trajectories.written()]
+        self._later_events += [Stored(time.monotonic(), step) for step in self._trajectories.written()]
         digest = self._checkpoint.take(controller.state.weights.checkpoint) if self._checkpoint is not None else None
         if digest is not None:
-            self._file_events.append(CheckpointRead(time.monotonic(), digest))
-        while self._file_events:
-            self._handle(controller, self._file_events.pop(0), "files")
+            self._later_events.append(CheckpointRead(time.monotonic(), digest))
+        while self._later_events:
+            self._handle(controller, self._later_events.pop(0), "later")
             self._commands.flush()
 
     def _handle(self, controller: Controller, event: Event, cause: str) -> None:
@@ -345,7 +347,12 @@ class Shell:
             case Send(peer=peer, message=ReleaseLeases(leases=leases)):
                 self.hub.release(peer, leases)
             case Send(peer=peer, message=message, buffers=buffers):
-                self.hub.send(peer, message, cause=cause, buffers=buffers)
+                try:
+                    self.hub.send(peer, message, cause=cause, buffers=buffers)
+                except WireError as error:
+                    lease = getattr(message, "lease", "")
+                    log.error("message_too_large", peer=peer, lease=lease, reason=str(error))
+                    self._later_events.append(NotSent(time.monotonic(), peer, lease, str(error)))
             case Note(kind="samples" as kind, fields=fields):
                 self._samples.write(fields["step"], fields["rows"])
                 self._loggers.note(kind, fields)
@@ -359,7 +366,7 @@ class Shell:
                 assert self._data is not None, "the data is loaded before the core exists"
                 files = self._data.trajectories
                 entries = self._journal.fetch(step) if files is None else files.entries(step)
-                self._file_events.append(Fetched(time.monotonic(), step, entries))
+                self._later_events.append(Fetched(time.monotonic(), step, entries))
             case Store(step=step, groups=groups):
                 self._trajectories.begin(step, groups)
             case FinishRun():

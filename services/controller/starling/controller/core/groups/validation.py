@@ -124,8 +124,8 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
         if one.metrics:
             _check_metrics(one.metrics, f"completion {index}")
         num_characters += len(one.text) + len(one.problem)
-    # A character has at most four bytes. Prompts are small, unless images travel with them.
-    if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 2 or prompt.media:
+    # A character has at most four bytes, and a prompt at most three quarters of a message.
+    if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 4 - MESSAGE_BYTES:
         _check_texts(trajectories, prompt)
     if num_characters > MAX_TEXT_CHARACTERS:
         _check_lengths_of_texts(trajectories)

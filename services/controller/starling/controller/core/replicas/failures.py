@@ -53,6 +53,24 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
         _policy_failed(state, member, kind, int(subject), reason)
 
 
+def on_not_sent(state: ControllerState, peer: str, lease_id: str, reason: str) -> None:
+    """Retry a group whose command no message holds, or fail the run for any other work: no other replica could do it.
+
+    Nothing counts against a replica: a prompt, or the texts of others, made the command too large.
+    """
+    lease = state.replicas.leases.get(lease_id)
+    if lease is None or lease.peer != peer:
+        return
+    state.replicas.leases.end(lease)
+    state.replicas.slots.mark(state.replicas.membership.members[peer], lease.kind)
+    state.dirty = Dirty.ALL
+    found = state.group_of_lease(lease_id)
+    if found is not None:
+        retry(state, *found, reason)
+    else:
+        state.lifecycle.fail(f"{peer} could not be sent {lease.kind} {lease_id.split(':')[1]}: {reason}", state.now)
+
+
 def _transfer_failed(state: ControllerState, member: Member, lease: Lease, version: str, reason: str) -> None:
     weights = state.weights
     if member.role == "rollout":

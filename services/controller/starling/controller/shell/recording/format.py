@@ -33,6 +33,7 @@ from starling.controller.core.events import (
     ContentsProblem,
     Event,
     Fetched,
+    NotSent,
     Received,
     ReplicaDisconnected,
     StopRequested,
@@ -139,6 +140,15 @@ class CheckpointFrame(msgspec.Struct, frozen=True, array_like=True, tag="checkpo
     digest: str
 
 
+class NotSentFrame(msgspec.Struct, frozen=True, array_like=True, tag="not_sent"):
+    """`NotSent`."""
+
+    now: float
+    peer: str
+    lease: str
+    reason: str
+
+
 class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The last entry. The reader adds it to a recording that was cut off."""
 
@@ -148,7 +158,8 @@ class RecordingEnd(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """Whether the controller died before it could write this entry."""
 
 
-EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | StepReadFrame | StepStoredFrame | CheckpointFrame
+FileFrame = StepReadFrame | StepStoredFrame | CheckpointFrame
+EventFrame = MessageFrame | TickFrame | DisconnectFrame | StopFrame | FileFrame | NotSentFrame
 Frame = JournalFrame | PromptFrame | EventFrame | RecordingEnd
 Entry = Event | PromptFrame | RecordingEnd
 
@@ -176,6 +187,8 @@ def event_frame(event: Event) -> EventFrame:
             return StepStoredFrame(now, step)
         case CheckpointRead(now=now, digest=digest):
             return CheckpointFrame(now, digest)
+        case NotSent(now=now, peer=peer, lease=lease, reason=reason):
+            return NotSentFrame(now, peer, lease, reason)
 
 
 def journal_frame(entry: JournalEntry) -> JournalFrame:
@@ -253,6 +266,8 @@ def _entry_of(frame: EventFrame | PromptFrame | RecordingEnd) -> Entry:
             return Stored(now, step)
         case CheckpointFrame(now=now, digest=digest):
             return CheckpointRead(now, digest)
+        case NotSentFrame(now=now, peer=peer, lease=lease, reason=reason):
+            return NotSent(now, peer, lease, reason)
         case PromptFrame() | RecordingEnd():
             return frame
 
