@@ -5,10 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
@@ -117,12 +122,122 @@ def test_hugging_face_folder_images_are_embedded(tmp_path: Path, monkeypatch: py
     assert content_of(load_prompts(settings).prompt(0).media[0].uri) == (folder / "a.jpg").read_bytes()
 
 
-def test_unreadable_hugging_face_row_is_rejected(tmp_path: Path) -> None:
+def saved(path: Path, column: Any, values: list[Any], **others: tuple[Any, list[Any]]) -> str:
+    """Save a dataset with a column `images`, and others: feature and values. Returns the source."""
+    features = {"question": datasets.Value("string"), "images": column} | {name: of for name, (of, _) in others.items()}
+    rows = {"question": [f"q{n}" for n in range(len(values))], "images": values}
+    rows |= {name: content for name, (_, content) in others.items()}
+    # As a file from anywhere: the library would read the images when it writes the rows.
+    table = pyarrow.Table.from_pydict(rows, schema=datasets.Features(features).arrow_schema)
+    path.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(table, path / "train.parquet")
+    return f"hf:{path}"
+
+
+def load_images(source: str, **changes: Any) -> list[Prompt]:
+    settings = DataSettings(source=source, image_column="images", reference_column="", shuffle=False, **changes)
+    prompts = load_prompts(settings)
+    return [prompts.prompt(position) for position in range(len(prompts))]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the cache of the library in the test's folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(
+    "named", ["{there}/secret", "../secret", "link", "/dev/zero", "{there}/fifo", "set/fifo", "fifo"]
+)
+def test_hugging_face_images_are_read_only_from_the_folder_of_their_dataset(
+    tmp_path: Path, many: bool, named: str
+) -> None:
+    (tmp_path / "secret").write_bytes(b"the secret key")
+    os.mkfifo(tmp_path / "fifo")
+    folder = tmp_path / "set"
+    value = {"bytes": None, "path": named.format(there=tmp_path)}
+    column = datasets.List(datasets.Image()) if many else datasets.Image()
+    source = saved(folder, column, [[value] if many else value])
+    (folder / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(folder / "fifo")
+    with pytest.raises(
+        ConfigError, match=r"row 0 of 'hf:.*set' names the image .*, which (is no file of|cannot be read)"
+    ):
+        load_images(source)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_hugging_face_images_of_their_dataset_are_read_by_path(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    values = [{"bytes": None, "path": "a.png"}, {"bytes": None, "path": str(folder / "in" / "b.png")}]
+    source = saved(folder, datasets.Image(), values)
+    (folder / "in").mkdir()
+    (folder / "a.png").write_bytes(b"one")
+    (folder / "in" / "b.png").write_bytes(b"other")
+    assert [content_of(prompt.media[0].uri) for prompt in load_images(source)] == [b"one", b"other"]
+    (folder / "a.png").write_bytes(b"x" * (MAX_INLINE_BYTES + 1))
+    with pytest.raises(ConfigError, match=r"names the image 'a\.png' of more than 8388608 bytes"):
+        load_images(source)
+
+
+class CountingHandler(BaseHTTPRequestHandler):
+    """Counts requests, and answers none with a file."""
+
+    seen: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(self.path)
+        self.send_error(404)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_hugging_face_media_at_any_depth_are_neither_decoded_nor_fetched(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), CountingHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = {"bytes": None, "path": f"http://127.0.0.1:{server.server_port}/x.png"}
+    image = {"bytes": b"as it is", "path": None}
+    try:
+        source = saved(
+            tmp_path / "set",
+            datasets.Image(),
+            [image],
+            inner=({"pictures": datasets.List({"picture": datasets.Image()})}, [{"pictures": [{"picture": url}]}]),
+            sound=(datasets.Audio(), [url]),
+            unused=(datasets.List(datasets.List(datasets.Image())), [[[url]]]),
+        )
+        (prompt,) = load_images(source, metadata_columns=("inner", "sound"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert content_of(prompt.media[0].uri) == b"as it is"
+    assert prompt.metadata == {"inner": {"pictures": [{"picture": url}]}, "sound": url}
+    assert CountingHandler.seen == []
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_hugging_face_json_columns_are_values(tmp_path: Path) -> None:
+    rows = [{"question": "a", "m": {"b": 0}}, {"question": "b", "m": {"c": [1, "d"]}}]
+    features = datasets.Features({"question": datasets.Value("string"), "m": datasets.Json()})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "rows")
+    settings = DataSettings(
+        source=f"hf:{tmp_path / 'rows'}", metadata_columns=("m",), reference_column="", shuffle=False
+    )
+    prompts = load_prompts(settings)
+    assert [prompts.prompt(n).metadata["m"] for n in range(2)] == [row["m"] for row in rows]
+
+
+def test_nested_image_in_the_image_column_is_rejected(tmp_path: Path) -> None:
     image = {"inner": {"bytes": b"no image", "path": None}}
     features = datasets.Features({"question": datasets.Value("string"), "images": {"inner": datasets.Image()}})
     rows = {"question": ["a"], "images": [image]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "rows")
-    with pytest.raises(ConfigError, match=r"a row of the Hugging Face dataset '.*rows' cannot be read \(.+\): install"):
+    with pytest.raises(ConfigError, match=r"column 'images' of row 0 of 'hf:.*rows' holds .*: give a path"):
         load_prompts(DataSettings(source=f"hf:{tmp_path / 'rows'}", image_column="images", reference_column=""))
 
 

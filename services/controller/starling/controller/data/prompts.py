@@ -22,7 +22,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import ChatMessage, Media, Prompt
 from starling.controller.data.media import text_of_parts, with_media
-from starling.controller.data.settings import DataSettings
+from starling.controller.data.settings import DataSettings, column_of
 from starling.controller.data.sources import DataRow, load_rows, nearest
 
 MAX_DEPTH: Final = 64
@@ -214,7 +214,7 @@ def _column(row: DataRow, name: str, where: str, setting: str) -> Any:
 def _fill_format(row: DataRow, where: str, format_: str) -> str:
     names = [name for _, name, _, _ in Formatter().parse(format_) if name is not None]
     for name in names:
-        _column(row, name.replace("[", ".").partition(".")[0], where, "format")
+        _column(row, column_of(name), where, "format")
     try:
         values = {name: Formatter().get_field(name, (), row.columns)[0] for name in names}
         text = format_.format_map(row.columns)

@@ -59,6 +59,15 @@ class DataSettings(SettingsSection):
     held_out: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Rows that are held out for evaluation and never trained. The choice does not depend on `seed`."""
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the columns of which a prompt is made."""
+        parsed = [*Formatter().parse(self.format)]
+        parsed += [inner for _, _, spec, _ in parsed for inner in Formatter().parse(spec or "")]  # as in {text:{width}}
+        fields = [name for _, name, _, _ in parsed if name is not None]
+        named = (self.prompt_column, self.reference_column, self.rejected_column, self.image_column, self.video_column)
+        return frozenset({*named, *self.metadata_columns, *map(column_of, fields)})
+
     @model_validator(mode="after")
     def _check_format(self) -> Self:
         if self.format and self.system:
@@ -78,3 +87,8 @@ class DataSettings(SettingsSection):
         if any(not name or name[0] in "0123456789.[" for name in fields):
             raise ValueError(f"format = {self.format!r} has a field without a column: write {{column}}")
         return self
+
+
+def column_of(field: str) -> str:
+    """Return the column that a field of a format names, as in ``{metadata[word]}``."""
+    return field.replace("[", ".").partition(".")[0]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from starling.common.errors import ConfigError
+from starling.common.files import open_regular
 from starling.common.importing import import_object
 from starling.common.raised import describe_raised
 from starling.common.wire.messages import Prompt
+from starling.controller.data.media import MAX_INLINE_BYTES
 from starling.controller.data.settings import DataSettings
 
 SOURCES = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
+_BATCH: Final = 1000
+"""Rows of a Hugging Face dataset that are read at a time."""
 LINE_BYTES: Final = 900_000_000
 """Longest line of a .jsonl: the journal stores no larger row, and a file without line ends is not read as a whole."""
 
@@ -170,19 +174,15 @@ def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> 
         ) from None
     if limit is not None:
         loaded = loaded.select(range(min(limit, len(loaded))))
-    for column, feature in dict(loaded.features).items():
-        if (undecoded := _undecoded(feature)) is not None:
-            loaded = loaded.cast_column(column, undecoded)
-    shown, revision = settings.image_column, commit_of(loaded.info.download_checksums or {})
+    revision = commit_of(loaded.info.download_checksums or {})
     try:
-        return Rows(
-            [DataRow({**row, shown: _embedded(row[shown])} if shown in row else row) for row in loaded], revision
-        )
-    except (OSError, ImportError) as error:  # the library decodes videos, audio and nested images
+        rows = [*_undecoded_rows(loaded, settings)]
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): install the "
-            "required package, or give a dataset without that column"
+            f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): correct the dataset"
         ) from None
+    folders = _own_folders(path if path.exists() else None, name)
+    return Rows([_hugging_face_row(row, number, settings, folders) for number, row in enumerate(rows)], revision)
 
 
 def commit_of(files: Iterable[str]) -> str:
@@ -191,27 +191,85 @@ def commit_of(files: Iterable[str]) -> str:
     return next((match[1] for match in found if match is not None), "")
 
 
-def _undecoded(feature: Any) -> Any:
-    """Return the feature that reads a column of images, or of lists of images, without decoding; None for others.
+def _undecoded_rows(loaded: Any, settings: DataSettings) -> Iterator[dict[str, Any]]:
+    """Yield the rows with their images, videos and other media as they are stored: the path or the bytes of a file.
 
-    The controller does not use the pixels, and decoded images are about ten times larger.
+    To decode them is to read what the author of the dataset names: any file of this machine, or a URL. Columns that
+    the settings do not name are None.
     """
+    unused = dict.fromkeys(loaded.column_names)
+    used = [column for column in unused if column in settings.columns]
+    if not used:
+        yield from (dict(unused) for _ in range(len(loaded)))
+        return
+    chosen = loaded.select_columns(used)
+    stored = type(chosen.features)({column: _stored(feature) for column, feature in chosen.features.items()})
+    for table in chosen.with_format("arrow").iter(batch_size=_BATCH):
+        for row in table.to_pylist():
+            yield {**unused, **stored.decode_example(row)}
+
+
+def _stored(feature: Any) -> Any:
+    """Return the feature that reads a column without decoding the media in it, at any depth."""
     import datasets
 
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
-    if isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-        return datasets.List(datasets.Image(decode=False), length=feature.length)
-    return None
+    if isinstance(feature, Mapping):
+        return {name: _stored(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_stored(inner) for inner in feature]
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_stored(feature.feature))
+    is_json = isinstance(feature, getattr(datasets, "Json", ()))  # it is a text that names no file
+    return replace(feature, decode=False) if getattr(feature, "decode", False) and not is_json else feature
 
 
-def _embedded(value: Any) -> Any:
-    """Return the images of a row with their bytes, because rollouts may not have access to the library's files."""
+def _hugging_face_row(row: dict[str, Any], number: int, settings: DataSettings, folders: Sequence[Path]) -> DataRow:
+    """Return a row with the bytes of its images, because rollouts may not have access to the library's files."""
+    shown = settings.image_column
+    if shown not in row:
+        return DataRow(row)
+    return DataRow({**row, shown: _embedded(row[shown], f"row {number} of {settings.source!r}", folders)})
+
+
+def _own_folders(path: Path | None, name: str) -> list[Path]:
+    """Return the folders with the files of a dataset: its own one, or those to which the library downloads it."""
+    import datasets
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    downloads = [Path(datasets.config.DOWNLOADED_DATASETS_PATH), Path(datasets.config.EXTRACTED_DATASETS_PATH)]
+    if path is not None:
+        return [path if path.is_dir() else path.parent, *downloads]
+    return [Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="dataset"), *downloads]
+
+
+def _embedded(value: Any, where: str, folders: Sequence[Path]) -> Any:
     if isinstance(value, list):
-        return [_embedded(item) for item in value]
+        return [_embedded(item, where, folders) for item in value]
     if not isinstance(value, Mapping) or value.get("bytes") or not value.get("path"):
         return value
-    return {**value, "bytes": Path(value["path"]).read_bytes()}
+    return {**value, "bytes": _read_own(str(value["path"]), where, folders)}
+
+
+def _read_own(named: str, where: str, folders: Sequence[Path]) -> bytes:
+    """Return the bytes of an image that a row names, which must be a file of its dataset.
+
+    The author of the dataset, who may be anyone, has named it. Raises ConfigError.
+    """
+    where = f"{where} names the image {named!r:.255}"
+    try:
+        path = (folders[0] / named).resolve(strict=True)
+        content = None
+        if any(path.is_relative_to(folder.resolve()) for folder in folders):
+            with open_regular(path) as file:
+                content = file.read(MAX_INLINE_BYTES + 1)
+    except (OSError, ValueError, RuntimeError) as error:  # the last for links to themselves
+        raise ConfigError(f"{where}, which cannot be read ({error}): correct the row") from None
+    if content is None:
+        raise ConfigError(f"{where}, which is no file of the dataset: put it there, or its bytes into the row")
+    if len(content) > MAX_INLINE_BYTES:
+        raise ConfigError(f"{where} of more than {MAX_INLINE_BYTES} bytes: give a smaller one")
+    return content
 
 
 # --- reasoning-gym -------------------------------------------------------------------------------------------------
