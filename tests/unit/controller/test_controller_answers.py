@@ -495,6 +495,25 @@ def test_file_with_too_few_groups_fails_the_run() -> None:
     assert run.state.lifecycle.failure == "the files have 0 groups of step 1, not 2"
 
 
+def test_group_of_a_file_that_cannot_be_trained_fails_the_run() -> None:
+    run = ReplayRun()
+    run.joins("policy-0")
+    run._step(Fetched(run.now, 1, (), "the group of prompt 'p' in step-000001.msgpack cannot be trained: odd"))
+    assert run.state.lifecycle.failure == "the group of prompt 'p' in step-000001.msgpack cannot be trained: odd"
+
+
+def test_group_of_a_file_that_the_policy_rejects_fails_the_run() -> None:
+    run = ReplayRun()
+    run.joins("policy-0")
+    run.load_step(1)
+    [lease] = [lease.id for lease in run.state.replicas.leases.all_of("policy-0")]
+    reason = "group 'train1' has token 99"
+    run.receive(
+        "policy-0", wire.LeaseFailed(lease=lease, status=wire.Status.INFRA_LOST, reason=reason, rejected=("train1",))
+    )
+    assert run.state.lifecycle.failure == f"group 1 of the trajectory files cannot be trained: {reason}"
+
+
 @pytest.mark.parametrize("records", [True, False])
 def test_trained_groups_are_written_to_files_on_request(records: bool) -> None:
     run = Script(records=records)

@@ -71,7 +71,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(CheckpointRead, TIMES, NAMES),
     st.builds(NotSent, TIMES, NAMES, NAMES, NAMES),
     st.builds(Stored, TIMES, st.integers(0, 9)),
-    st.builds(Fetched, TIMES, st.integers(0, 9), st.lists(RECORDS, max_size=3).map(tuple)),
+    st.builds(Fetched, TIMES, st.integers(0, 9), st.lists(RECORDS, max_size=3).map(tuple), NAMES),
 )
 
 
@@ -91,8 +91,9 @@ def replayed(event: Event) -> Event:
         case Received(now=now, sender=sender, incarnation=epoch, message=message, buffers=buffers):
             decoded = isinstance(message, wire.Hello | wire.WeightsPublished)
             return Received(now, sender, epoch, message, buffers if decoded else zeroed(buffers), is_checked=True)
-        case Fetched(now=now, step=step, records=records):
-            return Fetched(now, step, tuple(JournalEntry(kept.record, zeroed(kept.payload)) for kept in records))
+        case Fetched(now=now, step=step, records=records, problem=problem):
+            zeros = tuple(JournalEntry(kept.record, zeroed(kept.payload)) for kept in records)
+            return Fetched(now, step, zeros, problem)
         case _:
             return event
 

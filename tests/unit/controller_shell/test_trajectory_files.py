@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,11 +18,22 @@ from msgspec import structs
 from property_tests import examples
 
 from starling.common.errors import ConfigError
+from starling.common.service import ServiceArguments
 from starling.common.wire.messages import Prompt, Status, TensorMeta, TrajectoryMeta
+from starling.controller.core.events import Fetch, Fetched
 from starling.controller.core.records import CompletionsStored, RewardsStored, StoredGroup
 from starling.controller.data.load import load_data
-from starling.controller.data.trajectories import FOLDER, INDEX, Trajectories, num_usable, read_file, read_index
+from starling.controller.data.trajectories import (
+    FOLDER,
+    INDEX,
+    Trajectories,
+    encode_line,
+    num_usable,
+    read_file,
+    read_index,
+)
 from starling.controller.settings import ControllerProcess
+from starling.controller.shell.main import Shell
 from starling.controller.shell.outputs.trajectory_writer import TrajectoryFiles, TrajectoryFilesError, TrajectoryWriter
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/replay.md"
@@ -32,7 +44,9 @@ def group(ordinal: int, *, usable: bool = True) -> StoredGroup:
     if not usable:
         return StoredGroup(ordinal=ordinal, prompt=prompt, problem="odd")
     one = TrajectoryMeta(status=Status.OK, num_tokens=1, text=f"c{ordinal}", oldest_version=0, newest_version=0)
-    tensors = (TensorMeta(dtype="int32", shape=(2,), nbytes=8, name="x"),)
+    buffers = (*(np.full(2, ordinal, np.int32).tobytes(),) * 2, np.full(2, -1.0, np.float32).tobytes(), bytes(8))
+    forms = (("int32", (2,)), ("int32", (2,)), ("float32", (2,)), ("int32", (2,)))
+    tensors = tuple(TensorMeta(dtype=dtype, shape=shape, nbytes=8) for dtype, shape in forms)
     return StoredGroup(
         ordinal=ordinal,
         prompt=prompt,
@@ -40,7 +54,7 @@ def group(ordinal: int, *, usable: bool = True) -> StoredGroup:
         rewards=(1.0, 0.0),
         components={"s": (1.0, None)},
         tensors=tensors,
-        buffers=(bytes([ordinal]) * 8,),
+        buffers=buffers,
     )
 
 
@@ -107,7 +121,7 @@ def test_trajectory_files_are_read_by_msgpack_too(files: TrajectoryFiles, tmp_pa
     assert num_usable(tmp_path / FOLDER) == 2
     plain = msgpack.unpackb((tmp_path / FOLDER / "step-000001.msgpack").read_bytes())
     assert (plain["format"], plain["run"], plain["step"]) == ("starling-trajectories", "run/1", 1)
-    assert plain["groups"][0]["buffers"] == [b"\0" * 8]
+    assert plain["groups"][0]["buffers"] == list(group(0).buffers)
     assert plain["groups"][1]["problem"] == "odd"
 
 
@@ -197,7 +211,7 @@ def test_trajectories_steps_take_groups_in_order_across_files(files: TrajectoryF
     assert isinstance(first.record, CompletionsStored)
     assert isinstance(scored.record, RewardsStored)
     assert (first.record.key, scored.record.key) == ("t2", "t2")
-    assert (first.payload, second.payload) == ((bytes([4]) * 8,), (bytes([5]) * 8,))
+    assert (first.payload, second.payload) == (group(4).buffers, group(5).buffers)
     assert (scored.record.rewards, scored.record.components) == ((1.0, 0.0), {"s": (1.0, None)})
     assert len(found.entries(5)) == 2, "an incomplete step"
 
@@ -242,3 +256,123 @@ def test_load_data_rejects_trajectories_without_tokens(files: TrajectoryFiles, t
     files.write(1, [structs.replace(group(n), tensors=(), buffers=()) for n in range(4)])
     with pytest.raises(ConfigError, match=r"has texts without tokens, .* trained; give those of a run with"):
         load_data(settings(tmp_path / FOLDER))
+
+
+# --- files of others -------------------------------------------------------------------------------------------------
+
+
+def write_index(folder: Path, **changes: Any) -> None:
+    """Write an index of one line: that of an honest file, with `changes`."""
+    [line] = read_index(folder)
+    (folder / INDEX).write_bytes(encode_line(structs.replace(line, **changes)))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/dev/zero",
+        "../../fifo",
+        "fifo",
+        "step-000001.msgpack/../../fifo",
+        "step-1.msgpack",
+        "step-000001.msgpack\n",
+        "",
+    ],
+)
+def test_index_that_names_other_files_is_refused(files: TrajectoryFiles, tmp_path: Path, file: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    files.write(1, [group(0)])
+    write_index(tmp_path / FOLDER, file=file)
+    with pytest.raises(ConfigError, match=r"line 1 of .*index.jsonl is of the file .*, which no run has written"):
+        load_data(settings(tmp_path / FOLDER))
+
+
+@pytest.mark.parametrize("nums", [(-1, -1), (1, 2), (1 << 40, 1 << 40)])
+def test_index_with_impossible_numbers_is_refused(
+    files: TrajectoryFiles, tmp_path: Path, nums: tuple[int, int]
+) -> None:
+    files.write(1, [group(0)])
+    write_index(tmp_path / FOLDER, num_groups=nums[0], num_usable=nums[1])
+    with pytest.raises(ConfigError, match="which no run has written"):
+        load_data(settings(tmp_path / FOLDER))
+
+
+def test_index_that_tells_more_groups_than_its_file_has_is_refused(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0), group(1)])
+    write_index(tmp_path / FOLDER, num_groups=5, num_usable=5)
+    with pytest.raises(ConfigError, match=r"step-000001.msgpack has other groups than index.jsonl says"):
+        load_data(settings(tmp_path / FOLDER))
+
+
+def test_file_of_another_size_or_kind_is_refused_before_it_is_read(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(n) for n in range(4)])
+    path = tmp_path / FOLDER / "step-000001.msgpack"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        load_data(settings(tmp_path / FOLDER))
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        load_data(settings(tmp_path / FOLDER))
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)  # more than any memory
+    with pytest.raises(ConfigError, match=r"step-000001.msgpack has 1099511627776 bytes, and \d+ in index.jsonl"):
+        load_data(settings(tmp_path / FOLDER))
+
+
+def replaced(**changes: Any) -> StoredGroup:
+    return structs.replace(group(1), **changes)
+
+
+def with_buffer(index: int, values: Any) -> StoredGroup:
+    buffers = list(group(1).buffers)
+    buffers[index] = values.tobytes()
+    return replaced(buffers=tuple(buffers))
+
+
+ODD = TrajectoryMeta(status=Status.OK, num_tokens=-1, text="", oldest_version=0, newest_version=0)
+BAD_GROUPS = {
+    "no rewards": replaced(rewards=(None, None)),
+    "a reward less": replaced(rewards=(1.0,)),
+    "a reward of NaN": replaced(rewards=(float("nan"), 0.0)),
+    "a tensor of another form": replaced(
+        tensors=(TensorMeta(dtype="int32", shape=(9,), nbytes=36), *group(1).tensors[1:])
+    ),
+    "a buffer less": replaced(buffers=group(1).buffers[:3]),
+    "no tensors": replaced(tensors=(), buffers=()),
+    "a log-probability of NaN": with_buffer(2, np.full(2, np.nan, np.float32)),
+    "a negative token": with_buffer(1, np.full(2, -1, np.int32)),
+    "other versions": with_buffer(3, np.full(2, 5, np.int32)),
+    "a negative number of tokens": replaced(trajectories=(ODD, structs.replace(ODD, num_tokens=3))),
+    "an infinite metric": replaced(
+        trajectories=(structs.replace(group(1).trajectories[0], metrics={"m": float("inf")}), group(1).trajectories[1])
+    ),
+    "a temperature of NaN": replaced(temperature=float("nan")),
+    "a negative temperature": replaced(temperature=-1.0),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_GROUPS)
+def test_group_that_no_policy_can_train_fails_its_step(files: TrajectoryFiles, tmp_path: Path, bad: str) -> None:
+    files.write(1, [group(0), group(2)])
+    files.write(2, [group(3), BAD_GROUPS[bad]])
+    replay = settings(tmp_path / FOLDER, run={"kind": "replay", "id": "r"}, network={"curve": False})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    arguments = ServiceArguments(name="controller", configs=(), folder=folder, controller="", key=None, flags=())
+    shell = Shell(replay, arguments)
+    try:
+        shell._data = load_data(replay)
+        for step in (1, 2):
+            shell._execute(Fetch(step), "")
+    finally:
+        shell.hub.close()
+    intact, refused = shell._later_events
+    assert isinstance(intact, Fetched)
+    assert (len(intact.records), intact.problem) == (4, "")
+    assert isinstance(refused, Fetched)
+    where = rf"the group of prompt 'train/0/1' in {re.escape(str(tmp_path / FOLDER))}/step-000002.msgpack"
+    assert re.match(f"{where} cannot be trained: .*; give the trajectories of another run", refused.problem)
+    assert refused.records == ()

@@ -125,7 +125,9 @@ def describe_event(event: Event) -> str:
             return f"the connection of {peer} closed"
         case StopRequested(reason=reason):
             return f"a stop was requested: {reason}"
-        case Fetched(step=step, records=records):
+        case Fetched(step=step, records=records, problem=problem):
+            if problem:
+                return f"step {step} cannot be read: {problem}"
             return f"{len(records)} records of step {step} were read"
         case Stored(step=step):
             return f"the groups of step {step} are in a file"

@@ -59,6 +59,8 @@ class Fetched(msgspec.Struct, frozen=True, gc=False):
     now: float
     step: int
     records: tuple[JournalEntry, ...]
+    problem: str = ""
+    """Why the step cannot be trained from trajectory files, in one sentence."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):

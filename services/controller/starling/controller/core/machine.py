@@ -202,6 +202,9 @@ def _handle(state: ControllerState, event: Event) -> None:
         case StopRequested(reason=reason):
             state.lifecycle.stop(reason, event.now)
             state.dirty = Dirty.ALL
+        case Fetched(problem=problem) if problem:
+            state.lifecycle.fail(problem, event.now)
+            state.dirty = Dirty.ALL
         case Fetched(step=step, records=records):
             if state.training.fetching == step:
                 state.training.fetching, state.training.fetched = -1, (step, records)

@@ -13,6 +13,8 @@ for which the header of a tensor container would be too long. Any MessagePack li
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +26,10 @@ import msgspec
 
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
+from starling.common.files import open_regular
+from starling.common.ranges import MAX_TEMPERATURE, MAX_WHOLE, MIN_TEMPERATURE
 from starling.common.wire.messages import Prompt
+from starling.controller.core.groups.validation import InvalidResultError, check_stored
 from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
 
 TRAJECTORIES: Final = "trajectories:"
@@ -35,6 +40,9 @@ INDEX: Final = "index.jsonl"
 FORMAT: Final = "starling-trajectories"
 VERSION: Final = 1
 
+MAX_REASON: Final = 1000
+"""Characters of what is wrong with a group; parts of it are from the file."""
+_NAMES: Final = re.compile(r"step-[0-9]{6,12}\.msgpack")
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -88,14 +96,22 @@ def read_index(folder: Path) -> list[IndexEntry]:
     path = folder / INDEX
     if not path.is_file():
         raise ConfigError(f"{folder} has no {INDEX}, so it has no trajectories; give the folder {FOLDER} of a run")
+    with open_regular(path) as file:
+        content = file.read()
     lines: list[IndexEntry] = []
-    for number, text in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, text in enumerate(content.splitlines(keepends=True), start=1):
         if not text.endswith(b"\n"):
             break
         try:
-            lines.append(_lines.decode(text))
+            line = _lines.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"line {number} of {path} cannot be decoded: {error}; restore the file") from None
+        if not _NAMES.fullmatch(line.file) or not 0 <= line.num_usable <= line.num_groups <= MAX_WHOLE:
+            raise ConfigError(
+                f"line {number} of {path} is of the file {line.file!r:.255} with {line.num_usable} of "
+                f"{line.num_groups} groups, which no run has written; restore the file"
+            )
+        lines.append(line)
     return lines
 
 
@@ -131,9 +147,13 @@ def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
     """Return the groups of a file. Raises ConfigError when it does not match the index."""
     path = folder / line.file
     try:
-        content = path.read_bytes()
+        with open_regular(path) as opened:
+            size_bytes = os.fstat(opened.fileno()).st_size
+            content = opened.read(line.size_bytes) if size_bytes == line.size_bytes else b""
     except OSError as error:
         raise ConfigError(f"cannot read {path}, which is in the index: {error.strerror}; restore the file") from None
+    if size_bytes != line.size_bytes:
+        raise ConfigError(f"{path} has {size_bytes} bytes, and {line.size_bytes} in {INDEX}; restore the file")
     if hashlib.sha256(content).hexdigest() != line.sha256:
         raise ConfigError(f"{path} does not match its checksum in {INDEX}; restore the file")
     try:
@@ -145,7 +165,20 @@ def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
             f"{path} has the format {file.format} {file.version}, and this Starling reads {FORMAT} {VERSION}; read it "
             "with the version that wrote it"
         )
+    if (len(file.groups), sum(bool(group.trajectories) for group in file.groups)) != (line.num_groups, line.num_usable):
+        raise ConfigError(f"{path} has other groups than {INDEX} says; restore both files")
     return file.groups
+
+
+def check_group(group: StoredGroup) -> None:
+    """Check all that a policy trains of a group, which is from a file that may be anyone's.
+
+    Raises:
+        InvalidResultError: naming what it could not train.
+    """
+    check_stored(group.trajectories, group.tensors, group.buffers, group.rewards, contents=True)
+    if group.temperature and not MIN_TEMPERATURE <= group.temperature <= MAX_TEMPERATURE:
+        raise InvalidResultError(f"its tokens were sampled at temperature {group.temperature}")
 
 
 def num_usable(folder: Path) -> int:
@@ -201,11 +234,19 @@ class Trajectories:
         return self._group(position).prompt
 
     def entries(self, step: int) -> tuple[JournalEntry, ...]:
-        """Return the groups of `step` as `Journal.fetch` does. Raises ConfigError."""
+        """Return the groups of `step` as `Journal.fetch` does. Raises ConfigError for one that cannot be trained."""
         begin = self._first_prompt + (step - self._first_step) * self._per_step
         entries: list[JournalEntry] = []
         for position in range(begin, min(begin + self._per_step, self.num_groups)):
             group, key = self._group(position), f"t{position}"
+            try:
+                check_group(group)
+            except InvalidResultError as error:
+                where = f"the group of prompt {group.prompt.id!r:.255} in {self._path(position)}"
+                reason = str(error)[:MAX_REASON]
+                raise ConfigError(
+                    f"{where} cannot be trained: {reason}; give the trajectories of another run"
+                ) from None
             generated = CompletionsStored(
                 key=key, trajectories=group.trajectories, tensors=group.tensors, temperature=group.temperature
             )
@@ -213,6 +254,9 @@ class Trajectories:
             entries.append(JournalEntry(generated, group.buffers))
             entries.append(JournalEntry(RewardsStored(key=key, rewards=rewards, components=group.components)))
         return tuple(entries)
+
+    def _path(self, position: int) -> Path:
+        return self._folder / self._index[bisect_right(self._first_groups, position) - 1].file
 
     def _group(self, position: int) -> StoredGroup:
         number = bisect_right(self._first_groups, position) - 1

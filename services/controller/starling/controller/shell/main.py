@@ -44,6 +44,7 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.data.load import RunData, load_data
+from starling.controller.data.trajectories import Trajectories
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.checkpoint import CheckpointReader, read_checkpoint
 from starling.controller.shell.journal.commit_queue import CommitQueue
@@ -342,6 +343,15 @@ class Shell:
         for command in commands:
             self._commands.add(command, cause)
 
+    def _fetch(self, files: Trajectories | None, step: int) -> Fetched:
+        """Read the groups of a step, from the journal unless the run trains from files."""
+        if files is None:
+            return Fetched(time.monotonic(), step, self._journal.fetch(step))
+        try:
+            return Fetched(time.monotonic(), step, files.entries(step))
+        except ConfigError as error:
+            return Fetched(time.monotonic(), step, (), str(error))
+
     def _execute(self, command: Command, cause: str) -> None:
         match command:
             case Send(peer=peer, message=ReleaseLeases(leases=leases)):
@@ -364,9 +374,7 @@ class Shell:
                     (log.warning if kind == "alarm" else log.info)(kind, **fields)
             case Fetch(step=step):
                 assert self._data is not None, "the data is loaded before the core exists"
-                files = self._data.trajectories
-                entries = self._journal.fetch(step) if files is None else files.entries(step)
-                self._later_events.append(Fetched(time.monotonic(), step, entries))
+                self._later_events.append(self._fetch(self._data.trajectories, step))
             case Store(step=step, groups=groups):
                 self._trajectories.begin(step, groups)
             case FinishRun():

@@ -44,6 +44,10 @@ def reject_groups(state: ControllerState, step: int, prompts: Collection[str], r
     rejected = [group.ordinal for group in state.buffer.frozen_groups(step) if group.prompt.id in prompts]
     if step != state.version + 1 or not rejected:
         return False
+    if state.plan.kind.reads_trajectories:  # nothing generates another group in its place
+        ordinal = rejected[0]
+        state.lifecycle.fail(f"group {ordinal} of the trajectory files cannot be trained: {reason}", state.now)
+        return True
     active, state.training.step = state.training.step, None
     for name, lease in active.shares.items() if active is not None else ():
         revoke(state, name, lease)

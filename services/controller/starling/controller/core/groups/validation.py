@@ -45,7 +45,7 @@ from starling.common.wire.tensors import (
     TensorForm,
 )
 from starling.controller.core.events import ContentsProblem, Received
-from starling.controller.core.groups.limits import GroupLimits
+from starling.controller.core.groups.limits import UNLIMITED, GroupLimits
 
 Array = npt.NDArray[Any]
 Buffers = Sequence[bytes]
@@ -107,28 +107,32 @@ def check_trajectories(trajectories: Sequence[TrajectoryMeta], newest_version: i
     """
     num_characters = 0
     for index, one in enumerate(trajectories):
-        if not 0 <= one.num_masked <= one.num_tokens or one.num_turns < 0:
-            raise InvalidResultError(
-                f"completion {index} has {one.num_tokens} tokens, {one.num_masked} of them masked, in {one.num_turns} "
-                "turns"
-            )
-        if not 0 <= one.oldest_version <= one.newest_version <= newest_version:
-            raise InvalidResultError(
-                f"completion {index} has tokens of versions {one.oldest_version} to {one.newest_version}, and the "
-                f"newest that is published is {newest_version}"
-            )
-        if one.truncation_nats is not None and not abs(one.truncation_nats) <= MAX_TRUNCATION_NATS:
-            raise InvalidResultError(f"the kept tokens of completion {index} have {one.truncation_nats} nats")
-        if one.reward is not None and not abs(one.reward) <= MAX_REWARD:
-            raise UnusableResultError(f"the environment gave completion {index} a reward of {one.reward}")
-        if one.metrics:
-            _check_metrics(one.metrics, f"completion {index}")
+        _check_trajectory(index, one, newest_version)
         num_characters += len(one.text) + len(one.problem)
     # A character has at most four bytes, and a prompt at most three quarters of a message.
     if 4 * num_characters + len(trajectories) * COMPLETION_BYTES > MAX_MESSAGE_BYTES // 4 - MESSAGE_BYTES:
         _check_texts(trajectories, prompt)
     if num_characters > MAX_TEXT_CHARACTERS:
         _check_lengths_of_texts(trajectories)
+
+
+def _check_trajectory(index: int, one: TrajectoryMeta, newest_version: int) -> None:
+    """Check the numbers in the description of a trajectory. Raises InvalidResultError."""
+    if not 0 <= one.num_masked <= one.num_tokens or one.num_turns < 0:
+        raise InvalidResultError(
+            f"completion {index} has {one.num_tokens} tokens, {one.num_masked} of them masked, in {one.num_turns} turns"
+        )
+    if not 0 <= one.oldest_version <= one.newest_version <= newest_version:
+        raise InvalidResultError(
+            f"completion {index} has tokens of versions {one.oldest_version} to {one.newest_version}, and the "
+            f"newest that is published is {newest_version}"
+        )
+    if one.truncation_nats is not None and not abs(one.truncation_nats) <= MAX_TRUNCATION_NATS:
+        raise InvalidResultError(f"the kept tokens of completion {index} have {one.truncation_nats} nats")
+    if one.reward is not None and not abs(one.reward) <= MAX_REWARD:
+        raise UnusableResultError(f"the environment gave completion {index} a reward of {one.reward}")
+    if one.metrics:
+        _check_metrics(one.metrics, f"completion {index}")
 
 
 def check_num_sampled(numbers: Sequence[int], limit: int) -> None:
@@ -505,14 +509,18 @@ def contents_problem(
             check_group_contents(message.trajectories, message.tensors, buffers, limits)
         elif isinstance(message, TokensScored):
             _require_fit(sizes.teacher_problem(message.tensors))
-            for array in teacher_arrays(message.tensors, buffers):
-                if array.dtype == np.int32:
-                    _check_ids(array.reshape(-1).view(UINT32), None, limits)
-                else:
-                    _check_teacher_logprobs(array)
+            _check_teacher_contents(teacher_arrays(message.tensors, buffers), limits)
     except InvalidResultError as error:
         return ContentsProblem(str(error), error.is_malformed)
     return None
+
+
+def _check_teacher_contents(arrays: Sequence[Array], limits: ModelLimits | None = None) -> None:
+    for array in arrays:
+        if array.dtype == np.int32:
+            _check_ids(array.reshape(-1).view(UINT32), None, limits)
+        else:
+            _check_teacher_logprobs(array)
 
 
 def _require_fit(problem: str) -> None:
@@ -550,20 +558,31 @@ def check_stored(
     tensors: Sequence[TensorMeta],
     buffers: Buffers,
     rewards: Sequence[float | None],
+    *,
+    contents: bool = False,
 ) -> None:
     """Check the forms of a group of the journal, which an older controller may have stored unchecked.
+
+    `contents`: also check all numbers, as of a file that may be anyone's.
 
     Raises:
         InvalidResultError: naming what a policy could not train.
     """
+    for index, one in enumerate(trajectories if contents else ()):
+        _check_trajectory(index, one, UNLIMITED)
     if len(tensors) != len(buffers):
         raise InvalidResultError(f"it has {len(tensors)} tensors and {len(buffers)} buffers")
     of_teacher = [index for index, meta in enumerate(tensors) if meta.name in TEACHER_TENSORS]
     own = [index for index in range(len(tensors)) if index not in of_teacher]
-    check_group_forms(trajectories, [tensors[i] for i in own], [buffers[i] for i in own])
+    own_tensors, own_buffers = [tensors[i] for i in own], [buffers[i] for i in own]
+    check_group_forms(trajectories, own_tensors, own_buffers)
+    if contents:
+        check_group_contents(trajectories, own_tensors, own_buffers, None)
     if of_teacher:
         of_tokens = [tensors[i] for i in of_teacher]
         check_teacher_names(sum(one.num_tokens for one in trajectories), of_tokens)
-        teacher_arrays(of_tokens, [buffers[i] for i in of_teacher])
+        arrays = teacher_arrays(of_tokens, [buffers[i] for i in of_teacher])
+        if contents:
+            _check_teacher_contents(arrays)
     if rewards and (len(rewards) != len(trajectories) or any(r is None or not abs(r) <= MAX_REWARD for r in rewards)):
         raise InvalidResultError(f"its rewards are {list(rewards)[:9]}")

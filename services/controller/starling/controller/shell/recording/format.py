@@ -124,6 +124,7 @@ class StepReadFrame(msgspec.Struct, frozen=True, array_like=True, tag="step_read
     now: float
     step: int
     records: tuple[JournalFrame, ...]
+    problem: str = ""
 
 
 class StepStoredFrame(msgspec.Struct, frozen=True, array_like=True, tag="step_stored"):
@@ -181,8 +182,8 @@ def event_frame(event: Event) -> EventFrame:
             return DisconnectFrame(now, peer)
         case StopRequested(now=now, reason=reason):
             return StopFrame(now, reason)
-        case Fetched(now=now, step=step, records=records):
-            return StepReadFrame(now, step, tuple(journal_frame(entry) for entry in records))
+        case Fetched(now=now, step=step, records=records, problem=problem):
+            return StepReadFrame(now, step, tuple(journal_frame(entry) for entry in records), problem)
         case Stored(now=now, step=step):
             return StepStoredFrame(now, step)
         case CheckpointRead(now=now, digest=digest):
@@ -260,8 +261,8 @@ def _entry_of(frame: EventFrame | PromptFrame | RecordingEnd) -> Entry:
             return ReplicaDisconnected(now, peer)
         case StopFrame(now=now, reason=reason):
             return StopRequested(now, reason)
-        case StepReadFrame(now=now, step=step, records=records):
-            return Fetched(now, step, tuple(entry_from(one) for one in records))
+        case StepReadFrame(now=now, step=step, records=records, problem=problem):
+            return Fetched(now, step, tuple(entry_from(one) for one in records), problem)
         case StepStoredFrame(now=now, step=step):
             return Stored(now, step)
         case CheckpointFrame(now=now, digest=digest):
