@@ -180,15 +180,12 @@ def _chain(state: ControllerState, member: Member, offer: PublishedOffer) -> Cha
     is_near = offer.host == member.host or not offer.is_policy
     if is_near or member.layout is None or weights.policy_layout is None:
         return None
-    if weights.relays.avoided.get(member.name) == offer.version:
-        return None
     try:
-        size_bytes = weights.pair(weights.policy_layout, member.layout).size_bytes
+        pair = weights.pair(weights.policy_layout, member.layout)
     except WeightsError:  # the pull finds it out, too
         return None
-    if size_bytes < weights.relay_from_bytes:
-        return None
-    return offer.version, weights.layout_key(weights.policy_layout, member.layout)
+    is_small = pair.size_bytes < weights.relay_from_bytes
+    return None if is_small or weights.relays.avoided.get(member.name) == offer.version else (offer.version, pair.key)
 
 
 def _of_policies_only(state: ControllerState, member: Member, version: int) -> bool:

@@ -107,6 +107,8 @@ class Relays:
         """Note that `reader` no longer pulls: its source may serve another. If it failed, it serves nothing either."""
         if failed:
             self.withdraw(reader)
+        if not self._sources and not self._expected:
+            return  # nobody relays: the usual case, in thousands of adoptions
         for chain in list(self._expected):
             _remove(self._expected, chain, reader)
         source = self._sources.pop(reader, None)
@@ -126,7 +128,7 @@ class Relays:
             _remove(self._at_host, (offer.chain, offer.host), name)
 
     def forget(self, name: str) -> None:
-        """Remove a replica that left."""
+        """Remove a replica that left, or that reads from none of them."""
         self.end_pull(name)
         self.withdraw(name)
         self.avoided.pop(name, None)

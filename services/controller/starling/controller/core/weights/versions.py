@@ -46,7 +46,9 @@ def check_outdated(state: ControllerState, member: Member) -> None:
     target = target_version(state, member)
     if member.version != target and target >= 0 and not state.replicas.leases.num(member.name, "adopt"):
         state.weights.outdated[member.name] = None
-        state.dirty |= Dirty.ADOPT | Dirty.PUBLISH
+        state.dirty |= Dirty.ADOPT
+        if state.version > state.weights.version:
+            state.dirty |= Dirty.PUBLISH
     else:
         state.weights.outdated.pop(member.name, None)
     state.dirty |= Dirty.DISPATCH
