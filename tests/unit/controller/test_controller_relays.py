@@ -12,6 +12,7 @@ from transcript import Script
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Send
 from starling.controller.core.replicas.membership import Member
+from starling.controller.core.weights.publications import Publications
 from starling.controller.core.weights.relays import ANNOUNCE_S, Relays
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, offer_of
 from starling.weightsync.offers.offer import decode_offer
@@ -186,6 +187,79 @@ def test_relay_that_has_proven_a_version_and_sends_another_is_evicted() -> None:
     assert not script.state.replicas.membership.members["rollout-0"].may_relay
 
 
+FALSE = b"other".ljust(16, b"\0")
+
+
+def test_relay_is_not_accused_of_a_pull_that_it_has_never_proven() -> None:
+    """It has proven a later one, from the policy, when its reader finds out what the first one brought."""
+    script = fleet(3)
+    announces(script, "rollout-0")
+    announces(script, "rollout-1")
+    takes(script, "rollout-0")
+    takes(script, "rollout-1", FALSE)
+    assert "rollout-1" not in script.state.weights.relays.offers, "nobody reads any more what it has got"
+    script.advance_time(1.1)
+    assert order_of(script, "rollout-1").message.relays == ()
+    takes(script, "rollout-1")
+    takes(script, "rollout-2", FALSE)
+    assert "rollout-1" in script.state.replicas.membership.members
+    assert list(script.state.replicas.membership.accused) == ["rollout-0"]
+
+
+@pytest.mark.parametrize("answered", ["before", "after"])
+def test_relay_that_answers_only_after_its_reader_is_accused_nevertheless(answered: str) -> None:
+    """Before or after its reader has got the version from the policy."""
+    script = fleet(2)
+    announces(script, "rollout-0")
+    takes(script, "rollout-1", FALSE)
+    assert "rollout-0" in script.state.replicas.membership.members
+    if answered == "before":
+        takes(script, "rollout-0")
+    script.advance_time(1.1)
+    assert order_of(script, "rollout-1").message.relays == ()
+    takes(script, "rollout-1")
+    if answered == "after":
+        takes(script, "rollout-0")
+    assert "rollout-0" in script.state.replicas.membership.accused
+    assert "rollout-1" in script.state.replicas.membership.members
+
+
+def test_failed_pulls_from_a_rollout_are_known_after_it_has_left() -> None:
+    """It would leave in time, and lie again."""
+    weights, pairs = Publications(), [("rollout-0", "rollout-1"), ("rollout-0", "")]
+    weights.num_bad_pulls.update(pairs)
+    weights.forget("rollout-0", None)
+    assert sorted(weights.num_bad_pulls) == sorted(pairs)
+    weights.forget("rollout-1", None)
+    assert list(weights.num_bad_pulls) == [("rollout-0", "")]
+
+
+def test_what_a_relay_sent_costs_its_reader_no_count() -> None:
+    script = fleet(2)
+    announces(script, "rollout-0")
+    balance = script.state.replicas.membership.conduct["rollout-1"].balance_s
+    script.advance_time(100.0)
+    for name in ("rollout-0", "rollout-1", "reward-0", "policy-0"):
+        script.heartbeats(name)
+    takes(script, "rollout-1", FALSE)
+    assert script.state.replicas.membership.conduct["rollout-1"].balance_s == balance
+
+
+def test_layout_roots_are_of_the_buckets_of_this_setting() -> None:
+    """A controller that is started again with another one asks for them anew."""
+    keys = set()
+    for size in (0, 1 << 20):
+        script = fleet(1, relay_from_bytes=size)
+        keys |= set(script.state.weights.layout_roots[0])
+    assert len(keys) == 2
+
+
+def test_rollouts_that_share_memory_form_no_chain() -> None:
+    """Readers of shared memory do not wait for what has not arrived."""
+    assert {order[2] for order in orders(fleet(3, rollout_transport="local"))} == {()}
+    assert not order_of(fleet(3, rollout_transport="local"), "rollout-0").message.announce
+
+
 @pytest.mark.parametrize("data", [b"junk", encoded_offer(1000), b""])
 def test_offer_of_a_relay_that_is_not_usable_costs_the_relay_its_membership(data: bytes) -> None:
     script = fleet(2)
@@ -232,9 +306,9 @@ def test_nothing_is_left_of_relays_that_are_gone() -> None:
         one = member(f"rollout-{number}", f"h{number}")
         found = relays.choose(one, chain)
         assert (found.holder if found else "policy-0") == (f"rollout-{number - 1}" if number else "policy-0")
-        relays.begin(one.name, found.holder if found else "policy-0", chain, 0.0)
+        relays.begin(one, "policy-0", found, chain, 0.0)
         assert relays.is_expected(chain, 1.0)
-        relays.announce(one, chain, offer_of(0))
+        relays.announce(one, chain, f"adopt:0:{number}", offer_of(0))
         assert not relays.is_expected(chain, 1.0)
     for number in (1, 0, 2):
         relays.forget(f"rollout-{number}")

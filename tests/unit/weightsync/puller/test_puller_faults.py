@@ -17,7 +17,7 @@ from transport_peers import served_transports
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import SnapshotsBusyError
-from starling.weightsync.offers.offer import Offer, Transport
+from starling.weightsync.offers.offer import Offer, Transport, make_offer
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
@@ -350,3 +350,29 @@ def test_process_exits_during_a_pull() -> None:
     has_ended = process.exitcode is not None
     process.kill()
     assert has_ended
+
+
+@pytest.mark.parametrize("transport", SERVED)
+def test_relay_that_names_the_address_of_the_source_does_not_take_its_place(transport: Transport) -> None:
+    """Connections are kept by address: with the ticket for the relay the source would refuse."""
+    world = World(transport)
+    try:
+        offer = world.publish(0)
+        forged = msgspec.structs.replace(offer.ranks[0], secret="0" * 32)
+        world.pull(offer, relays=[make_offer(0, [forged])], relays_first=True)
+        world.puller.switch(world.live)
+        assert world.holds(0)
+    finally:
+        world.close()
+
+
+def test_shared_memory_relays_nothing() -> None:
+    """Its readers would not wait for what has not arrived."""
+    world, announced = World("tcp"), list[Offer]()
+    relay = Puller(world.destination, serving=ServingOptions("local", ""))
+    try:
+        relay.pull(world.publish(0), world.plan, deadline_s=DEADLINE_S, announce=announced.append)
+        assert not announced
+    finally:
+        relay.close()
+        world.close()

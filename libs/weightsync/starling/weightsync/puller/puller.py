@@ -338,7 +338,7 @@ class Puller:
 
     def _make_relay(self) -> None:
         """Serve the staging memory, from the first pull on that is announced; without `serving` it is private."""
-        if self._relay is None and self._serving is not None:
+        if self._relay is None and self._serving is not None and self._serving.can_relay:
             self._staging, self._targets, self._schedule = None, (), None  # free it before the arena is allocated
             self._read_versions.pop(False, None)
             self._relay = Relay(self._pieces, self._rank, self._serving)
@@ -400,7 +400,9 @@ class Puller:
                 )
             copies = [rank for rank in offer.ranks if rank is not planned and rank.holds == planned.holds]
             own = [planned, *copies]
-            groups[number] = [*fallbacks, *own] if fallbacks_first else [*own, *fallbacks]
+            places = {(rank.transport, rank.address) for rank in own}  # connections are kept by them
+            others = [rank for rank in fallbacks if (rank.transport, rank.address) not in places]
+            groups[number] = [*others, *own] if fallbacks_first else [*own, *others]
         return self._connections.connections(groups)
 
 

@@ -88,6 +88,11 @@ class ServingOptions(NamedTuple):
     """The address that they connect to."""
     encrypt: bool = False
 
+    @property
+    def can_relay(self) -> bool:
+        """Whether readers wait for what has not arrived yet. Those of shared memory ask nobody."""
+        return self.transport != "local"
+
 
 def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None) -> tuple[Transport, bool]:
     """Return the transport of weights that are offered at an address, and whether it encrypts them.

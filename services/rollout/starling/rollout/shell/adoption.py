@@ -74,8 +74,8 @@ class Adoptions:
         def announce(offer: Offer) -> None:
             self._link.tell(wire.RelayOffered(lease=message.lease, version=message.version), (encode(offer),))
 
-        if message.announce and order.in_place:
-            problem = "rollout.double_buffer is off: nothing is staged that others could read"
+        problem = self._no_relay(in_place=order.in_place)
+        if message.announce and problem:
             self._link.tell(wire.RelayOffered(lease=message.lease, version=message.version, problem=problem))
 
         def work() -> PullReport:
@@ -89,7 +89,7 @@ class Adoptions:
                 self._plan(buffers[1]),
                 root_plan=self._plan(buffers[2]) if message.has_root_plan else None,
                 relays=relays,
-                announce=announce if message.announce and not order.in_place else None,
+                announce=announce if message.announce and not problem else None,
                 deadline_s=self._timeout_s,
                 cancelled=cancel.is_set,
                 progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
@@ -109,6 +109,14 @@ class Adoptions:
 
         self._pulling = self._thread.submit(work)
         self._pulling.add_done_callback(done)
+
+    def _no_relay(self, *, in_place: bool) -> str:
+        """Return why a pull is not served to others; empty if it can be."""
+        if in_place:
+            return "rollout.double_buffer is off: nothing is staged that others could read"
+        if self._transport == "local":
+            return "rollout.transport = 'local': its readers would not wait for what has not arrived"
+        return ""
 
     def _plan(self, encoded: bytes) -> Plan:
         """Return the decoded plan. Called in the thread of pulls only."""

@@ -156,7 +156,7 @@ class SocketServer:
         while True:
             request = decode_request(channel.receive_message(REQUEST_BYTES, end))  # malformed: the connection ends
             try:
-                grant = self._grant(session, request)
+                grant = self._grant(session, request, channel)
             except WeightsError as error:
                 channel.send([framed(refusal(request.number, str(error)))])
                 if isinstance(error, AllowanceSpentError):
@@ -187,10 +187,10 @@ class SocketServer:
         with self._lock:
             return self._packing.setdefault(reader, SharedBufferPool(MAX_PACKING_BYTES))
 
-    def _grant(self, session: ReaderSession, request: Request) -> Grant:
+    def _grant(self, session: ReaderSession, request: Request, channel: Channel) -> Grant:
         """Wait until all that is requested is there. Raises ChannelStopped, and WeightsError for a refusal."""
         grant = session.grant(request)
         while not grant.ready():
-            if self._stop.wait(RELAY_POLL_S):
+            if self._stop.wait(RELAY_POLL_S) or channel.ended:
                 raise ChannelStopped
         return grant

@@ -76,9 +76,13 @@ def requeue(state: ControllerState, dropped: list[str]) -> None:
         state.dirty |= Dirty.DISPATCH | Dirty.SCORE
 
 
-def take_back_groups(state: ControllerState, member: Member) -> None:
-    """Requeue the groups that a rollout generates, because its weights are not those of a publication."""
-    note_unanswered(state, member, state.replicas.leases.all_of(member.name))
+def take_back_groups(state: ControllerState, member: Member, *, is_counted: bool = True) -> None:
+    """Requeue the groups that a rollout generates, because its weights are not those of a publication.
+
+    `is_counted`: nobody else can be at fault.
+    """
+    if is_counted:
+        note_unanswered(state, member, state.replicas.leases.all_of(member.name))
     dropped = state.replicas.leases.drop(member.name, state.now, "generate")
     if dropped:
         release(state, member.name, *dropped)

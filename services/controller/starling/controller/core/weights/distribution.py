@@ -23,7 +23,7 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS, PublishedOffer
-from starling.controller.core.weights.relays import ChainKey, RelayedOffer
+from starling.controller.core.weights.relays import ChainKey, Pull, RelayedOffer
 from starling.controller.core.weights.versions import (
     check_outdated,
     is_publication_due,
@@ -178,7 +178,7 @@ def _chain(state: ControllerState, member: Member, offer: PublishedOffer) -> Cha
     """
     weights = state.weights
     is_near = offer.host == member.host or not offer.is_policy
-    if is_near or member.layout is None or weights.policy_layout is None:
+    if is_near or member.layout is None or weights.policy_layout is None or state.plan.rollout_transport == "local":
         return None
     try:
         pair = weights.pair(weights.policy_layout, member.layout)
@@ -252,11 +252,9 @@ def _pull(
         return first, *plans, *others
 
     if chain is not None:
-        source_name = source.name if relay is None else relay.holder
-        is_near = relay is not None and relay.host == member.host
-        relays.begin(member.name, source_name, chain if member.may_relay else None, state.now, is_near=is_near)
+        relays.begin(member, source.name, relay, chain if member.may_relay else None, state.now)
     else:
-        relays.forget(member.name)  # what it served is gone
+        relays.begin_directly(member.name)
     grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)
 
@@ -285,7 +283,7 @@ def on_relay_offered(state: ControllerState, member: Member, message: wire.Relay
         weights.relays.renounce(chain, member.name)
         _offer_failed(state, member, f"what {member.name} relays of version {message.version} is not usable: {error}")
         return
-    weights.relays.announce(member, chain, offer)
+    weights.relays.announce(member, chain, message.lease, offer)
 
 
 def _holder_on_host(
@@ -416,9 +414,11 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         evict(state, member, f"{member.name} does not hold version {message.version} bit for bit after adopting it")
     else:
         # It generates with weights that were never published: it gets no work until it has adopted a published version.
-        take_back_groups(state, member)
+        take_back_groups(state, member, is_counted=source.startswith("policy-"))
         set_held_version(state, member, -1)
         note_failed_adoption(state, member, lease, "it holds something else than was published")
+    for reader in state.weights.relays.decide(member.name, lease.id, proven=proven):
+        _accuse(state, reader, member, message.version)
 
 
 def _within_range(measured: Number) -> Number:
@@ -481,45 +481,62 @@ def _judge(state: ControllerState, reader: Member, source: str, version: int, *,
     reader that has accused a rollout pulls from policies from then on. So by false accusations one replica can have
     no more than one other evicted, and none is evicted twice, whatever restarts the controller.
 
-    A relay that has not proven the version itself may only have passed on what it got: it is not accused.
+    A relay whose pull was not proven may only have passed on what it got: it is not accused, unless it proves that pull
+    later.
     """
     weights, membership = state.weights, state.replicas.membership
     if proven and reader.name not in weights.suspects:
         return
     rollout = membership.members.get(source)
     if not proven and rollout is not None and rollout.role == "rollout":
-        if rollout.version != version:
-            _stop_relay(state, reader, rollout, version)
-            return
-        membership.accusers.setdefault(reader.name, False)
-        weights.suspects[reader.name] = (source, rollout.incarnation)
-        rollout.can_offer = rollout.may_relay = False
-        weights.withdraw(source)
-        weights.relays.withdraw(source)
-        reason = f"{reader.name} pulled other weights from {source} than were published"
-        state.outbox.note("offers_no_more", replica=source, reason=reason)
+        pull = weights.relays.pull_read_by(reader.name)
+        if pull is None or weights.relays.is_proven(pull):
+            _accuse(state, reader.name, rollout, version)
+        else:
+            _stop_relay(state, reader, rollout, version, pull)
         return
-    name, incarnation = weights.suspects.get(reader.name, ("", 0))
+    if source.startswith("policy-") and reader.name in weights.suspects:
+        _decide(state, reader.name, source, proven=proven)
+
+
+def _accuse(state: ControllerState, reader: str, rollout: Member, version: int) -> None:
+    """Have nobody read from a rollout, because `reader` got something else from it than was published."""
+    weights, membership = state.weights, state.replicas.membership
+    membership.accusers.setdefault(reader, False)
+    weights.suspects[reader] = (rollout.name, rollout.incarnation)
+    rollout.can_offer = rollout.may_relay = False
+    weights.withdraw(rollout.name)
+    weights.relays.withdraw(rollout.name)
+    reason = f"{reader} pulled other weights from {rollout.name} than were published"
+    state.outbox.note("offers_no_more", replica=rollout.name, reason=reason)
+    member = membership.members.get(reader)
+    if member is not None and member.version == version:  # it has got the right ones from a policy meanwhile
+        _decide(state, reader, "a policy", proven=True)
+
+
+def _decide(state: ControllerState, reader: str, source: str, *, proven: bool) -> None:
+    """Evict the rollout that `reader` accuses, if it has proven the version from a policy; else let it offer again."""
+    weights, membership = state.weights, state.replicas.membership
+    name, incarnation = weights.suspects.pop(reader)
     suspect = membership.members.get(name)
-    if not source.startswith("policy-") or not name:
-        return
-    del weights.suspects[reader.name]
     if suspect is None or suspect.incarnation != incarnation:
         return
     if proven:
-        reason = f"{reader.name} pulled other weights from {name} than were published, and the right ones from {source}"
-        membership.accused[name], membership.accusers[reader.name] = None, True
-        state.outbox.write(SourceEvicted(name=name, reader=reader.name))
+        reason = f"{reader} pulled other weights from {name} than were published, and the right ones from {source}"
+        membership.accused[name], membership.accusers[reader] = None, True
+        state.outbox.write(SourceEvicted(name=name, reader=reader))
         distrust(state, suspect, reason)
     elif (name, incarnation) not in weights.suspects.values():
         suspect.can_offer, suspect.may_relay = suspect.serves, True
 
 
-def _stop_relay(state: ControllerState, reader: Member, relay: Member, version: int) -> None:
+def _stop_relay(state: ControllerState, reader: Member, relay: Member, version: int, pull: Pull) -> None:
     """Have nobody read `version` from a relay that has not proven it, after `reader` got something else from there."""
     relays = state.weights.relays
     relays.withdraw(relay.name)
     relays.avoided[reader.name] = version
+    if state.replicas.leases.get(pull[1]) is not None:
+        relays.complain(pull, reader.name)
     reason = f"{reader.name} pulled other weights from {relay.name} than were published, before it had proven its own"
     state.outbox.note("relays_no_more", replica=relay.name, version=version, reason=reason)
     note_bad_pull(state, relay.name, reader.name)

@@ -63,7 +63,8 @@ class LayoutPair:
     source: Layout
     destination: Layout
     key: str
-    """Equal for pairs whose plans move the same boxes; the layout root is known under it."""
+    """Equal for pairs whose plans move the same boxes; the layout root is known under it. The size from which buckets
+    are cut for relays decides about these boxes, too."""
     plan: bytes = b""
     """The encoded plan; empty until it is needed."""
     size_bytes: int = 0
@@ -107,7 +108,8 @@ class Publications:
     failing_since: dict[str, float] = field(default_factory=dict)
     """Since when a replica has failed repeatedly to adopt or to offer weights."""
     num_bad_pulls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By rollout and reader, and by rollout with an empty reader for all of them: pulls in a row that failed."""
+    """By rollout and reader, and by rollout with an empty reader for all of them: pulls in a row that failed. Of a
+    rollout also after it left: it would leave in time, and begin again."""
     suspects: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By rollout: the rollout, and its incarnation, from which it pulled something else than was published."""
     _requested_roots: tuple[int, set[str]] = field(default_factory=lambda: (-1, set()))
@@ -219,7 +221,8 @@ class Publications:
             if len(pairs) >= MAX_SOURCES:
                 pairs.clear()
             self._sources.add(id(source))
-            found = pairs[id(source)] = LayoutPair(source, destination, self._plans.key(source, destination))
+            key = f"{self._plans.key(source, destination)}-{self.relay_from_bytes}"
+            found = pairs[id(source)] = LayoutPair(source, destination, key)
         return found
 
     def known_layout_roots(self, version: int, key: str) -> tuple[str, ...]:
@@ -369,7 +372,7 @@ class Publications:
         self.outdated.pop(name, None)
         self.note_success(name)
         self.suspects.pop(name, None)
-        for pair in [pair for pair in self.num_bad_pulls if name in pair]:
+        for pair in [pair for pair in self.num_bad_pulls if name == pair[1]]:
             del self.num_bad_pulls[pair]
         self._withdraw(name)
         self.relays.forget(name)

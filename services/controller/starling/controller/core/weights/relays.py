@@ -24,6 +24,8 @@ ANNOUNCE_S: Final = 5.0
 K = TypeVar("K")
 V = TypeVar("V")
 
+Pull = tuple[str, str]
+"""A rollout, and the lease of a pull of it."""
 ChainKey = tuple[int, str]
 """A version, and the key of the layouts of the policy and of the rollouts: relays of one chain serve equal boxes."""
 
@@ -35,6 +37,8 @@ class RelayedOffer:
     holder: str
     host: str
     chain: ChainKey
+    lease: str
+    """That of the pull: another one brings other bytes."""
     offer: Offer
     """With the secrets of its snapshots: a reader gets tickets instead."""
 
@@ -47,6 +51,12 @@ class Relays:
     """By holder."""
     avoided: dict[str, int] = field(default_factory=dict)
     """By rollout: a version that it pulls from a policy, since what a relay sent was not what was published."""
+    _read: dict[str, Pull] = field(default_factory=dict)
+    """By rollout: the pull of a relay that its last pull read."""
+    _proven: dict[str, str] = field(default_factory=dict)
+    """By rollout: the lease of the last pull that it has proven."""
+    _complaints: dict[Pull, dict[str, None]] = field(default_factory=dict)
+    """Rollouts that got something else than was published, by the pull that they read, which is not over."""
     _free: dict[ChainKey, dict[str, None]] = field(default_factory=dict)
     """Relays that nobody reads from over the network."""
     _at_host: dict[tuple[ChainKey, str], dict[str, None]] = field(default_factory=dict)
@@ -71,26 +81,63 @@ class Relays:
             _remove(self._expected, chain, name)
         return chain in self._expected
 
-    def begin(self, reader: str, source: str, chain: ChainKey | None, now: float, *, is_near: bool = False) -> None:
-        """Note that `reader` pulls from `source`; with `chain` it was told to announce that.
+    def begin(
+        self, reader: Member, source: str, relay: RelayedOffer | None, chain: ChainKey | None, now: float
+    ) -> None:
+        """Note that `reader` pulls from `source`, or from a relay; with `chain` it was told to announce that.
 
-        What it served before is gone: the pull takes its place in memory. `is_near`: not over the network.
+        What it served before is gone: the pull takes its place in memory.
         """
-        self.end_pull(reader)
-        self.withdraw(reader)
-        if not is_near:
-            self._sources[reader] = source
+        self._begin(reader.name, relay)
+        if relay is not None:
+            source = relay.holder
+        if relay is None or relay.host != reader.host:
+            name = reader.name
+            self._sources[name] = source
             self._num_readers[source] += 1
             if source in self.offers:
                 _remove(self._free, self.offers[source].chain, source)
         if chain is not None:
-            self._expected.setdefault(chain, {})[reader] = now + ANNOUNCE_S
+            self._expected.setdefault(chain, {})[reader.name] = now + ANNOUNCE_S
 
-    def announce(self, holder: Member, chain: ChainKey, offer: Offer) -> None:
+    def begin_directly(self, reader: str) -> None:
+        """Note that `reader` pulls without relays, and serves nothing."""
+        if reader in self.offers or reader in self._read or reader in self._sources:
+            self._begin(reader, None)
+
+    def _begin(self, reader: str, relay: RelayedOffer | None) -> None:
+        self.end_pull(reader)
+        self.withdraw(reader)
+        self._read.pop(reader, None)
+        if relay is not None:
+            self._read[reader] = relay.holder, relay.lease
+
+    def pull_read_by(self, reader: str) -> Pull | None:
+        """Return the pull of a relay that the last pull of `reader` read."""
+        return self._read.get(reader)
+
+    def is_proven(self, pull: Pull) -> bool:
+        """Say whether a rollout has proven what a pull brought, as far as it has not proven a later one."""
+        return self._proven.get(pull[0]) == pull[1]
+
+    def complain(self, pull: Pull, reader: str) -> None:
+        """Note that `reader` got something else than was published from a pull that is not over."""
+        self._complaints.setdefault(pull, {})[reader] = None
+
+    def decide(self, name: str, lease: str, *, proven: bool) -> tuple[str, ...]:
+        """Note whether a rollout has proven what a pull brought. Returns those that complained of it, if it has."""
+        if proven:
+            self._proven[name] = lease
+        else:
+            self.withdraw(name)
+        complaints = tuple(self._complaints.pop((name, lease), ()))
+        return complaints if proven else ()
+
+    def announce(self, holder: Member, chain: ChainKey, lease: str, offer: Offer) -> None:
         """Add a relay."""
         self.withdraw(holder.name)
         _remove(self._expected, chain, holder.name)
-        self.offers[holder.name] = RelayedOffer(holder.name, holder.host, chain, offer)
+        self.offers[holder.name] = RelayedOffer(holder.name, holder.host, chain, lease, offer)
         self._at_host.setdefault((chain, holder.host), {})[holder.name] = None
         if not self._num_readers[holder.name]:
             self._free.setdefault(chain, {})[holder.name] = None
@@ -128,10 +175,13 @@ class Relays:
             _remove(self._at_host, (offer.chain, offer.host), name)
 
     def forget(self, name: str) -> None:
-        """Remove a replica that left, or that reads from none of them."""
+        """Remove a replica that left."""
         self.end_pull(name)
         self.withdraw(name)
-        self.avoided.pop(name, None)
+        for index in (self.avoided, self._read, self._proven):
+            index.pop(name, None)
+        for pull in [pull for pull in self._complaints if pull[0] == name]:
+            del self._complaints[pull]
 
 
 def _remove(index: dict[K, dict[str, V]], key: K, name: str) -> None:
