@@ -65,12 +65,12 @@ SHARDS = (
     Shard("processes", ("tests/processes",), 1.2, services=True),
     Shard("sim", ("tests/sim",), 0.8),
     Shard("system", ("tests/system",), 3.7, services=True),
-    Shard("vllm", ("tests/vllm",), 3.5, services=True, environment=_VLLM),
+    Shard("vllm", ("tests/vllm",), 5.5, services=True, environment=_VLLM),
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 10.0, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
     Shard("system-campaign", ("tests/system",), 5.5, campaign=True, services=True),
-    Shard("vllm-campaign", ("tests/vllm",), 10.0, campaign=True, services=True, environment=_VLLM),
+    Shard("vllm-campaign", ("tests/vllm",), 13.0, campaign=True, services=True, environment=_VLLM),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -147,9 +148,10 @@ def spec_of(
 class EngineDriver:
     """An engine that is stepped by the calling thread."""
 
-    def __init__(self, folder: Path, **rollout: Any) -> None:
+    def __init__(self, folder: Path, *, has_own_weights: bool = False, **rollout: Any) -> None:
         self._wake = threading.Event()
-        self.engine: Engine = VllmEngine(spec_of(folder, self._wake.set, **rollout))
+        spec = spec_of(folder, self._wake.set, **rollout)
+        self.engine: Engine = VllmEngine(dataclasses.replace(spec, has_own_weights=has_own_weights))
         self.results: dict[str, GroupResult | GroupFailed] = {}
 
     def step(self, timeout_s: float = 1.0) -> None:

@@ -73,8 +73,6 @@ class Service:
     model: str
     folders: list[Path]
     """The checkpoints; the first one is version 0."""
-    checkpoint: str
-    """The digest of the checkpoint that the rollout has loaded, as it told the controller."""
     version: int = 0
 
     def client(self, **more: Any) -> openai.OpenAI:
@@ -116,30 +114,31 @@ class Service:
         return {span["version"] for span in starling["versions"]}
 
 
+def settings(kind: str, folder: Path) -> tuple[str, ...]:
+    """Return the flags of a rollout on vLLM that begins with the weights of `folder`, in a run of some kind."""
+    rollout = {
+        "load-weights": "true",
+        "engine": "vllm",
+        "max-rows": str(ROWS),
+        "adoption": "recompute",
+        "vllm.kv-cache-mb": "32",
+        "vllm.enforce-eager": "true",
+    }
+    flags = [text for name, value in rollout.items() for text in (f"--rollout.{name}", value)]
+    return ("--run.kind", kind, "--model.path", str(folder), "--model.dtype", "float32", *flags)
+
+
 @contextmanager
 def service(base: Path, *flags: str) -> Iterator[Service]:
     """Start the rollout, with the first checkpoint as version 0."""
     folders = make_checkpoints(base)
     run = base / "run"
-    vllm = ("--rollout.vllm.kv-cache-mb", "32", "--rollout.vllm.enforce-eager", "true")
-    # A run without a policy: the rollout reads its weights, and tells their digest.
-    shared = ("--run.kind", "generate", "--model.path", str(folders[0]), "--model.dtype", "float32")
-    own = (
-        "--rollout.load-weights",
-        "true",
-        "--rollout.engine",
-        "vllm",
-        "--rollout.max-rows",
-        str(ROWS),
-        "--rollout.adoption",
-        "recompute",
-    )
     api = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
     hub = FakeHub()
     try:
         with (
             publisher_process(folders) as publisher,
-            replica(hub, NAME, run, *shared, *own, *vllm, *api, *flags, fresh=True) as process,
+            replica(hub, NAME, run, *settings("rl", folders[0]), *api, *flags, fresh=True) as process,
         ):
             hello, (layout,) = hub.hello(NAME)
             assert hello.version == 0
@@ -147,8 +146,6 @@ def service(base: Path, *flags: str) -> Iterator[Service]:
             endpoint = json.loads((run / "api/rollout-0.json").read_text())
             plan = make_plan(publisher.layout, decode_layout(layout))
             models = [read_model(folder) for folder in folders]
-            yield Service(
-                hub, process, publisher, plan, models, **endpoint, folders=folders, checkpoint=hello.checkpoint
-            )
+            yield Service(hub, process, publisher, plan, models, **endpoint, folders=folders)
     finally:
         hub.close()

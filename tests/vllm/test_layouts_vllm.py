@@ -2,7 +2,7 @@
 
 For each parallelism, one process per worker builds its part of the real class, fills it with NaN and lets vLLM load a
 small checkpoint. By the table, every element must then be an element of a parameter that a policy publishes, exactly
-once, or padding, which is zero.
+once, or padding, which is zero. What is recorded of vLLM's loader must equal the table, shard by shard.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from workers import engine_config, in_workers
 
 from starling.rollout.engine.vllm.cpu import do_without_torchvision
+from starling.rollout.engine.vllm.worker.recorded import PublishedModel, record_worker
 from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.parameters import in_terms_of
+from starling.weightsync.layouts.strided import BoxCopy, Strided, merged
 from starling.weightsync.layouts.vllm import worker_table
+from starling.weightsync.plan.layout import Layout, item_bytes
 from starling.weightsync.tensors.modules import layout_of
 
 do_without_torchvision()
@@ -148,6 +151,31 @@ def check_worker(rank: int, folder: Path, config: VllmConfig) -> None:
     for name, times in count.items():
         assert int(times.max()) == 1, name
         assert not live[name].data[times == 0].any(), f"{name} holds something where the table says padding"
+    check_recorded(module, config, folder, layout, {name for name, times in count.items() if int(times.min()) == 0})
+
+
+def check_recorded(
+    module: torch.nn.Module, config: VllmConfig, folder: Path, expected: Layout, padded: set[str]
+) -> None:
+    """Assert that what is recorded of vLLM's own loader equals the layout by the table, shard by shard."""
+    before = {name: parameter.data.clone() for name, parameter in module.named_parameters()}
+    recorded = record_worker(module, config, PublishedModel(config), "engine")
+    assert recorded.whole == ()
+    assert set(recorded.padded) == padded
+    assert shards_by_place(recorded.layout) == shards_by_place(expected)
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter.data, before[name]), f"recording has changed {name}"
+
+
+def shards_by_place(layout: Layout) -> dict[tuple[str, str], list[BoxCopy]]:
+    """Return the shards of a layout of one rank by storage and tensor, adjacent ones joined."""
+    found: dict[tuple[str, str], list[BoxCopy]] = {}
+    for shard in layout.ranks[0].shards:
+        spec = layout.tensors[shard.tensor]
+        strides = tuple(stride if n > 1 else 0 for n, stride in zip(shard.box.size, shard.strides, strict=True))
+        place = Strided(shard.offset_bytes // item_bytes(spec), strides)
+        found.setdefault((shard.storage, spec.name), []).append(BoxCopy(shard.box, place))
+    return {key: merged(copies) for key, copies in found.items()}
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,6 @@ from starling.weightsync.puller.puller import Puller
 from starling.weightsync.quantise.layouts import packing_bytes
 from starling.weightsync.tensors.modules import layout_of
 
-cpu.keep_weights()
-cpu_kernels.install_kernels()
-
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -83,7 +80,9 @@ def load_quantised(folder: Path, config: VllmConfig) -> torch.nn.Module:
 
 
 def build_random(config: VllmConfig) -> torch.nn.Module:
-    """Build the model with random weights, like a rollout that waits for its first version."""
+    """Build the model with random weights, like a rollout that waits for its first version, in a process of its own."""
+    cpu.keep_weights()
+    cpu_kernels.install_kernels()
     module = initialize_model(config)
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(module, config.model_config)
     pack(module, config)

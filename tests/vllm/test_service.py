@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,13 @@ import psutil
 import pytest
 import verifiers as vf
 from datasets import Dataset
-from fake_hub import DEADLINE_S
-from replica_processes import exit_code
-from service import CALL, CONTEXT, NAME, ROWS, Service, service
+from fake_hub import DEADLINE_S, FakeHub
+from replica_processes import exit_code, replica
+from service import CALL, CONTEXT, NAME, ROWS, Service, make_checkpoints, service, settings
 
 from starling.common.folder_digests import model_digest
 from starling.common.wire import messages as wire
+from starling.weightsync.plan.layout import Layout, decode_layout
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ADD: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -53,9 +56,13 @@ def client(served: Service) -> openai.OpenAI:
     return served.client()
 
 
-def test_rollout_tells_the_digest_of_the_checkpoint_that_vllm_loaded(served: Service) -> None:
-    digests = [model_digest(folder) for folder in served.folders]
-    assert served.checkpoint == digests[0] != digests[1]
+def test_rollout_of_a_run_without_policy_tells_its_checkpoint_and_no_layout(tmp_path: Path) -> None:
+    folders = make_checkpoints(tmp_path)
+    with closing(FakeHub()) as hub, replica(hub, NAME, tmp_path / "run", *settings("serve", folders[0]), fresh=True):
+        hello, (layout,) = hub.hello(NAME)
+    digests = [model_digest(folder) for folder in folders]
+    assert hello.checkpoint == digests[0] != digests[1]
+    assert decode_layout(layout) == Layout(replica=NAME, tensors=(), ranks=())
 
 
 def test_chat_returns_tokens_and_logprobs(served: Service, client: openai.OpenAI) -> None:

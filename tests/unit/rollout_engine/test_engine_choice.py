@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_engine_factory_restarts_are_limited(folder: Path, tmp_path: Path) -> No
 def test_engine_factory_refuses_a_checkpoint_that_changed_before_a_restart(folder: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(folder, own)
-    engines = EngineFactory(spec(own, "transformers"), has_own_weights=True)
+    engines = EngineFactory(dataclasses.replace(spec(own, "transformers"), has_own_weights=True))
     engine = engines.make()
     assert engines.checkpoint == model_digest(own)
     engine = engines.replace(engine, EngineLostError("it died"), StopSignal())

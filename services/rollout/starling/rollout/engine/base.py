@@ -188,6 +188,9 @@ class EngineSpec:
     """The engine calls this, from any thread, when `ready` becomes true."""
     serving: ServingOptions | None = None
     """How pulls that are announced are served to others; None: they are not."""
+    has_own_weights: bool = False
+    """The weights of `path` are the run's only ones, because it has no policy: nothing will be pulled, and the layout
+    of the engine may be empty."""
 
 
 class Engine(Protocol):

@@ -15,6 +15,7 @@ import structlog
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import model_digest
+from starling.common.kinds import KINDS
 from starling.common.service import host_name
 from starling.common.wire import messages as wire
 from starling.rollout.engine.base import EngineLostError, EngineSpec
@@ -34,15 +35,11 @@ MEASURE_INTERVAL_S = 0.5
 class EngineFactory:
     """Creates the engine of `spec`, and restarts it when it is lost, as often as the settings allow."""
 
-    def __init__(self, spec: EngineSpec, *, has_own_weights: bool = False) -> None:
-        """Prepare; nothing is started yet.
-
-        `has_own_weights`: those of the model's folder are the run's only weights, because it has no policy.
-        """
+    def __init__(self, spec: EngineSpec) -> None:
+        """Prepare; nothing is started yet."""
         self.spec = spec
         self.checkpoint = ""
         """The digest of the model's folder, read while the engine loaded it; empty where a policy sends the weights."""
-        self._has_own_weights = has_own_weights
         self._restarts: deque[float] = deque()
 
     def make(self) -> Engine:
@@ -51,7 +48,7 @@ class EngineFactory:
         Raises:
             ConfigError: the settings do not allow it, or the checkpoint has changed.
         """
-        if not self._has_own_weights:
+        if not self.spec.has_own_weights:
             return make_engine(self.spec)
         thread = ThreadPoolExecutor(1, "digest")  # reads the files while the engine loads them
         digest = thread.submit(model_digest, self.spec.path)
@@ -120,6 +117,7 @@ def make_spec(
 
     return EngineSpec(
         path=path,
+        has_own_weights=settings.rollout.load_weights and not KINDS[settings.run.kind].trains,
         model=settings.model,
         rollout=settings.rollout,
         weights=settings.weights,

@@ -12,7 +12,6 @@ import structlog
 
 from starling.algo.text import decode
 from starling.common.errors import StarlingError
-from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, end_process, end_within
 from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
@@ -65,8 +64,7 @@ class Shell:
         self._wake: Callable[[], None] = lambda: None  # until the link exists
         self._serving = serving_of(settings)
         spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake(), self._serving)
-        has_own_weights = own.load_weights and not KINDS[settings.run.kind].trains
-        self._engine_factory = EngineFactory(spec, has_own_weights=has_own_weights)
+        self._engine_factory = EngineFactory(spec)
         self._engine: Engine = self._engine_factory.make()
         try:
             self._build_parts(path, config)

@@ -303,6 +303,11 @@ class AsyncLlmThread:
             log.error("vLLM is lost", reason=self.lost_reason)
             self._spec.wake()
 
+    async def prepare(self) -> None:
+        """Prepare all workers for requests with the weights that they have loaded."""
+        await self.call_workers("starling_prepare")
+        self._shared_memory = processes.shared_memory(self._processes)
+
     async def layout(self) -> Layout:
         """Prepare all workers for pulls; return the layout of the whole engine."""
         if self._adapter_layout is None:
@@ -318,9 +323,11 @@ class AsyncLlmThread:
         weights = self._spec.weights
         serving = None if self._spec.serving is None else tuple(self._spec.serving)
         arguments = (encode(layout), weights.digests, self.pull_messages.path, weights.quantise, serving)
-        packed = await self.call_workers("starling_join", *arguments)
+        extra_bytes = max(await self.call_workers("starling_join", *arguments))
         if weights.quantise:
-            log.info("vLLM holds quantised weights", form=weights.quantise, packing_bytes=max(packed))
+            log.info("vLLM holds quantised weights", form=weights.quantise, packing_bytes=extra_bytes)
+        elif extra_bytes:
+            log.info("vLLM loads some modules part by part", part_bytes=extra_bytes)
         return layout
 
     async def _shut_down(self) -> None:

@@ -39,7 +39,10 @@ def check_heads(config: Any) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_heads = getattr(text, "num_attention_heads", None)
+    if not num_heads:
+        return  # state-space models
+    size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if size not in supported:
         raise ConfigError(

@@ -48,7 +48,11 @@ class VllmEngine:
         self._llm_thread = thread = AsyncLlmThread(spec, None if spec.model.lora is None else adapters.read(spec))
         try:
             self._model_config = thread.model_config
-            self._layout = thread.call(thread.layout(), spec.rollout.vllm.start_timeout_s)
+            if spec.has_own_weights and spec.model.lora is None:
+                thread.call(thread.prepare())
+                self._layout = Layout(replica=spec.name, tensors=(), ranks=())
+            else:
+                self._layout = thread.call(thread.layout(), spec.rollout.vllm.start_timeout_s)
             self._version = -1
             if spec.rollout.load_weights:
                 thread.call(thread.set_version(0))
@@ -159,7 +163,7 @@ class VllmEngine:
             self._paused = False
 
     def layout(self) -> Layout:
-        """Return the weights' layout, with one rank per worker."""
+        """Return the weights' layout, with one rank per worker; empty if the engine has the run's only weights."""
         return self._layout
 
     def pull(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from vllm.platforms import current_platform
@@ -22,8 +22,16 @@ from starling.rollout.engine.vllm import cpu, multimodal, processes
 from starling.rollout.engine.vllm.pull_progress import PullMessage, PullMessageSender
 from starling.rollout.engine.vllm.worker import cpu_kernels, sampler
 from starling.rollout.engine.vllm.worker.adapters import AdapterSlot
+from starling.rollout.engine.vllm.worker.recorded import (
+    PartLoader,
+    PublishedModel,
+    RecordedWorker,
+    loadable,
+    record_worker,
+    renew_derived,
+)
 from starling.weightsync.layouts.fused import transformers_table
-from starling.weightsync.layouts.parameters import in_terms_of
+from starling.weightsync.layouts.parameters import Table, in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import Offer, Transport, decode_offer
@@ -34,13 +42,12 @@ from starling.weightsync.puller.report import PullProgress
 from starling.weightsync.tensors.modules import layout_of
 from starling.weightsync.transports.endpoints import ServingOptions
 
-if TYPE_CHECKING:
-    from starling.rollout.engine.vllm.worker.packing import Packer
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Answer = tuple[str, Any]
 """The error, empty if there was none, and the result."""
+Parts = Callable[[], Iterator[Mapping[str, torch.Tensor]]]
+"""Returns an iterator over tensors to fill, by storage; what was filled is in use when the next ones are requested."""
 
 processes.end_with_replica()
 multimodal.take_prepared_prompts()
@@ -76,7 +83,7 @@ class WorkerWeights:
         rank: int,
         digests: DigestMode,
         socket_path: str,
-        packer: Packer | None,
+        parts: Parts | None,
         serving: ServingOptions | None,
     ) -> None:
         """Prepare for pulls.
@@ -88,10 +95,11 @@ class WorkerWeights:
             rank: this worker's rank.
             digests: how a version is verified.
             socket_path: the replica's socket for pull messages.
-            packer: copies quantised weights into vLLM's layers; None without quantisation.
+            parts: makes the tensors that are filled one after the other, where not all of a version goes straight into
+                vLLM's parameters; None where all of it does.
             serving: how pulls that are announced are served to others.
         """
-        self._tensors, self._apply, self._rank, self._packer = tensors, apply, rank, packer
+        self._tensors, self._apply, self._rank, self._parts = tensors, apply, rank, parts
         self._puller = Puller(layout, rank=rank, digests=digests, serving=serving)
         self._messages = PullMessageSender(socket_path)
         self._cancelled = threading.Event()
@@ -129,8 +137,8 @@ class WorkerWeights:
 
         Returns: root and rank root of this worker.
         """
-        if self._packer is not None:
-            return self._pack(self._packer, version)
+        if self._parts is not None:
+            return self._fill(self._parts, version)
         if self._puller.version != version:
             switched = self._puller.switch(self._tensors())
             if switched != version:
@@ -140,10 +148,10 @@ class WorkerWeights:
         roots = self._puller.attest_roots(self._tensors(), self._offer, self._root_plan)
         return roots.root, roots.rank_root
 
-    def _pack(self, packer: Packer, version: int) -> tuple[str, str]:
-        """Switch to a staged version of quantised weights, layer by layer; returns as `adopt`."""
+    def _fill(self, parts: Parts, version: int) -> tuple[str, str]:
+        """Switch to a staged version part by part; returns as `adopt`."""
         assert self._offer is not None
-        roots = self._puller.switch_in_parts(packer.layers_to_fill(), self._offer, self._root_plan)
+        roots = self._puller.switch_in_parts(parts(), self._offer, self._root_plan)
         if self._puller.version != version:
             raise WeightsError(f"Version {self._puller.version} was staged, not {version}.")
         self._apply()
@@ -182,8 +190,8 @@ class WorkerWeights:
                 plan,
                 deadline_s=deadline_s,
                 cancelled=cancelled.is_set,
-                # Weights that are packed at the adoption are always staged, in host memory.
-                into=self._tensors() if in_place and self._packer is None else None,
+                # What is packed or loaded at the adoption is always staged, in host memory.
+                into=self._tensors() if in_place and self._parts is None else None,
                 progress=progress,
                 relays=relays,
                 relays_first=True,
@@ -203,32 +211,51 @@ class WorkerExtension:
     vllm_config: Any
     starling_slot: AdapterSlot | None = None
     """The adapters, if a version consists of adapters."""
+    starling_published: PublishedModel
+    starling_recorded: RecordedWorker | None = None
+    """What was recorded of the model's loader; None for adapters and quantised weights."""
+    starling_weights: WorkerWeights | None = None
+    """None where no version is pulled."""
+
+    @returns_errors
+    def starling_prepare(self) -> None:
+        """Prepare the worker for requests, with the weights that it has loaded."""
+        self._starling_prepare()
 
     @returns_errors
     def starling_describe(self, quantise: str) -> bytes:
         """Prepare the worker; return its part of the layout, for weights in the format `weights.quantise`."""
         self._starling_prepare()
-        runner, config = self.model_runner, self.vllm_config
-        parallel = config.parallel_config
-        tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        described = json.loads((Path(config.model_config.model) / "config.json").read_text())
-        vision, dtype = config.model_config.multimodal_config, str(config.model_config.dtype).removeprefix("torch.")
-        table = worker_table(
-            described,
-            self.rank,
-            tp=tp,
-            pp=pp,
-            whole_experts=parallel.enable_expert_parallel and tp > 1,
-            whole_tower=vision is not None and vision.mm_encoder_tp_mode == "data",
-            dtype=dtype,
-        )
-        # The policy publishes the parameters of the transformers class, under their names there.
-        table = in_terms_of(table, transformers_table(described, dtype))
+        runner, config, replica = self.model_runner, self.vllm_config, f"worker {self.rank}"
         if quantise:
             from starling.rollout.engine.vllm.worker.packing import packed_layout
 
-            return encode(packed_layout(runner.model, f"worker {self.rank}", table, quantise))
-        return encode(layout_of(dict(runner.model.named_parameters()), f"worker {self.rank}", table=table))
+            return encode(packed_layout(runner.model, replica, self._starling_table(), quantise))
+        published = PublishedModel(config)
+        self.starling_published = published
+        self.starling_recorded = recorded = record_worker(runner.get_model(), config, published, replica)
+        if config.load_config.load_format == "dummy":  # vLLM leaves zeros where it loads nothing
+            tensors = loadable(runner.get_model())
+            for name in recorded.padded:
+                tensors[name].zero_()
+        return encode(recorded.layout)
+
+    def _starling_table(self) -> Table:
+        """Return this worker's parameters in terms of those that the policy publishes, from the family's table."""
+        config = self.vllm_config
+        parallel, vision = config.parallel_config, config.model_config.multimodal_config
+        described = json.loads((Path(config.model_config.model) / "config.json").read_text())
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        table = worker_table(
+            described,
+            self.rank,
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            whole_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
+            whole_tower=vision is not None and vision.mm_encoder_tp_mode == "data",
+            dtype=dtype,
+        )
+        return in_terms_of(table, transformers_table(described, dtype))
 
     @returns_errors
     def starling_adapt(self, layout: bytes, config: dict[str, Any]) -> bytes:
@@ -253,25 +280,33 @@ class WorkerExtension:
         quantise: str,
         serving: tuple[Transport, str, bool] | None,
     ) -> int:
-        """Take the layout of all workers; return the extra bytes that packing the largest quantised layer needs."""
-        model, slot, whole = self.model_runner.model, self.starling_slot, decode_layout(layout)
-        packer = None
-        if quantise:
-            from starling.rollout.engine.vllm.worker.packing import Packer  # uses internals of vLLM
-
-            packer = Packer(model, whole, self.rank, quantise, self.vllm_config)
+        """Take the layout of all workers; return the extra bytes that an adoption needs for the largest part."""
+        model, slot, joined = self.model_runner.get_model(), self.starling_slot, decode_layout(layout)
+        recorded, config = self.starling_recorded, self.vllm_config
+        parts: Parts | None = None
+        extra_bytes = 0
 
         def tensors() -> dict[str, torch.Tensor]:
-            return dict(model.named_parameters()) if slot is None else slot.tensors
+            return loadable(model) if slot is None else slot.tensors
 
         def apply() -> None:
             changed = slot is None or slot.apply()
             if changed and current_platform.is_cpu():
                 cpu.repack(model)
+            if changed:
+                renew_derived(model, config)
 
+        if quantise:
+            from starling.rollout.engine.vllm.worker.packing import Packer  # uses internals of vLLM
+
+            packer = Packer(model, joined, self.rank, quantise, config)
+            parts, extra_bytes = packer.layers_to_fill, packer.layer_bytes
+        elif recorded is not None and (recorded.whole or recorded.processed):
+            loader = PartLoader(model, config, self.starling_published, recorded)
+            parts, extra_bytes = loader.parts_to_fill, loader.part_bytes
         served = None if serving is None else ServingOptions(*serving)
-        self.starling_weights = WorkerWeights(tensors, apply, whole, self.rank, digests, socket_path, packer, served)
-        return packer.layer_bytes if packer else 0
+        self.starling_weights = WorkerWeights(tensors, apply, joined, self.rank, digests, socket_path, parts, served)
+        return extra_bytes
 
     @returns_errors
     def starling_pull(
@@ -286,16 +321,19 @@ class WorkerExtension:
         announce: bool,
     ) -> None:
         """Start a pull; see `WorkerWeights.pull`."""
+        assert self.starling_weights is not None
         self.starling_weights.pull(number, offer, plan, root_plan, deadline_s, in_place, relays, announce)
 
     @returns_errors
     def starling_cancel(self) -> None:
         """Cancel a running pull."""
+        assert self.starling_weights is not None
         self.starling_weights.cancel()
 
     @returns_errors
     def starling_adopt(self, version: int) -> tuple[str, str]:
         """Switch to a version; see `WorkerWeights.adopt`."""
+        assert self.starling_weights is not None
         return self.starling_weights.adopt(version)
 
     def _starling_prepare(self) -> None:
@@ -309,4 +347,5 @@ class WorkerExtension:
     @returns_errors
     def starling_close(self) -> None:
         """Stop everything that was started here."""
-        self.starling_weights.close()
+        if self.starling_weights is not None:
+            self.starling_weights.close()

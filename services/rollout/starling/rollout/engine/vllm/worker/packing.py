@@ -106,35 +106,39 @@ class Packer:
         """
         yield self._direct
         for layer, storages in self._layers:
-            yield from self._layer_to_fill(layer, storages)
+            for filled in layer_to_fill(layer, self._config):
+                for name, parameter in filled.named_parameters(recurse=False):
+                    if name in UNUSED:
+                        parameter.data.fill_(float("nan"))  # as created: nothing was loaded
+                yield {name: filled.get_parameter(own).data.view(self._dtypes[name]) for name, own in storages.items()}
 
-    @torch.no_grad()
-    def _layer_to_fill(
-        self, layer: torch.nn.Module, storages: Mapping[str, str]
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        info = get_layerwise_info(layer)
-        info.kernel_tensors = get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        others = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
-        restore_layer_on_meta(layer, info)
-        materialize_layer(layer, info)
-        bias = layer._parameters.get("bias")
-        if bias is not None:  # not quantised, but some kernels permute it
-            layer.bias = torch.nn.Parameter(torch.empty_like(bias), requires_grad=False)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if name in UNUSED:
-                parameter.fill_(float("nan"))  # as created: nothing was loaded
-        yield {name: layer.get_parameter(own).data.view(self._dtypes[name]) for name, own in storages.items()}
-        method: Any = layer.quant_method
-        with set_current_vllm_config(self._config):
-            method.process_weights_after_loading(layer)
-        _copy_and_restore_kernel_tensors(layer, info)
-        for name, value in others.items():  # workspaces, whose addresses are recorded in CUDA graphs
-            made = getattr(layer, name, None)
-            if isinstance(made, torch.Tensor) and made is not value and made.shape == value.shape:
-                value.copy_(made)
-                setattr(layer, name, value)
-        info.reset()
+
+@torch.no_grad()
+def layer_to_fill(layer: torch.nn.Module, config: VllmConfig) -> Iterator[torch.nn.Module]:
+    """Yield `layer`, once, with the parameters that it was created with, to be filled.
+
+    Then it is processed as after loading, and the result is copied into the memory that kernels use.
+    """
+    info = get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    others = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+    restore_layer_on_meta(layer, info)
+    materialize_layer(layer, info)
+    bias = layer._parameters.get("bias")
+    if bias is not None:  # not quantised, but some kernels permute it
+        layer.bias = torch.nn.Parameter(torch.empty_like(bias), requires_grad=False)
+    yield layer
+    method: Any = layer.quant_method
+    with set_current_vllm_config(config):
+        method.process_weights_after_loading(layer)
+    _copy_and_restore_kernel_tensors(layer, info)
+    for name, value in others.items():  # workspaces, whose addresses are recorded in CUDA graphs
+        made = getattr(layer, name, None)
+        if isinstance(made, torch.Tensor) and made is not value and made.shape == value.shape:
+            value.copy_(made)
+            setattr(layer, name, value)
+    info.reset()
 
 
 def _quantised_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
