@@ -203,16 +203,6 @@ OTHER_NUMERICS: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
     },
     "gemma2": {**GROUPED, "sliding_window": 32, "query_pre_attn_scalar": 32},
-    "lfm2": {
-        **WIDE,
-        "conv_dim": 128,
-        "conv_dim_out": 128,
-        "block_dim": 128,
-        "block_ff_dim": 96,
-        "full_attn_idxs": [1],
-        "layer_types": ["conv", "full_attention"],
-        "hidden_size": 128,
-    },
     "nemotron_h": {
         **GROUPED,
         "layers_block_type": ["mamba", "attention", "mlp"],
@@ -239,11 +229,29 @@ OTHER_NUMERICS: dict[str, dict[str, Any]] = {
 }
 """Those that vLLM's build for CPUs computes otherwise than transformers, from the same files, by more than 1e-4."""
 
+BFLOAT16_ONLY: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **WIDE,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+}
+"""Those that vLLM's build for CPUs computes in bfloat16 only."""
+
 COMPUTED = {
     "apertus",
     "falcon_h1",
     "granitemoehybrid",
     "nemotron_h",
+    "qwen3_next",
     "zamba2",
 }
 """Those with modules whose parameters vLLM's loader computes."""

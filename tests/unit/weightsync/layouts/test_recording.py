@@ -289,3 +289,17 @@ def test_padding_and_later_copies_are_no_computations() -> None:
         p.data[3:].fill_(NOTHING)
 
     assert set(compare(load, [spec("a", 3, 2), spec("b", 3, 2)], {"p": (5, 2)}).copies["p"]) == {"b"}
+
+
+def test_tensors_that_are_set_to_zero_fill_nothing() -> None:
+    """As the bias that only the first rank adds: the checkpoint's tensor is set to zero on the others."""
+
+    def load(p: torch.Tensor, a: torch.Tensor) -> None:
+        a.zero_()
+        p.data.copy_(a)
+
+    found = reasons(load)
+    assert (found.copies, found.computed, found.zeros) == ({}, {}, {"p"})
+    assert not reasons(lambda p, a: (p.data.copy_(a), a.zero_())).zeros, "it was copied before"
+    in_part = reasons(lambda p, a: (a[:2].zero_(), p.data.copy_(a)))
+    assert "a part that was set to zero" in in_part.reasons["p"]

@@ -48,6 +48,10 @@ _NEW = (
 """Operations that make memory to copy into."""
 
 
+_ZERO = (aten.zero_.default,)
+"""Operations that set their argument to zero."""
+
+
 class ComputedError(WeightsError):
     """A loader needs values of tensors that have none here.
 
@@ -82,6 +86,8 @@ class Buffer:
     """In the order of the copies: later ones replace what earlier ones copied."""
     computed: frozenset[str] = frozenset()
     """The tensors of which its values were computed; empty where they are copies."""
+    zeroed: list[Box] = field(default_factory=list)
+    """Boxes that the loader has set to zero, as for a bias that only one rank adds."""
 
     def tensors(self) -> frozenset[str]:
         """Return the names of the tensors that have a part in it."""
@@ -173,6 +179,8 @@ class Recording:
     """By parameter: the tensors of which the loader computes it."""
     reasons: Mapping[str, str]
     """By parameter in `computed`: what the loader does."""
+    zeros: frozenset[str] = frozenset()
+    """Parameters that the loader sets to zero, in place of tensors."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -192,6 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scratch: dict[int, tuple[torch.Tensor, set[str]]] = {}
         """By storage, tensors besides the parameters into which stand-ins were copied, and the tensors of these."""
         self._reasons: dict[str, str] = {}
+        self._zeros: set[str] = set()
 
     def stand_in(self, spec: TensorSpec, device: str | torch.device = "cpu") -> StandIn:
         """Return the stand-in of a tensor of the checkpoint, which claims to be on `device`."""
@@ -232,6 +241,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory", "non_blocking")}
         metas = {_storage(one.meta): one.buffer for one in stand_ins}
         written = _written(func, args, kwargs)
+        if func in _ZERO:
+            zeroed: StandIn = args[0]
+            view = zeroed.view_of_buffer
+            zeroed.buffer.zeroed += [copy.box for copy in boxes_of(zeroed.buffer.shape, zeroed.shape, view, view)]
+            return zeroed
         if func in (aten._to_copy.default, *_NEW):
             kwargs["device"] = torch.device("meta")
         computed = _names(stand_ins)
@@ -269,8 +283,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _fill(self, target: StandIn, source: StandIn, sizes: Sequence[int]) -> None:
         """Note a copy of all of `source` into `target`, in the order of their elements."""
-        if source.buffer.computed:
-            target.buffer.computed |= source.buffer.computed
+        if source.buffer.computed or source.buffer.zeroed:
+            target.buffer.computed |= source.buffer.tensors()
             return
         if tuple(target.shape) != tuple(sizes):  # a copy that also reshapes
             target.buffer.computed |= source.buffer.tensors()
@@ -297,7 +311,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_computed(target, source.buffer.tensors(), f"a view as {target.dtype}")
             return target
         region = tuple(target.shape), _place(target, parameter)
+        if source.buffer.zeroed:
+            return self._copy_zeros(target, source, name, region)
         self._writes.setdefault(name, []).append(_Write(region, expanded.buffer, expanded.view_of_buffer))
+        return target
+
+    def _copy_zeros(self, target: torch.Tensor, source: StandIn, name: str, region: Region) -> torch.Tensor:
+        """Record a copy into a region of parameter `name` from a buffer that has been set to zero, at least in part."""
+        view = source.view_of_buffer
+        boxes = [copy.box for copy in boxes_of(source.buffer.shape, source.shape, view, view)]
+        if all(any(intersection(box, zero) == box for zero in source.buffer.zeroed) for box in boxes):
+            self._writes.setdefault(name, []).append(_Write(region, None, _NO_VIEW))
+            self._zeros.add(name)
+        else:
+            self._note_computed(target, source.buffer.tensors(), "a part that was set to zero")
         return target
 
     def _expanded(self, source: StandIn, target: torch.Tensor) -> StandIn:
@@ -395,7 +422,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except _NotCopiedError as error:
                 computed[name] = frozenset().union(*(write.source.tensors() for write in writes if write.source))
                 reasons[name] = str(error)
-        return Recording(copies, computed, reasons)
+        return Recording(copies, computed, reasons, frozenset(self._zeros - copies.keys() - computed.keys()))
 
     def _copies(self, name: str, writes: Sequence[_Write]) -> dict[str, tuple[BoxCopy, ...]]:
         """Return the copies into one parameter.

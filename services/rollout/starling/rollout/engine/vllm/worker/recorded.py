@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,8 +63,13 @@ class PublishedModel:
         named = dict(made.named_parameters())
         saved = made.state_dict().keys()
         named.update((name, buffer) for name, buffer in made.named_buffers() if name in saved)
+        kept = _kept_in_float32(made, config.model_config.dtype)
         self.tensors: dict[str, TensorSpec] = {
-            name: TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+            name: TensorSpec(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype="float32" if kept(name) else str(tensor.dtype).removeprefix("torch."),
+            )
             for name, tensor in named.items()
         }
         """Parameters and persistent buffers by their names in the module; of tied ones the first."""
@@ -78,6 +83,17 @@ class PublishedModel:
             for name in filter(self._transposed.search, converted):
                 converted[name] = converted[name].transpose(-1, -2)
         return converted
+
+
+def _kept_in_float32(outline: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return whether transformers loads a parameter in float32, whatever element type it is asked for."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = outline._get_dtype_plan(dtype)
+    if not plan:
+        return lambda _: False
+    pattern, _, _ = build_glob_alternation(list(plan))
+    return lambda name: pattern.search(name) is not None
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,7 @@ def record_worker(
     modules = {module for group in whole for module in group.modules}
     index = {name: i for i, name in enumerate(published.tensors)}
     shards: list[Shard] = []
-    padded: list[str] = []
+    padded = sorted(recording.zeros)
     for parameter, copies in recording.copies.items():
         if parameter.rpartition(".")[0] in modules:
             continue
@@ -331,7 +347,7 @@ def _check_filled(fresh: torch.nn.Module, recording: Recording, whole: Sequence[
     """Check that versions fill every parameter: others would keep what vLLM was started with."""
     if any(not group.modules for group in whole):
         return  # which parameters the loader fills from refused tensors is not known
-    filled = recording.copies.keys() | recording.computed.keys()
+    filled = recording.copies.keys() | recording.computed.keys() | recording.zeros
     empty = [name for name, parameter in fresh.named_parameters() if name not in filled and parameter.numel()]
     if empty:
         raise WeightsError(
