@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.strided import BoxCopy, IrregularViewError, Strided, boxes_of, merged, row_major
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record one operation."""
         kwargs = kwargs or {}
-        flat, _ = tree_flatten((args, kwargs))
+        flat = [*_flat(args), *_flat(kwargs.values())]
         stand_ins = [one for one in flat if isinstance(one, StandIn)]
         if not stand_ins:
             written = _written(func, args, kwargs)
@@ -249,8 +249,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in (aten._to_copy.default, *_NEW):
             kwargs["device"] = torch.device("meta")
         computed = _names(stand_ins)
-        args, kwargs = tree_map(_as_meta, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = func(*map(_as_meta, args), **{key: _as_meta(value) for key, value in kwargs.items()})
 
         def wrapped(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -272,7 +271,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return tensor
             self._note_computed(tensor, computed, str(func))
             return tensor
-        return tree_map(wrapped, result)
+        return [wrapped(one) for one in result] if isinstance(result, (list, tuple)) else wrapped(result)
 
     def _fresh(self, meta: torch.Tensor, device: torch.device) -> StandIn:
         """Return a stand-in of new memory, of shape and strides of `meta`."""
@@ -529,9 +528,22 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _flat(values: Iterable[Any]) -> list[Any]:
+    """Return the arguments of an operation, those in lists on their own."""
+    flat: list[Any] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            flat += value
+        else:
+            flat.append(value)
+    return flat
+
+
 def _as_meta(value: Any) -> Any:
     if isinstance(value, StandIn):
         return value.meta
+    if isinstance(value, (list, tuple)):
+        return [_as_meta(one) for one in value]
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
@@ -542,13 +554,18 @@ def _names(stand_ins: Iterable[StandIn]) -> frozenset[str]:
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operation writes to."""
     found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
         if isinstance(value, torch.Tensor):
             found.append(value)
     return found
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(index, one.name) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
