@@ -54,6 +54,7 @@ def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int,
         outcome = adopt_under_load(engine, publisher, num_adoptions, "recompute")
         check_scores(engine, models[engine.engine.version % NUM_CHECKPOINTS])
         check_relay(engine.engine, publisher, num_adoptions)
+        check_same_version(engine.engine, folders, num_adoptions)
         if tp == 2 and family == "qwen3":
             kill_one_worker(engine)
     assert not [file for file in files if file.exists()]
@@ -99,6 +100,16 @@ def check_relay(engine: Engine, publisher: PublisherProcess, version: int) -> No
         finally:
             puller.close()
     assert layout_root(roots) == publisher.layout_root
+
+
+def check_same_version(engine: Engine, folders: list[Path], version: int) -> None:
+    """Have the engine pull the version that it holds from a source with other bits, as after a relay that lied."""
+    with publisher_process(folders[::-1]) as other:
+        plan = other.plan(engine)
+        other.pull(engine, plan, version)
+        adopted = engine.adopt("keep")
+        assert adopted.version == version
+        assert adopted.layout_root == other.layout_root
 
 
 def storages_of(layout: Layout, rank: int) -> dict[str, torch.Tensor]:

@@ -139,7 +139,8 @@ class WorkerWeights:
         """
         if self._parts is not None:
             return self._fill(self._parts, version)
-        if self._puller.version != version:
+        # By what was pulled and not by its number: a version in place may be lost, or not be what was published.
+        if self._puller.state == "staged":
             switched = self._puller.switch(self._tensors())
             if switched != version:
                 raise WeightsError(f"Version {switched} was staged, not {version}.")
