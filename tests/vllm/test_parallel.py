@@ -104,7 +104,7 @@ def check_relay(engine: Engine, publisher: PublisherProcess, version: int) -> No
 
 def check_same_version(engine: Engine, folders: list[Path], version: int) -> None:
     """Have the engine pull the version that it holds from a source with other bits, as after a relay that lied."""
-    with publisher_process(folders[::-1]) as other:
+    with publisher_process([*folders[1:], folders[0]]) as other:
         plan = other.plan(engine)
         other.pull(engine, plan, version)
         adopted = engine.adopt("keep")
