@@ -408,8 +408,6 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         record = VersionAdopted(name=member.name, epoch=member.incarnation, version=message.version)
         state.outbox.write(record)
         set_held_version(state, member, message.version)
-        if state.weights.outdated:
-            state.dirty |= Dirty.ADOPT  # for rollouts that wait for an offer, or for its source
     elif member.role == "policy":
         evict(state, member, f"{member.name} does not hold version {message.version} bit for bit after adopting it")
     else:

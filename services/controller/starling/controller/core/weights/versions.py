@@ -12,6 +12,8 @@ def set_held_version(state: ControllerState, member: Member, version: int) -> No
     state.weights.remove_holder(member)
     member.version = version
     state.weights.add_holder(member)
+    if state.weights.outdated:
+        state.dirty |= Dirty.ADOPT  # for rollouts that wait for an offer, or for its source
     state.replicas.slots.mark(member)
     check_outdated(state, member)
 
