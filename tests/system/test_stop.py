@@ -150,7 +150,7 @@ def terminal_closes(folder: Path) -> None:
 
 def second_ctrl_c(folder: Path) -> None:
     """The first Ctrl-C waits for a long step; the second does not."""
-    slow_step = {"num_steps": 5, "examples_per_step": 200_000}
+    slow_step = {"num_steps": 5, "examples_per_step": 150_000}
     with run(make_workdir(folder, run={"kind": "sft"}, evaluation={}, sft=slow_step)) as command:
         command.wait_for_output("replica=policy-0")
         command.interrupt()
