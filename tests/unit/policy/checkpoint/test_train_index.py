@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from starling.common.errors import ConfigError
 from starling.policy.train.checkpoint.header import encode_header, find_state, read_header
+from starling.policy.train.checkpoint.index import BadIndexError, read_index
 from starling.policy.train.checkpoint.state import (
     WEIGHTS,
     HostBuffers,
@@ -160,11 +161,11 @@ def test_index_with_a_fifo_in_the_place_of_a_file_is_refused(tmp_path: Path) -> 
 def test_index_of_other_forms_is_refused(tmp_path: Path) -> None:
     edits: list[Callable[[Metadata], object]] = [
         lambda index: index.state_dict_metadata.update({NAME: BytesStorageMetadata()}),
-        lambda index: index.state_dict_metadata.update({NAME: tensor_entry(size=(4,), chunk=((1,), (4,)))}),
-        lambda index: index.state_dict_metadata.update({NAME: tensor_entry(size=(4,), chunk=((0, 0), (4, 1)))}),
-        lambda index: index.state_dict_metadata.update({NAME: tensor_entry(size=(-4,), chunk=((0,), (-4,)))}),
+        lambda index: index.state_dict_metadata.update({NAME: tensor_entry((4,), ((1,), (4,)))}),
+        lambda index: index.state_dict_metadata.update({NAME: tensor_entry((4,), ((0, 0), (4, 1)))}),
+        lambda index: index.state_dict_metadata.update({NAME: tensor_entry((-4,), ((0,), (-4,)))}),
         lambda index: index.state_dict_metadata.update({NAME: MetadataIndex(NAME)}),
-        lambda index: index.state_dict_metadata.update({1: tensor_entry(size=(4,), chunk=((0,), (4,)))}),
+        lambda index: index.state_dict_metadata.update({1: tensor_entry((4,), ((0,), (4,)))}),
         lambda index: index.storage_data.update({NAME: _StorageInfo("__0_0.distcp", 0, 8)}),
         lambda index: index.storage_data.update({MetadataIndex(NAME): _StorageInfo("__0_0.distcp", -1, 8)}),
         lambda index: index.storage_data.update({MetadataIndex(NAME): _StorageInfo("__0_0.distcp", 0, 1 << 70)}),
@@ -179,10 +180,55 @@ def test_index_of_other_forms_is_refused(tmp_path: Path) -> None:
             restore(state)
 
 
-def tensor_entry(size: tuple[int, ...], chunk: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:
-    """Return the entry of a tensor with one chunk: offsets and sizes."""
-    chunks = [ChunkStorageMetadata(torch.Size(chunk[0]), torch.Size(chunk[1]))]
-    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), chunks)
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (),
+        (((0,), (3,)),),
+        (((0,), (2,)), ((1,), (2,))),
+        (((0,), (2,)), ((0,), (2,))),
+    ],
+)
+def test_index_whose_chunks_do_not_cover_their_tensor_is_refused(
+    tmp_path: Path, chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> None:
+    # DCP would leave the elements that no chunk covers as they are, and report a restored tensor.
+    state = write_state(tmp_path / "states")
+    edit_index(state, lambda index: index.state_dict_metadata.update({NAME: tensor_entry((4,), *chunks)}))
+    with pytest.raises(ConfigError, match=rf"cannot be read \(the chunks of '{NAME}' do not cover it"):
+        restore(state)
+
+
+def test_index_with_a_chunk_in_no_file_is_refused(tmp_path: Path) -> None:
+    state = write_state(tmp_path / "states")
+    edit_index(state, lambda index: index.storage_data.clear())
+    with pytest.raises(ConfigError, match=rf"cannot be read \(a chunk of '{NAME}' is in no file"):
+        restore(state)
+
+
+def test_index_of_chunks_along_any_dims_covers_its_tensor() -> None:
+    size = (5, 6)
+    grid = [((row, column), (min(2, 5 - row), 3)) for row in (0, 2, 4) for column in (0, 3)]
+    assert read_entry(size, *grid, ((0, 0), (0, 6))).size == size
+    with pytest.raises(BadIndexError, match="do not cover it"):
+        read_entry(size, *grid[1:], ((1, 0), (2, 3)))
+    assert read_entry((), ((), ())).size == ()
+    assert read_entry((0, 3)).size == (0, 3)
+
+
+def read_entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:
+    """Return the entry of a tensor with these chunks, from an index that has it only."""
+    locations = {MetadataIndex("w", torch.Size(offsets)): _StorageInfo("f", 0, 8) for offsets, _ in chunks}
+    index = Metadata(state_dict_metadata={"w": tensor_entry(size, *chunks)}, storage_data=locations)
+    found = read_index(io.BytesIO(pickle.dumps(index)), {"f"}).state_dict_metadata["w"]
+    assert isinstance(found, TensorStorageMetadata)
+    return found
+
+
+def tensor_entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:
+    """Return the entry of a tensor with these chunks: offsets and sizes."""
+    parts = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), parts)
 
 
 def edit_index(state: Path, edit: Callable[[Metadata], object]) -> None:

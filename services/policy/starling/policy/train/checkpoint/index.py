@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection
+from math import prod
 from typing import IO, Any, Final, Never
 
 import torch
@@ -119,19 +120,47 @@ def read_index(file: IO[bytes], files: Collection[str]) -> Metadata:
     except TypeError as error:  # as where it sets an attribute of a class
         raise BadIndexError(f"it does what no index does: {error}") from None
     fields = _fields(found, _Metadata)
-    entries, locations = _dict(fields, "state_dict_metadata"), _dict(fields, "storage_data")
+    entries = _dict(fields, "state_dict_metadata")
+    locations = {_key(key): _location(value, files) for key, value in _dict(fields, "storage_data").items()}
     return Metadata(
-        state_dict_metadata={_text(name): _tensor_entry(entry) for name, entry in entries.items()},
-        storage_data={_key(key): _location(value, files) for key, value in locations.items()},
+        state_dict_metadata={_text(name): _tensor_entry(name, entry, locations) for name, entry in entries.items()},
+        storage_data=locations,
     )
 
 
-def _tensor_entry(record: Any) -> TensorStorageMetadata:
+def _tensor_entry(name: str, record: Any, locations: Collection[MetadataIndex]) -> TensorStorageMetadata:
+    """Return the entry of a tensor whose chunks cover it: DCP leaves what no chunk covers as it is, in silence."""
     fields = _fields(record, _TensorEntry)
-    size, chunks = _size(fields.get("size")), fields.get("chunks")
-    if type(chunks) is not list:
-        _refuse(chunks)
-    return TensorStorageMetadata(_properties(fields.get("properties")), size, [_chunk(chunk, size) for chunk in chunks])
+    size, found = _size(fields.get("size")), fields.get("chunks")
+    if type(found) is not list:
+        _refuse(found)
+    chunks = [_chunk(chunk, size) for chunk in found]
+    filled = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if sum(prod(chunk.sizes) for chunk in filled) != prod(size) or _overlap(filled):
+        raise BadIndexError(f"the chunks of {name!r:.255} do not cover it")
+    if any(MetadataIndex(name, chunk.offsets) not in locations for chunk in filled):
+        raise BadIndexError(f"a chunk of {name!r:.255} is in no file")
+    return TensorStorageMetadata(_properties(fields.get("properties")), size, chunks)
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Return whether any two chunks, none of them empty, have elements in common."""
+    if len(chunks) < 2 or not chunks[0].offsets:
+        return len(chunks) > 1
+    # Along the dim with the most different offsets, few chunks begin before another one ends.
+    dim = max(range(len(chunks[0].offsets)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    open_chunks: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        open_chunks = [other for other in open_chunks if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
+        if any(_meet(chunk, other) for other in open_chunks):
+            return True
+        open_chunks.append(chunk)
+    return False
+
+
+def _meet(first: ChunkStorageMetadata, second: ChunkStorageMetadata) -> bool:
+    bounds = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    return all(begin < at + length and at < begin + size for begin, size, at, length in bounds)
 
 
 def _properties(record: Any) -> TensorProperties:
