@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from starling.common.errors import ConfigError
 from starling.policy.train.checkpoint.header import encode_header, find_state, read_header
-from starling.policy.train.checkpoint.index import BadIndexError, read_index
+from starling.policy.train.checkpoint.index import MAX_BYTES, BadIndexError, read_index
 from starling.policy.train.checkpoint.state import (
     WEIGHTS,
     HostBuffers,
@@ -214,6 +216,48 @@ def test_index_of_chunks_along_any_dims_covers_its_tensor() -> None:
         read_entry(size, *grid[1:], ((1, 0), (2, 3)))
     assert read_entry((), ((), ())).size == ()
     assert read_entry((0, 3)).size == (0, 3)
+
+
+NESTED = b"\x80\x04}" + b")" + b"\x85" * 2_000_000 + b"Ns."
+"""A dict whose key is two million tuples in each other."""
+NESTED_BY_NAME = b"\x80\x02}" + b")q\x00" + b"".join(b"h%c\x85q%c" % (n, n + 1) for n in range(100)) + b"Ns."
+"""The same, a hundred, each by its number."""
+MEMO = b"\x80\x04Nr\xff\xff\xff\x7f."
+"""A value with the number 2^31 - 1, for which the interpreter makes a table of 16 GiB and more."""
+
+
+@pytest.mark.parametrize("program", [NESTED, NESTED_BY_NAME, MEMO])
+def test_index_that_ends_the_interpreter_of_pickles_is_refused(program: bytes) -> None:
+    # In a process of its own, which may die: that of a policy did.
+    code = (
+        "import io, resource, sys\n"
+        "from starling.policy.train.checkpoint.index import MAX_BYTES, BadIndexError, read_index\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))\n"
+        "try:\n    read_index(io.BytesIO(sys.stdin.buffer.read()), {'f'})\n"
+        "except BadIndexError as error:\n    print(error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], input=program, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"it nests tuples" in ended.stdout or b"it numbers a value" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "numbers a value 2147483647 that is number 0"),
+        (b"\x80\x04\x8b\x01\x00\x00\x00\x7f.", "the opcode LONG4"),
+        (b"\x80\x02\x82\x01.", "the opcode EXT1"),
+        (b"\x80\x02h\x05.", "a value that is not there"),
+        (b"\x80\x02\x85.", "a value that is not there"),
+        (b"\x80\x02u.", "a value that is not there"),
+        (b"\x80\x02N", "it is no pickle"),
+        (b"\x80\x02\xff.", "it is no pickle"),
+        (b"N" * (MAX_BYTES + 1), "it has more than 67108864 bytes"),
+    ],
+)
+def test_index_with_another_program_than_an_index_is_refused(program: bytes, complaint: str) -> None:
+    with pytest.raises(BadIndexError, match=complaint):
+        read_index(io.BytesIO(program), {"f"})
 
 
 def read_entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:

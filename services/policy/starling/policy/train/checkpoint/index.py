@@ -10,8 +10,10 @@ later, or that the classes behave in another way from then on.
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Collection
+import pickletools
+from collections.abc import Collection, Iterator
 from math import prod
 from typing import IO, Any, Final, Never
 
@@ -26,6 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 _DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+MAX_BYTES: Final = 64 << 20
+"""Largest index: each chunk has some 200 bytes, so these are those of 1,500 tensors on 200 ranks."""
+_MAX_DEPTH: Final = 3
+"""Tuples in each other. An index has two; Python hashes and compares them on the C stack, without a limit."""
 
 
 class BadIndexError(pickle.UnpicklingError):
@@ -96,6 +104,76 @@ _RECORDS: Final = {
 """Names that an index contains besides element types, by module and name."""
 
 
+_PUSHES: Final = frozenset(
+    {
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "GLOBAL",
+        "EMPTY_LIST",
+        "EMPTY_DICT",
+    }
+)
+_POPS: Final = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
+"""Number of values that an opcode takes from the stack, and adds to the one below."""
+_MAKES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "REDUCE": 2, "NEWOBJ": 2, "STACK_GLOBAL": 2}
+"""Number of values of which an opcode makes one."""
+
+
+def _check_program(content: bytes) -> None:
+    """Refuse a pickle with which the interpreter of pickles itself could fail or take memory without a limit.
+
+    It goes through the opcodes without making anything: of each value it knows only how many tuples lie in each other.
+
+    Raises:
+        BadIndexError: it has another opcode than an index, takes what is not there, or nests tuples.
+    """
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: list[int] = []
+    try:
+        for code, argument in _opcodes(content):
+            if code in _PUSHES:
+                stack.append(0)
+            elif code == "MARK":
+                marks.append(len(stack))
+            elif code in ("APPENDS", "SETITEMS"):
+                del stack[marks.pop() :]
+            elif code in _POPS:
+                del stack[len(stack) - _POPS[code] :]
+            elif code in _MAKES or code in ("TUPLE", "EMPTY_TUPLE"):
+                begin = marks.pop() if code == "TUPLE" else len(stack) - _MAKES.get(code, 0)
+                depth = 1 + max(stack[begin:], default=0) if "TUPLE" in code else 0
+                if begin < 0 or depth > _MAX_DEPTH:
+                    raise BadIndexError("it nests tuples as no index does, or takes a value that is not there")
+                stack[begin:] = [depth]
+            elif code in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif code in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+                if argument not in (None, len(memo)):
+                    raise BadIndexError(f"it numbers a value {argument} that is number {len(memo)}")
+                memo.append(stack[-1])
+            elif code not in ("PROTO", "FRAME", "STOP"):
+                raise BadIndexError(f"it has the opcode {code}, which no index contains")
+    except IndexError:
+        raise BadIndexError("it takes a value that is not there") from None
+
+
+def _opcodes(content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield name and argument of each opcode. Raises BadIndexError where there is none."""
+    try:
+        for opcode, argument, _ in pickletools.genops(content):
+            yield opcode.name, argument
+    except ValueError as error:
+        raise BadIndexError(f"it is no pickle: {error}") from None
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _RECORDS.get((module, name)) or (_DTYPES.get(name) if module == "torch" else None)
@@ -115,8 +193,12 @@ def read_index(file: IO[bytes], files: Collection[str]) -> Metadata:
         BadIndexError: it is not an index of tensors in these files.
         Exception: it is no pickle, as `pickle.Unpickler.load`.
     """
+    content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise BadIndexError(f"it has more than {MAX_BYTES} bytes")
+    _check_program(content)
     try:
-        found = _Unpickler(file).load()
+        found = _Unpickler(io.BytesIO(content)).load()
     except TypeError as error:  # as where it sets an attribute of a class
         raise BadIndexError(f"it does what no index does: {error}") from None
     fields = _fields(found, _Metadata)
