@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from starling.common.errors import ConfigError
-from starling.policy.train.checkpoint.header import encode_header, find_state, read_header
+from starling.policy.train.checkpoint.header import StateHeader, encode_header, find_state, read_header
 from starling.policy.train.checkpoint.index import MAX_BYTES, BadIndexError, read_index
 from starling.policy.train.checkpoint.state import (
     WEIGHTS,
@@ -282,3 +282,37 @@ def edit_index(state: Path, edit: Callable[[Metadata], object]) -> None:
     edit(index)
     path.write_bytes(pickle.dumps(index))
     reseal(state)
+
+
+@pytest.mark.parametrize("position", [-1, 625, 10**9])
+def test_state_with_random_numbers_at_no_position_is_refused(tmp_path: Path, position: int) -> None:
+    # NumPy accepts the position and reads beyond its keys: the process dies, or samples what lies there.
+    def edit(header: StateHeader) -> StateHeader:
+        name, keys, _, has_gauss, gauss = header.numpy_random
+        return msgspec.structs.replace(header, numpy_random=(name, keys, position, has_gauss, gauss))
+
+    check_header_is_refused(tmp_path, edit)
+
+
+def test_state_with_random_numbers_of_no_generator_is_refused(tmp_path: Path) -> None:
+    keys = (1,) * 624
+    numpy = [("x", keys, 0, 0, 0.0), ("MT19937", keys[1:], 0, 0, 0.0), ("MT19937", (1 << 32, *keys[1:]), 0, 0, 0.0)]
+    numpy += [("MT19937", (-1, *keys[1:]), 0, 0, 0.0), ("MT19937", keys, 0, 2, 0.0)]
+    for number, state in enumerate(numpy):
+        check_header_is_refused(
+            tmp_path / f"n{number}", lambda header, state=state: msgspec.structs.replace(header, numpy_random=state)
+        )
+    python = [(4, (*keys, 0), None), (3, keys, None), (3, (*keys, 625), None), (3, (), None)]
+    python += [(3, (*keys[1:], -1, 0), None)]
+    for number, state in enumerate(python):
+        check_header_is_refused(
+            tmp_path / f"p{number}", lambda header, state=state: msgspec.structs.replace(header, python_random=state)
+        )
+
+
+def check_header_is_refused(folder: Path, edit: Callable[..., StateHeader]) -> None:
+    """Check that a state with an edited header is not found."""
+    state = write_state(folder)
+    (state / "state.json").write_bytes(encode_header(edit(read_header(Storage(str(state))))))
+    with pytest.raises(ConfigError, match="states of random numbers that no generator has"):
+        find_state(str(state))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -17,6 +17,7 @@ from starling.weightsync.offers.offer import digest_of
 STATES: Final = "states"
 """Subfolder of a run's folder with its states."""
 PREFIX: Final = "version-"
+_TWISTER_KEYS: Final = 624
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +103,26 @@ def read_header(storage: Storage, *names: str) -> StateHeader:
     for name in (state.parts, *state.digests):
         if "/" in name or "\0" in name or name == "..":
             raise DamagedStateError(f"{MANIFEST} names {name!r:.255}, which is no file of this state")
+    if not _are_random_states(state):
+        raise DamagedStateError(f"{MANIFEST} has states of random numbers that no generator has")
     return state
+
+
+def _are_random_states(state: StateHeader) -> bool:
+    """Return whether the generators can be in these states: NumPy reads beyond its keys at another position."""
+    version, python, _ = state.python_random
+    name, keys, position, has_gauss, _ = state.numpy_random
+    return (
+        (version, name) == (3, "MT19937")
+        and _is_twister(python[:-1], *python[-1:])
+        and _is_twister(keys, position)
+        and has_gauss in (0, 1)
+    )
+
+
+def _is_twister(keys: Sequence[int], position: int = -1) -> bool:
+    """Return whether a Mersenne Twister can have these keys, and this position in them."""
+    return len(keys) == _TWISTER_KEYS and 0 <= position <= _TWISTER_KEYS and all(0 <= key < 1 << 32 for key in keys)
 
 
 def verify_state(storage: Storage, *names: str) -> StateHeader:
