@@ -18,9 +18,10 @@ class DataSettings(SettingsSection):
     """Where the rows come from: a path to a .jsonl or .parquet file, `hf:NAME_OR_FOLDER`, `reasoning_gym:TASK`, or
     `MODULE:FACTORY` (also `path/file.py:FACTORY`), a function of no arguments that returns the rows."""
     split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Split of a Hugging Face dataset. In a local folder, the names of its files or subfolders have the word `train`,
+    `test` or `validation`; where none has, all are `train`."""
     config: str = ""
-    """Configuration (subset) of a Hugging Face dataset; empty for its only one."""
+    """Configuration (subset) of a Hugging Face dataset; empty for its only one. Of a local folder, a subfolder."""
     size: int = Field(default=1000, ge=1, le=10 * MAX_GROUPS)
     """Rows that a reasoning-gym task generates. Repeated questions are dropped, so there may be fewer."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -15,6 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NoReturn
 
 from starling.common.errors import ConfigError
@@ -22,6 +23,7 @@ from starling.common.files import open_regular
 from starling.common.importing import import_object
 from starling.common.raised import describe_raised
 from starling.common.wire.messages import Prompt
+from starling.controller.data.folders import DICT, STATE, builder_of, check_saved
 from starling.controller.data.media import MAX_INLINE_BYTES
 from starling.controller.data.settings import DataSettings
 
@@ -155,34 +157,75 @@ def _read_hugging_face(name: str, settings: DataSettings, limit: int | None) -> 
     path = Path(name).expanduser()
     if not path.exists() and (name.startswith(("/", ".", "~")) or not name):
         _raise_missing(path)
+    if path.is_file():
+        raise ConfigError(f"the dataset hf:{name} is a file: write its path without hf:, or name its folder")
     datasets.disable_progress_bars()
-    saved = path.is_dir() and any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
-    try:
-        if saved:
-            loaded = datasets.load_from_disk(str(path))
-            if isinstance(loaded, datasets.DatasetDict):
-                if settings.split not in loaded:
-                    raise ValueError(f"it has no split {settings.split!r}; {nearest(settings.split, loaded)}")
-                loaded = loaded[settings.split]
-        else:
-            source = str(path) if path.exists() else name
-            loaded = datasets.load_dataset(source, settings.config or None, split=settings.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(
-            f"the Hugging Face dataset {name!r} cannot be loaded ({_first_line(error)}): check its name, "
-            f"split = {settings.split!r}, config = {settings.config!r} and the network, or give a local folder"
-        ) from None
-    if limit is not None:
-        loaded = loaded.select(range(min(limit, len(loaded))))
-    revision = commit_of(loaded.info.download_checksums or {})
-    try:
-        rows = [*_undecoded_rows(loaded, settings)]
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): correct the dataset"
-        ) from None
+    with TemporaryDirectory(prefix="starling-data-") as cache:
+        try:
+            loaded = _load_folder(path, settings, Path(cache)) if path.is_dir() else _load_from_hub(name, settings)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the library raises arbitrary exceptions for bad files
+            reason = _first_line(error.__cause__ or error)  # the library's own error often says only that there is one
+            raise ConfigError(
+                f"the Hugging Face dataset {name!r} cannot be loaded ({reason:.500}): check its name, "
+                f"split = {settings.split!r}, config = {settings.config!r} and the network, or give a local folder"
+            ) from None
+        if limit is not None:
+            loaded = loaded.select(range(min(limit, len(loaded))))
+        try:
+            revision = commit_of(loaded.info.download_checksums or {})
+            rows = [*_undecoded_rows(loaded, settings)]
+        except Exception as error:  # noqa: BLE001 - as above
+            raise ConfigError(
+                f"a row of the Hugging Face dataset {name!r} cannot be read ({_first_line(error)}): correct the dataset"
+            ) from None
     folders = _own_folders(path if path.exists() else None, name)
     return Rows([_hugging_face_row(row, number, settings, folders) for number, row in enumerate(rows)], revision)
+
+
+def _load_folder(path: Path, settings: DataSettings, cache: Path) -> Any:
+    """Return the dataset in a local folder, for which the library writes only into `cache`."""
+    import datasets
+
+    if any((path / file).exists() for file in (STATE, DICT)):
+        check_saved(path)
+        loaded = datasets.load_from_disk(str(path))
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded
+        if settings.split not in loaded:
+            raise ValueError(f"it has no split {settings.split!r}; {nearest(settings.split, loaded)}")
+        return loaded[settings.split]
+    builder = builder_of(path, settings.config, cache)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=settings.split)
+
+
+def _load_from_hub(name: str, settings: DataSettings) -> Any:
+    """Return a dataset of the hub, or of the library's cache."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(name, settings.config or None)
+    check_hub_files(name, builder)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=settings.split)
+
+
+def check_hub_files(name: str, builder: Any) -> None:
+    """Check that a builder reads only files of the dataset `name` of the hub: its README may name any others.
+
+    Raises:
+        ConfigError: naming the other file.
+    """
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            if not str(file).startswith(f"hf://datasets/{name}@"):
+                raise ConfigError(
+                    f"the Hugging Face dataset {name!r} names the file {file!r:.255}, which is not of it: give another "
+                    "dataset, or a local folder with its files"
+                )
+    if re.fullmatch(r"\d+\.\d+\.\d+", str(builder.config.version)) is None:
+        raise ConfigError(f"the Hugging Face dataset {name!r} has a version that is none: give another dataset")
 
 
 def commit_of(files: Iterable[str]) -> str:

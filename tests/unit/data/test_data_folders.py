@@ -1,0 +1,198 @@
+"""Hugging Face datasets whose author is hostile: no other file is read, nothing is fetched, nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets.packaged_modules.csv.csv import Csv
+
+from starling.common.errors import ConfigError
+from starling.controller.data.settings import DataSettings
+from starling.controller.data.sources import check_hub_files, load_rows
+
+SECRET = "the secret key"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder next to a secret file; the cache of the library is in the test's folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "secret.csv").write_text(f"question\n{SECRET}\n")
+    (tmp_path / "set").mkdir()
+    return tmp_path / "set"
+
+
+def questions(source: Path, **changes: Any) -> list[str]:
+    """Return the questions of a dataset."""
+    rows = load_rows(DataSettings(source=f"hf:{source}", reference_column="", **changes)).rows
+    return [str(row.columns["question"]) for row in rows if not hasattr(row, "messages")]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "data_files: [{split: train, path: [a.csv, ../secret.csv]}]",
+        "data_files: [{split: train, path: [a.csv, '{there}/secret.csv']}]",
+        "data_files: [{split: train, path: [a.csv, 'file://{there}/secret.csv']}]",
+        "data_files: [{split: train, path: [a.csv, 'http://127.0.0.1:9/x.csv']}]",
+        "data_dir: '{there}'\n  data_files: [{split: train, path: secret.csv}]",
+        "version: '{there}/written'\n  data_files: [{split: train, path: a.csv}]",
+        "version: ../../../written\n  data_files: [{split: train, path: a.csv}]",
+        "header: null\n  names: [x]\n  data_files: [{split: train, path: a.csv}]",
+        "data_files: [{split: ../../../../x, path: a.csv}]",
+        "data_files: !!python/object/apply:os.system [exit]",
+    ],
+)
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_readme_decides_nothing(folder: Path, name: str, config: str) -> None:
+    (folder / "a.csv").write_text("question\nhonest\n")
+    text = f"configs:\n- config_name: default\n  {config.replace('{there}', str(folder.parent))}\n"
+    (folder / name).write_text(f"---\n{text}---\n" if name == "README.md" else text)
+    assert questions(folder) == ["honest"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["secret.csv", "set"]
+
+
+def test_links_out_of_the_folder_are_refused(folder: Path) -> None:
+    (folder / "train.csv").symlink_to("../secret.csv")
+    with pytest.raises(ConfigError, match=r"train\.csv is a link out of the dataset's folder"):
+        questions(folder)
+    (folder / "train.csv").unlink()
+    (folder / "in.txt").write_text("question\nhonest\n")
+    (folder / "in.txt").rename(folder / "rows")
+    (folder / "train.csv").symlink_to("rows")
+    (folder / "more").symlink_to(folder.parent)
+    assert questions(folder) == ["honest"]
+
+
+@pytest.mark.timeout(60)
+def test_fifo_of_rows_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "train.csv")
+    with pytest.raises(ConfigError, match=r"train\.csv is no regular file"):
+        questions(folder)
+
+
+def test_folder_without_one_kind_of_rows_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no files of rows"):
+        questions(folder)
+    (folder / "a.csv").write_text("question\nx\n")
+    (folder / "b.txt").write_text("x\n")
+    with pytest.raises(ConfigError, match=r"rows of several kinds \(a\.csv, b\.txt\)"):
+        questions(folder)
+    (folder / "b.txt").rename(folder / "a*.csv")
+    with pytest.raises(ConfigError, match="marks a pattern or a URL: rename it"):
+        questions(folder)
+
+
+def test_files_of_each_kind_and_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"question": ["train"]})
+    for kind, write in (("json", rows.to_json), ("csv", rows.to_csv), ("parquet", rows.to_parquet)):
+        (folder / kind / "test").mkdir(parents=True)
+        write(str(folder / kind / f"train-00000-of-00001.{kind}"))
+        shutil.copy(folder / kind / f"train-00000-of-00001.{kind}", folder / kind / "test" / f"other.{kind}")
+        assert questions(folder, config=kind) == questions(folder, config=kind, split="test") == ["train"]
+    (folder / "tsv").mkdir()
+    (folder / "tsv" / "rows.tsv").write_text("question\tother\nq,1\tx\n")
+    assert questions(folder, config="tsv") == ["q,1"]
+    monkeypatch.chdir(folder.parent)
+    assert questions(Path("set"), config="tsv") == ["q,1"]
+    (folder / "link").symlink_to(folder.parent)
+    with pytest.raises(ConfigError, match="has no subfolder 'link'"):
+        questions(folder, config="link")
+    with pytest.raises(ConfigError, match="has no subfolder 'none'"):
+        questions(folder, config="none")
+    with pytest.raises(ConfigError, match="is no plain name"):
+        questions(folder, config="../set")
+    with pytest.raises(ConfigError, match="is a file: write its path without hf:"):
+        questions(folder / "tsv" / "rows.tsv")
+
+
+def test_rows_of_other_columns_are_one_sentence(folder: Path) -> None:
+    (folder / "a.csv").write_text("question\nx\n")
+    (folder / "b.csv").write_text("another\nx\n")
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(Schema at index 1 was different"):
+        questions(folder)
+
+
+def save(folder: Path) -> None:
+    datasets.Dataset.from_dict({"question": ["A" * 36, "b", "c"]}).save_to_disk(str(folder))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("state.json", {"_data_files": [{"filename": "../other/data-00000-of-00001.arrow"}]}, "is no plain name"),
+        ("state.json", {"_data_files": [{"filename": "{there}/other/data-00000-of-00001.arrow"}]}, "is no plain name"),
+        ("state.json", {"_data_files": [{"filename": "link"}]}, "is a link out of the dataset's folder"),
+        ("state.json", {"_data_files": [{"filename": "none"}]}, "cannot be read"),
+        ("state.json", {"_data_files": []}, "no list of files"),
+        ("state.json", {"_data_files": [5]}, "no plain name"),
+        ("state.json", [], "is no JSON object"),
+        ("dataset_info.json", [], "is no JSON object"),
+        ("dataset_info.json", "deep", "is no JSON object"),
+        ("dataset_info.json", {"features": {"question": {"_type": "Nope"}}}, "cannot be loaded"),
+        ("dataset_info.json", {"features": {"question": {"_type": "Value", "dtype": "x"}}}, "cannot be loaded"),
+        ("dataset_dict.json", {"splits": ["../other"]}, "is no plain name"),
+        ("dataset_dict.json", {"splits": ["folder"]}, "is no folder"),
+        ("dataset_dict.json", {"splits": 5}, "no list of splits"),
+    ],
+)
+def test_saved_dataset_that_names_other_files_is_refused(folder: Path, file: str, content: Any, complaint: str) -> None:
+    save(folder.parent / "other")
+    save(folder)
+    (folder / "link").symlink_to(folder.parent / "other" / "data-00000-of-00001.arrow")
+    (folder / "folder").symlink_to(folder.parent / "other")
+    text = "[" * 100_000 + "]" * 100_000 if content == "deep" else json.dumps(content)
+    (folder / file).write_text(text.replace("{there}", str(folder.parent)))
+    with pytest.raises(ConfigError, match=complaint):
+        questions(folder)
+
+
+@pytest.mark.parametrize("how", ["saved", "rows"])
+def test_arrow_file_with_offsets_beyond_its_end_is_refused(folder: Path, how: str) -> None:
+    # The library would give what lies there in the memory of the process, also its keys, as the text of a row.
+    save(folder)
+    (path,) = folder.glob("*.arrow")
+    content = bytearray(path.read_bytes())
+    begin = content.find(b"".join(offset.to_bytes(4, "little") for offset in (0, 36, 37, 38)))
+    assert begin > 0
+    content[begin : begin + 16] = b"".join(offset.to_bytes(4, "little") for offset in (0, 3000, 3000, 3000))
+    path.write_bytes(content)
+    if how == "rows":
+        (folder / "state.json").unlink()
+    with pytest.raises(ConfigError, match=r"data-00000-of-00001\.arrow is damaged"):
+        questions(folder)
+
+
+def test_saved_dataset_and_arrow_files_are_read(folder: Path) -> None:
+    save(folder)
+    assert questions(folder) == ["A" * 36, "b", "c"]
+    (folder / "state.json").unlink()
+    assert questions(folder) == ["A" * 36, "b", "c"]
+
+
+def test_hub_dataset_that_names_other_files_is_refused(folder: Path) -> None:
+    builder = Csv(cache_dir=str(folder), data_files={"train": [str(folder.parent / "secret.csv")]})
+    with pytest.raises(ConfigError, match=r"'a/b' names the file '.*secret\.csv', which is not of it"):
+        check_hub_files("a/b", builder)
+    commit = "0" * 40
+    builder.config.data_files = {"train": [f"hf://datasets/a/b@{commit}/a.csv"]}
+    check_hub_files("a/b", builder)
+    builder.config.data_files = {"train": [f"hf://datasets/a/bc@{commit}/a.csv"]}
+    with pytest.raises(ConfigError, match="is not of it"):
+        check_hub_files("a/b", builder)
+    builder.config.data_files, builder.config.version = None, "../x"
+    with pytest.raises(ConfigError, match="a version that is none"):
+        check_hub_files("a/b", builder)
