@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub.constants
 import pytest
 from datasets.packaged_modules.csv.csv import Csv
 
 from starling.common.errors import ConfigError
 from starling.controller.data.settings import DataSettings
-from starling.controller.data.sources import check_hub_files, load_rows
+from starling.controller.data.sources import check_hub_files, check_hub_versions, load_rows
 
 SECRET = "the secret key"
 
@@ -193,6 +194,18 @@ def test_hub_dataset_that_names_other_files_is_refused(folder: Path) -> None:
     builder.config.data_files = {"train": [f"hf://datasets/a/bc@{commit}/a.csv"]}
     with pytest.raises(ConfigError, match="is not of it"):
         check_hub_files("a/b", builder)
-    builder.config.data_files, builder.config.version = None, "../x"
+    builder.config.version = "../x"
     with pytest.raises(ConfigError, match="a version that is none"):
-        check_hub_files("a/b", builder)
+        check_hub_versions("a/b", [builder.config])
+
+
+def test_hub_dataset_in_the_cache_is_read_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (folder / "a.csv").write_text("question\nhonest\n")
+    # As the library leaves a dataset of the hub that it has read.
+    builder = Csv(cache_dir=str(folder.parent / "other"), data_files={"train": [str(folder / "a.csv")]})
+    builder.dataset_name = "rows"
+    place = folder.parent / "cache" / "somebody___rows" / "default" / "0.0.0" / "0123456789abcdef"
+    builder.download_and_prepare(str(place))
+    assert questions(Path("somebody/rows")) == ["honest"]

@@ -205,7 +205,10 @@ def _load_from_hub(name: str, settings: DataSettings) -> Any:
     """Return a dataset of the hub, or of the library's cache."""
     import datasets
 
+    described = datasets.load.dataset_module_factory(name).builder_configs_parameters.builder_configs
+    check_hub_versions(name, described or [])
     builder = datasets.load_dataset_builder(name, settings.config or None)
+    check_hub_versions(name, [builder.config])
     check_hub_files(name, builder)
     builder.download_and_prepare()
     return builder.as_dataset(split=settings.split)
@@ -224,8 +227,17 @@ def check_hub_files(name: str, builder: Any) -> None:
                     f"the Hugging Face dataset {name!r} names the file {file!r:.255}, which is not of it: give another "
                     "dataset, or a local folder with its files"
                 )
-    if re.fullmatch(r"\d+\.\d+\.\d+", str(builder.config.version)) is None:
-        raise ConfigError(f"the Hugging Face dataset {name!r} has a version that is none: give another dataset")
+
+
+def check_hub_versions(name: str, configs: Iterable[Any]) -> None:
+    """Check the versions that a dataset's README gives: the library takes them for the path of a folder.
+
+    Raises:
+        ConfigError: one has another form than numbers.
+    """
+    for config in configs:
+        if re.fullmatch(r"\d+\.\d+\.\d+", str(config.version)) is None:
+            raise ConfigError(f"the Hugging Face dataset {name!r} has a version that is none: give another dataset")
 
 
 def commit_of(files: Iterable[str]) -> str:
