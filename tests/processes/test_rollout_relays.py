@@ -70,23 +70,25 @@ def test_rollout_reads_from_another_while_that_pulls(hub: FakeHub, model: Path, 
         plan, roots = encode(make_plan(source, layout)), set[str]()
         for version in (1, 2):  # dense, then a delta
             offer = publisher.publish(version, published[version])
-            relay = announced(hub, "rollout-0", order(hub, offer, plan))
+            command = order(hub, offer, plan)
+            relay = announced(hub, "rollout-0", command)
             assert "secret" in str(decode_offer(relay)), "the controller makes tickets from it"
             through = order(hub, offer, plan, relay=("rollout-0", relay))
             announced(hub, "rollout-1", through)
-            for name in ("rollout-0", "rollout-1"):
-                adopted, _ = hub.next(name, wire.WeightsAdopted)
+            for name, lease in (("rollout-0", command.message.lease), ("rollout-1", through.message.lease)):
+                adopted, _ = hub.answer(name, lease, wire.WeightsAdopted)
                 assert (adopted.version, adopted.root) == (version, offer.root)
                 roots.add(adopted.layout_root)
             assert adopted.source == "rollout-0"
             assert len(roots) == version, "both hold the same bits"
         offer = publisher.publish(3, published[3])
-        relay = announced(hub, "rollout-0", order(hub, offer, plan))
-        first, _ = hub.next("rollout-0", wire.WeightsAdopted)
+        command = order(hub, offer, plan)
+        relay = announced(hub, "rollout-0", command)
+        first, _ = hub.answer("rollout-0", command.message.lease, wire.WeightsAdopted)
         publisher.close()
         through = order(hub, offer, plan, relay=("rollout-0", relay))
         announced(hub, "rollout-1", through)
-        second, _ = hub.next("rollout-1", wire.WeightsAdopted)
+        second, _ = hub.answer("rollout-1", through.message.lease, wire.WeightsAdopted)
         assert second.layout_root == first.layout_root
         assert second.sent_bytes > 0
 
@@ -103,12 +105,14 @@ def test_rollout_turns_to_the_policy_when_its_relay_is_killed(hub: FakeHub, mode
         plan = encode(make_plan(source, decode(Layout, hub.hello("rollout-0")[1][0])))
         hub.hello("rollout-1")
         offer = publisher.publish(1, published)
-        relay = announced(hub, "rollout-0", order(hub, offer, plan))
-        hub.next("rollout-0", wire.WeightsAdopted)
+        command = order(hub, offer, plan)
+        relay = announced(hub, "rollout-0", command)
+        hub.answer("rollout-0", command.message.lease, wire.WeightsAdopted)
         process.kill()
         process.wait(10.0)
-        announced(hub, "rollout-1", order(hub, offer, plan, relay=("rollout-0", relay)))
-        adopted, _ = hub.next("rollout-1", wire.WeightsAdopted)
+        through = order(hub, offer, plan, relay=("rollout-0", relay))
+        announced(hub, "rollout-1", through)
+        adopted, _ = hub.answer("rollout-1", through.message.lease, wire.WeightsAdopted)
         assert adopted.root == offer.root
 
 
@@ -126,4 +130,4 @@ def test_rollout_without_staging_says_that_it_serves_nothing(hub: FakeHub, model
         said, buffers = hub.next("rollout-0", wire.RelayOffered)
         assert said.problem == "rollout.double_buffer is off: nothing is staged that others could read"
         assert buffers == ()
-        hub.next("rollout-0", wire.WeightsAdopted)
+        hub.answer("rollout-0", command.message.lease, wire.WeightsAdopted)
