@@ -229,7 +229,7 @@ def _record(fresh: torch.nn.Module, published: PublishedModel) -> tuple[Recordin
                 return recorder.recording(), refused
             except ComputedError as error:
                 names, reason = error.tensors, str(error)
-            except Exception as error:
+            except Exception as error:  # a loader of vLLM may raise anything
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
                 if "data pointer" not in reason and not isinstance(error, NotImplementedError):
                     raise WeightsError(
