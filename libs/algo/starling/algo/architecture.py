@@ -6,6 +6,7 @@ Policy and rollout share them, so that both use the same class, and no sequence 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +59,33 @@ def _is_registered(config: Any, auto: Any) -> bool:
         name == kind.__name__ and model_type in mapping._model_mapping
         for model_type, name in mapping._config_mapping.items()
     )
+
+
+def kept_in_float32(model: Any, dtype: Any) -> Callable[[str], bool]:
+    """Return whether `from_pretrained` loads a parameter, by its name, in float32 although it is asked for `dtype`.
+
+    Source: `_get_dtype_plan` of transformers, as its loader applies it.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda _: False
+    pattern, _, _ = build_glob_alternation(list(plan))
+    return lambda name: pattern.search(name) is not None
+
+
+def random_model(kind: Any, config: Any, dtype: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return an auto class's model with random weights, in the element types in which its own would be loaded.
+
+    `from_config` alone makes some buffers in `dtype` that `from_pretrained` loads in float32.
+    """
+    model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    kept = kept_in_float32(model, dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if kept(name):
+            tensor.data = tensor.data.float()
+    return model
 
 
 def context_length(config: Any) -> int | None:

@@ -18,6 +18,22 @@ from starling.policy.train.model.load import frozen_copy, load_model, longest_se
 
 torch.set_num_threads(1)
 
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+WITH_EXPERTS = {
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 16},
+}
+
 
 class Words:
     """A tokenizer of one file, whose write can be made to fail."""
@@ -120,6 +136,19 @@ def test_load_model_random_weights_depend_only_on_seed(tiny: Callable[..., Any],
     assert torch.equal(state, torch.random.get_rng_state())
     assert next(one.parameters()).dtype == torch.float32
     assert not one.training
+
+
+@pytest.mark.parametrize("kind", sorted(WITH_EXPERTS))
+def test_random_weights_have_the_element_types_of_loaded_ones(kind: str, tmp_path: Path) -> None:
+    """transformers keeps some tensors of these models in float32, but not those of dots1 where it makes them."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **SMALL, **WITH_EXPERTS[kind]).save_pretrained(tmp_path)
+    random = load_model(tmp_path, dtype="bfloat16", init="random")
+    save_hf(random, None, tmp_path / "saved")
+    loaded = load_model(tmp_path / "saved", dtype="bfloat16")
+    types = {name: tensor.dtype for name, tensor in version_tensors(random).items()}
+    assert types == {name: tensor.dtype for name, tensor in version_tensors(loaded).items()}
 
 
 def test_load_model_unusable_folder_is_refused(tiny: Callable[..., Any], tmp_path: Path) -> None:

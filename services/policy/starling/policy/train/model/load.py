@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
-from starling.algo.architecture import auto_class, context_length, remedy, turn_off_router_logits
+from starling.algo.architecture import auto_class, context_length, random_model, remedy, turn_off_router_logits
 from starling.algo.outline import cheap_outlines
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
@@ -190,7 +190,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: 
         config.num_labels = 1
     kind = AutoModelForSequenceClassification if scores else auto_class(config)
     if random:
-        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = random_model(kind, config, dtype, trust_remote_code=trust_remote_code)
     else:
         with cheap_outlines():
             model, info = kind.from_pretrained(

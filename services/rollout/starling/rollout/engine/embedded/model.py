@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from starling.algo.architecture import auto_class, turn_off_router_logits
+from starling.algo.architecture import auto_class, random_model, turn_off_router_logits
 from starling.algo.outline import cheap_outlines
 from starling.common.settings import LoraSettings
 from starling.rollout.engine.embedded.quantised import quantise_linears
@@ -48,15 +48,14 @@ def build_model(
     turn_off_router_logits(config)
     model: torch.nn.Module
     try:
-        auto = auto_class(config)
         if weights or lora is not None:
             with cheap_outlines():
-                model = auto.from_pretrained(
+                model = auto_class(config).from_pretrained(
                     folder, config=config, dtype=element, local_files_only=True, trust_remote_code=trust_remote_code
                 )
         else:
             with torch.device(device):
-                model = auto.from_config(config, dtype=element, trust_remote_code=trust_remote_code)
+                model = random_model(auto_class(config), config, element, trust_remote_code=trust_remote_code)
     except Exception as error:  # the user's folder: transformers and the folder's own code may raise anything
         raise unloadable_folder(folder, error, trust_remote_code) from error
     if lora is not None:

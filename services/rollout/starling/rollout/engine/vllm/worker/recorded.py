@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from starling.algo.architecture import auto_class, turn_off_router_logits
+from starling.algo.architecture import auto_class, kept_in_float32, turn_off_router_logits
 from starling.common.errors import WeightsError
 from starling.rollout.engine.vllm.worker.packing import layer_to_fill
 from starling.weightsync.layouts.strided import row_major
@@ -63,7 +63,7 @@ class PublishedModel:
         named = dict(made.named_parameters())
         saved = made.state_dict().keys()
         named.update((name, buffer) for name, buffer in made.named_buffers() if name in saved)
-        kept = _kept_in_float32(made, config.model_config.dtype)
+        kept = kept_in_float32(made, config.model_config.dtype)
         self.tensors: dict[str, TensorSpec] = {
             name: TensorSpec(
                 name=name,
@@ -83,17 +83,6 @@ class PublishedModel:
             for name in filter(self._transposed.search, converted):
                 converted[name] = converted[name].transpose(-1, -2)
         return converted
-
-
-def _kept_in_float32(outline: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return whether transformers loads a parameter in float32, whatever element type it is asked for."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = outline._get_dtype_plan(dtype)
-    if not plan:
-        return lambda _: False
-    pattern, _, _ = build_glob_alternation(list(plan))
-    return lambda name: pattern.search(name) is not None
 
 
 @dataclass(frozen=True)
