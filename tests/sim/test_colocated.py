@@ -25,7 +25,8 @@ PARTITION_LEASES = 12.0
 def colocated(seed: int, mix: str) -> Scenario:
     """Return a random scenario with shared devices, whose faults are further apart than two leases."""
     scenario = scenario_of(seed, mix)
-    plan = replace(scenario.plan, colocate=True)
+    sync_every = 1 + seed // 2 % (scenario.plan.max_staleness + 1)
+    plan = replace(scenario.plan, colocate=True, sync_every=sync_every, sync_every_s=0.0)
     return replace(scenario, plan=plan, faults=slowed(scenario.faults, PACE), timeout_s=1800.0)
 
 

@@ -64,6 +64,10 @@ def test_dry_run_names_trained_and_published_weights(tmp_path: Path) -> None:
         == "weight sync: 297,248 parameters x 4 bytes = 1,188,992 bytes to each of 2 rollouts, after every step"
     )
     assert "trained: all parameters" in dry_run("sft.toml")
+    every = ("--rl.sync-every", "0", "--rl.max-staleness", "3", "--rl.sync-every-s", "20")
+    assert dry_run("quickstart.toml", *every)[-1].endswith(
+        "each of 2 rollouts, when no group is left to start with the version before, at least 20 s apart"
+    )
     lines = dry_run("lora.toml", "--model.path", str(small_model(tmp_path)), "--model.lora.modules-to-save", '["norm"]')
     assert "trained: LoRA adapters of rank 16 and alpha 32, targets all-linear, and norm whole" in lines
     assert lines[-1] == "weight sync: the adapters alone to each of 2 rollouts, after every step"

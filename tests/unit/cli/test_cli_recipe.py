@@ -78,6 +78,14 @@ def test_transport_that_cannot_encrypt_is_refused_where_weights_must_be_encrypte
     load_recipe([RECIPE], ("--network.encrypt-weights", "false", f"--{setting}", "nixl", "--network.host", "10.0.0.1"))
 
 
+@pytest.mark.parametrize(("setting", "value"), [("sync-every", "0"), ("sync-every-s", "20")])
+def test_publications_amid_groups_are_refused_where_devices_are_shared(setting: str, value: str) -> None:
+    flags = ("--rl.max-staleness", "2", f"--rl.{setting}", value)
+    load_recipe([RECIPE], flags)
+    with pytest.raises(ConfigError, match=rf"rl.{setting.replace('-', '_')} = {value} with launch.colocate = true"):
+        load_recipe([RECIPE], (*flags, "--launch.colocate", "true"))
+
+
 def test_colocated_vllm_without_sleep_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"colocate = true, but rollout.vllm.engine_args.enable_sleep_mode = False"):
         load_recipe([RECIPE], [*COLOCATED, "--rollout.vllm.engine-args", "{enable_sleep_mode = false}"])

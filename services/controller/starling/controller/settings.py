@@ -98,9 +98,13 @@ class RlSettings(SettingsSection):
     max_staleness: int = Field(default=1, ge=0, le=MAX_STALENESS)
     """Maximum age of a trained token, in weight versions before the version that the step updates. 0 is synchronous
     training."""
-    sync_every: int = Field(default=1, ge=1, le=MAX_STALENESS + 1)
+    sync_every: int = Field(default=1, ge=0, le=MAX_STALENESS + 1)
     """Steps between two publications of the weights; versions in between are never sent. At most `max_staleness` + 1:
-    the groups of later steps need a newer version."""
+    the groups of later steps need a newer version. 0 publishes when it is needed: as soon as rollouts have started all
+    groups that `max_staleness` lets them start with the last one."""
+    sync_every_s: float = Field(default=0.0, ge=0, le=MAX_SECONDS)
+    """Minimum time between two publications, for runs with short steps. The version of `max_staleness` steps after the
+    last publication is never held back, so that training need not wait for it."""
     max_tries: int = Field(default=2, ge=0, le=MAX_COUNT)
     """How often a group is generated again after a scorer failed, before its prompt is discarded."""
     dynamic_sampling: bool = False
@@ -126,6 +130,13 @@ class RlSettings(SettingsSection):
                 f"sync_every = {self.sync_every} with max_staleness = {self.max_staleness}: after "
                 f"{self.max_staleness + 1} steps no group is left that older weights may generate; lower sync_every to "
                 f"{self.max_staleness + 1}, or raise max_staleness"
+            )
+        due = max(1, self.sync_every)
+        if self.sync_every_s and due >= self.max_staleness:
+            raise ValueError(
+                f"sync_every_s = {self.sync_every_s:g} with sync_every = {self.sync_every} and max_staleness = "
+                f"{self.max_staleness} holds nothing back, because the version of max_staleness steps after a "
+                f"publication never is; remove sync_every_s, or raise max_staleness to {due + 1}"
             )
         return self
 
@@ -404,6 +415,7 @@ class ControllerProcess(ServiceSettings):
             group_size=self.evaluation.num_completions if answers else self.rl.group_size,
             max_staleness=self.controller.window // per_step if not kind.trains else self.rl.max_staleness,
             sync_every=self.rl.sync_every,
+            sync_every_s=self.rl.sync_every_s,
             max_tries=self.rl.max_tries,
             dynamic_sampling=self.rl.dynamic_sampling,
             filter_limit=self.rl.filter_limit,

@@ -108,6 +108,21 @@ def test_missed_version_is_bridged_by_a_chain_and_more_by_a_full_pull(world: Wor
         assert (travelled(report) < report.size_bytes) == deltas
 
 
+def test_steps_that_were_never_published_are_spanned_by_one_delta() -> None:
+    """Publications need not be of consecutive versions: each is compared with the one before it."""
+    layout = matrix(64, 512)
+    plan = make_plan(layout, layout, bucket_bytes=256 << 10, buckets_in_flight=2)
+    full, live = {"t": torch.zeros(64, 512, dtype=torch.int16)}, {"t": torch.ones(64, 512, dtype=torch.int16)}
+    puller = Puller(layout)
+    with publishers(layout, ["tcp"], delta_versions=1) as made:
+        for version in (0, 1, 4, 9):
+            full["t"][version] += 1
+            report = puller.pull(publish(made, layout, version, full), plan, deadline_s=DEADLINE_S, into=live)
+            assert torch.equal(live["t"], full["t"])
+            assert (report.num_deltas > 0) == (version > 0)
+    puller.close()
+
+
 def test_large_change_travels_whole(world: World) -> None:
     world.pull(world.publish(share=4.0))
     report = world.pull(world.publish())

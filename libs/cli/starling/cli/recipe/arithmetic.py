@@ -56,10 +56,19 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         lines.append(f"model: {size}")
     if travels:
         what = size if recipe.model.lora is None else "the adapters alone"
-        when = "every step" if recipe.rl.sync_every == 1 else f"every {recipe.rl.sync_every} steps"
         to = _each(recipe.launch.num_rollouts, "rollout")
-        lines.append(f"weight sync: {what} to {to}, after {when}")
+        lines.append(f"weight sync: {what} to {to}, {_when_published(recipe)}")
     return lines
+
+
+def _when_published(recipe: Recipe) -> str:
+    """Return when the weights are published, in words."""
+    every, least_s = recipe.rl.sync_every, recipe.rl.sync_every_s
+    if every == 0:
+        when = "when no group is left to start with the version before"
+    else:
+        when = "after every step" if every == 1 else f"after every {every} steps"
+    return f"{when}, at least {least_s:g} s apart" if least_s else when
 
 
 def _product(result: str, **factors: int) -> str:

@@ -113,6 +113,8 @@ class Recipe(ControllerProcess):
                 f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts to share "
                 "devices; remove it"
             )
+        if self.launch.colocate:
+            self._check_shared()
         if self.launch.colocate and self.rollout.engine == "vllm":
             self._check_sleep()
         if self.teacher is not None and not self.kind.reads_trajectories:
@@ -128,6 +130,15 @@ class Recipe(ControllerProcess):
             choose_transport(self.rollout.transport, self.network.host, encrypt=self.network.encrypt_weights)
         except WeightsError as error:
             raise ValueError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
+
+    def _check_shared(self) -> None:
+        """A policy publishes while it has the shared devices, and not at a time when the rollouts have them."""
+        held_back = {"sync_every": self.rl.sync_every == 0, "sync_every_s": self.rl.sync_every_s > 0}
+        for name in (name for name, is_set in held_back.items() if is_set):
+            raise ValueError(
+                f"rl.{name} = {getattr(self.rl, name):g} with launch.colocate = true would take the devices from the "
+                f"rollouts amid their groups in order to publish; remove rl.{name}"
+            )
 
     def _check_sleep(self) -> None:
         """An engine that shares its devices must free their memory."""

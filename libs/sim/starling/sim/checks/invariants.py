@@ -42,6 +42,8 @@ class Invariants:
         """Check the state of a new incarnation of the controller from now on."""
         self.state = state
         self._version, self._published = state.version, state.weights.version
+        self._published_at: float | None = None
+        """When the last version was published; None if it is not known, or if the next one may be needed sooner."""
         self._max_live = (self.plan.max_staleness + 1) * self.plan.prompts_per_step
         self._events_to_skip = 0
         self._interrupted, self._num_tokens = "", 0
@@ -86,6 +88,7 @@ class Invariants:
             self._require_more_tokens(self._interrupted)
         require(state.version >= self._version, f"version {state.version} follows version {self._version}")
         require(state.weights.version >= self._published, "an older version was published")
+        self._check_publication(now)
         self._version, self._published = state.version, state.weights.version
         self._check_buffer()
         for command in commands:
@@ -119,6 +122,21 @@ class Invariants:
             for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
                 of_text = reward == right(trajectory.text)
                 require(of_text, f"step {step} has the reward {reward} for the text {trajectory.text!r} of {group.key}")
+
+    def _check_publication(self, now: float) -> None:
+        """No version is published sooner than the plan says, unless training or replicas without weights need it."""
+        state, plan = self.state, self.plan
+        version, first = state.weights.version, max(plan.num_supervised_steps, plan.begin_version)
+        if version > self._published:
+            num_steps, max_staleness = version - self._published, state.buffer.max_staleness
+            if self._published_at is not None and version < plan.last_step and num_steps < max_staleness:
+                rested_s = now - self._published_at
+                text = f"version {version} was published {num_steps} steps and {rested_s:g} s after the one before"
+                require(num_steps >= plan.sync_every and rested_s >= plan.sync_every_s, text)
+            self._published_at = now
+        is_outdated = bool(state.replicas.outdated_policies(state.version))
+        if version < first or is_outdated or not state.weights.is_offered_by_policy(version):
+            self._published_at = None
 
     def _check_buffer(self) -> None:
         buffer = self.state.buffer

@@ -116,7 +116,8 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
         filter_limit=1000,
         relay_from_bytes=0 if seed % 2 else 1 << 20,
     )
-    plan = replace(plan, sync_every=1 + seed // 2 % (plan.max_staleness + 1))
+    sync_every_s = (0.0, 1.0, 5.0)[seed % 3] * pace
+    plan = replace(plan, sync_every=seed // 2 % (plan.max_staleness + 2), sync_every_s=sync_every_s)
     if rng.random() < TEACHER_SHARE:
         fleet, plan = _with_teachers(rng, fleet, plan)
     return Scenario(seed, plan, fleet, slowed(ALL[faults], pace), workload, timeout_s=900.0 * pace)

@@ -82,7 +82,9 @@ class RunPlan:
     """Policies and rollouts share their devices by time."""
     max_staleness: int = 1
     sync_every: int = 1
-    """Steps between two publications."""
+    """Steps between two publications; 0 publishes when rollouts have no group left that they may start."""
+    sync_every_s: float = 0.0
+    """Seconds between two publications, unless training would wait for one."""
     max_tries: int = 2
     dynamic_sampling: bool = False
     """Filter groups out whose rewards are all equal, and take the next prompts in their place."""

@@ -93,9 +93,16 @@ class GroupBuffer(Groups):
 
     def num_free_slots(self) -> int:
         """Return how many prompts may be admitted now."""
+        return max(0, min(self.num_slots - self.num_live, self._num_wanted()))
+
+    def _num_wanted(self) -> int:
+        """Return how many more prompts the steps of the run need."""
         num_kept = self.num_admitted - self._initial_position - self.num_discarded - self.num_filtered
-        wanted = (self.num_steps - self._initial_steps) * self.prompts_per_step - num_kept
-        return max(0, min(self.num_slots - self.num_live, wanted))
+        return (self.num_steps - self._initial_steps) * self.prompts_per_step - num_kept
+
+    def needs_slots(self) -> bool:
+        """Say whether no group waits to be generated, and none can be admitted although the run needs more."""
+        return not self.count(GroupState.WAITING) and self._num_wanted() > 0 and not self.num_free_slots()
 
     def admit(self, prompt: Prompt, expected_tokens: int = 1) -> Group:
         """Add a prompt as a waiting group of `expected_tokens`."""
@@ -345,6 +352,10 @@ class ReplayBuffer(GroupBuffer):
     def num_free_slots(self) -> int:
         """Return 0."""
         return 0
+
+    def needs_slots(self) -> bool:
+        """Return False: nothing waits for slots."""
+        return False
 
     def summary(self) -> BufferSummary:
         """Return the state of the buffer without the groups of the active step, which are loaded again."""

@@ -6,6 +6,7 @@ import msgspec
 
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
+from starling.controller.core.dirty import Dirty
 from starling.controller.core.groups.admission import newest_allowed, num_completions, required_version, sampling
 from starling.controller.core.groups.group import GENERATED, Group, Groups
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
@@ -51,6 +52,8 @@ def dispatch(state: ControllerState) -> None:
                 continue
             return
         _generate(state, route.member, buffer, group, required)
+    if state.plan.sync_every == 0 and state.version > state.weights.version:
+        state.dirty |= Dirty.PUBLISH  # no group waits: rollouts may need the newest version for more
 
 
 def _route(routing: Routing, group: Group, min_version: int) -> Route | None:

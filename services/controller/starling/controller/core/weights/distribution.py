@@ -101,6 +101,7 @@ def on_published(
     if message.version <= before:
         state.outbox.note("offered", replica=member.name, version=message.version)
         return
+    state.weights.published_at = state.now
     for step in range(before + 1, message.version + 1):
         state.buffer.retire(step)
     for rollout in state.replicas.membership.of("rollout"):

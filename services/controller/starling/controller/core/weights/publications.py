@@ -79,6 +79,8 @@ class Publications:
 
     version: int = -1
     """The newest version that was ever on offer."""
+    published_at: float = float("-inf")
+    """When this incarnation of the controller saw it on offer."""
     relay_from_bytes: int = 1 << 62
     """Size of the weights from which rollouts on other hosts than the policy read them from each other."""
     requested: int = -1
