@@ -61,7 +61,7 @@ class Shard:
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 
 SHARDS = (
-    Shard("unit", ("tests/unit", "tests/scenarios"), 7.5),
+    Shard("unit", ("tests/unit", "tests/scenarios"), 8.3),
     Shard("processes", ("tests/processes",), 1.2, services=True),
     Shard("sim", ("tests/sim",), 0.8),
     Shard("system", ("tests/system",), 3.7, services=True),

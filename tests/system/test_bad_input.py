@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -205,6 +206,7 @@ def test_dry_run_rejects_what_a_run_could_not_read(
     without_model: dict[str, dict[str, str]] = {"model": {}} if "--model.path" in flags else {}
     monkeypatch.chdir(make_workdir(tmp_path, **without_model))
     write_inputs(tmp_path)
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
     message = error_of([*RUN, "--dry-run", *flags], capsys)
     assert all(part in message for part in expected), message
 

@@ -11,7 +11,7 @@ import sys
 import msgspec
 import pytest
 import torch
-from transport_peers import local_offer, proof_for, served_transports
+from transport_peers import local_offer, needs_nixl, proof_for, served_transports
 from weights_peers import blank, same, weights
 
 from starling.common.errors import WeightsError
@@ -34,7 +34,6 @@ from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of
-from starling.weightsync.transports.nixl.agent import has_nixl
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
@@ -182,12 +181,10 @@ def box(*spans: tuple[int, int]) -> Box:
     return Box(offset=tuple(a for a, _ in spans), size=tuple(b - a for a, b in spans))
 
 
-@pytest.mark.parametrize("transport", ["local", "ucx", "tcp", "gloo", "nixl"])
+@pytest.mark.parametrize("transport", ["local", "ucx", "tcp", "gloo", pytest.param("nixl", marks=needs_nixl)])
 def test_puller_assembles_tensors_from_two_ranks(transport: Transport) -> None:
     if transport == "ucx":
         pytest.importorskip("ucxx")
-    if transport == "nixl" and not has_nixl():
-        pytest.skip("NIXL is not installed")
     tensors = {"a": torch.randn(37, 19), "b": torch.randn(12, 10).to(torch.bfloat16).t(), "c": torch.arange(9)}
     layout = split(
         layout_of(tensors, "policy-0"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import torch
+from transport_peers import needs_nixl
 from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, die_reading, same, source, weights
 
 from starling.common.errors import WeightsError
@@ -18,18 +19,15 @@ from starling.weightsync.plan.layout import encode
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of
-from starling.weightsync.transports.nixl.agent import has_nixl
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope="module", params=["ucx", "local", "tcp", "nixl"])
+@pytest.fixture(scope="module", params=["ucx", "local", "tcp", pytest.param("nixl", marks=needs_nixl)])
 def transport(request: pytest.FixtureRequest) -> Transport:
     if request.param == "ucx":
         pytest.importorskip("ucxx")
-    if request.param == "nixl" and not has_nixl():
-        pytest.skip("NIXL is not installed")
     return request.param
 
 

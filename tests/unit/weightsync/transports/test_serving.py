@@ -23,6 +23,7 @@ from transport_peers import (
     Reader,
     ServedSource,
     content,
+    needs_nixl,
     piece,
     read_target,
     reader,
@@ -59,7 +60,6 @@ from starling.weightsync.transports.messages import (
     with_checksum,
     with_length,
 )
-from starling.weightsync.transports.nixl.agent import has_nixl
 from starling.weightsync.transports.sockets.channel import Channel
 from starling.weightsync.transports.sockets.client import SocketClient
 from starling.weightsync.transports.sockets.connections import ReaderConnections
@@ -616,9 +616,7 @@ def no_more_threads() -> Iterator[None]:
     [
         ("tcp", no_more_descriptors),
         ("tcp", no_more_threads),
-        pytest.param(
-            "nixl", no_more_descriptors, marks=pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed")
-        ),
+        pytest.param("nixl", no_more_descriptors, marks=needs_nixl),
     ],
 )
 def test_server_without_free_descriptors_serves_existing_readers(

@@ -17,6 +17,7 @@ from transport_peers import (
     Reader,
     ServedSource,
     content,
+    needs_nixl,
     piece,
     read_target,
     reader,
@@ -29,7 +30,6 @@ from starling.weightsync.offers.tickets import ticket
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
 from starling.weightsync.transports.base import ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import OpenSnapshot
-from starling.weightsync.transports.nixl.agent import has_nixl
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 MIB = 1 << 20
@@ -39,12 +39,12 @@ SHAPES = {"w": (37, 53), "x": (64, 256, 3), "s": (), "none": (0, 4)}
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "bool", "float32", "complex64")
 
 
-@pytest.fixture(scope="module", params=["local", "tcp", "tcp+aes", "gloo", "ucx", "nixl"])
+@pytest.fixture(
+    scope="module", params=["local", "tcp", "tcp+aes", "gloo", "ucx", pytest.param("nixl", marks=needs_nixl)]
+)
 def transport(request: pytest.FixtureRequest) -> AnyTransport:
     if request.param == "ucx" and not has_ucx():
         pytest.skip("UCXX is not installed")
-    if request.param == "nixl" and not has_nixl():
-        pytest.skip("NIXL is not installed")
     kind: AnyTransport = request.param
     return kind
 

@@ -25,6 +25,7 @@ from transport_peers import (
     Reader,
     ServedSource,
     content,
+    needs_nixl,
     opening,
     piece,
     read_target,
@@ -51,12 +52,11 @@ from starling.weightsync.transports.messages import (
     with_checksum,
 )
 from starling.weightsync.transports.nixl import server as nixl_server
-from starling.weightsync.transports.nixl.agent import SUPPORTED, NixlAgent, has_nixl
+from starling.weightsync.transports.nixl.agent import SUPPORTED, NixlAgent
 from starling.weightsync.transports.nixl.client import NixlClient
 from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 
-needs_nixl = pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed")
 SIZE = 1 << 20
 PIECE = piece("a", "uint8", (0, 1000))
 WIDE = piece("w", "uint8", (0, 64), (0, 64))
