@@ -29,7 +29,7 @@ from starling.sim.cluster.controller_host import ControllerHost
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def first_violation(mix: str, seeds: Sequence[int] = range(10)) -> str:
+def first_violation(mix: str, seeds: Sequence[int] = range(30)) -> str:
     """Return the first violation under any of the seeds; fail the test if there is none."""
     for seed in seeds:
         result = run_seed((mix, seed, 0))

@@ -32,7 +32,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "stop": CONNECTION,
     "evaluate": (*CONNECTION, *MODEL, *ANSWERS, "--tasks", "--scorer"),
     "infer": (*MODEL, *ANSWERS, "--prompt-column"),
-    "serve": MODEL,
+    "serve": (*MODEL, "--from", "--config", "--key"),
     "smoke": (),
     "settings": ("--toml", "--json"),
     "plan": (

@@ -367,7 +367,7 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
     [
         ("reward-0", {}, "reward-0 is not the name of a rollout; it must be rollout-<number>"),
         ("rollout", {}, "rollout is not the name of a rollout; it must be rollout-<number>"),
-        ("rollout-1", {"num_slots": 0}, "rollout-1 offers 0 slots; it needs at least 1"),
+        ("rollout-1", {"num_slots": -1}, "rollout-1 offers -1 slots; it needs at least 0"),
         ("rollout-1", {"has_layout": False}, "rollout-1 did not send the layout of its weights"),
         ("reward-1", {"role": "reward", "num_slots": -1}, "reward-1 offers -1 slots; it needs at least 1"),
         (

@@ -104,8 +104,9 @@ class RolloutSettings(SettingsSection):
     engine_silence_s: Seconds = 300.0
     """An engine in processes of its own (`vllm`) counts as lost when it has requests and samples no token for this many
     seconds. Start-up and pauses do not count, but later compilation and the longest prompts do."""
-    num_slots: int = Field(default=16, ge=1, le=MAX_SLOTS)
-    """Groups that the controller may assign to this replica at a time."""
+    num_slots: int = Field(default=16, ge=0, le=MAX_SLOTS)
+    """Groups that the controller may assign to this replica at a time. 0: it only serves requests, with the newest
+    weights of the run (`starling serve --from`)."""
     max_rows: int = Field(default=128, ge=1, le=MAX_ROWS)
     """Limit on the sequences that are generated together."""
     kv_cache_mb: int = Field(default=0, ge=0, le=MAX_MIB)

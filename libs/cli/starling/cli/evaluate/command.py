@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from starling.cli.command_line import CommandLine, Line, define
+from starling.cli.evaluate.follow import NOTHING_TO_FOLLOW, FollowOptions, follow
 from starling.cli.evaluate.options import DEFAULT_ANSWERS, DEFAULT_MODEL, AnswerOptions, ModelOptions
 from starling.cli.operate.command import NO_CONNECTION, Flags, RunFolder, evaluate_run
 from starling.common.counts import counted
@@ -34,6 +35,7 @@ SETTINGS = "Any setting of a recipe may follow: --rollout.max-model-len 4096."
 
 Model = Annotated[ModelOptions, Parameter(name="*", group=MODEL)]
 Answers = Annotated[AnswerOptions, Parameter(name="*", group=ANSWERS)]
+Follow = Annotated[FollowOptions, Parameter(name="*", group=UNDER_WAY)]
 Resume = Annotated[Path | None, Parameter(metavar="FOLDER", help="Resume a run that was interrupted.", group=RESULTS)]
 
 
@@ -107,8 +109,13 @@ def infer(
     return _answer(recipe, instances, copy=out)
 
 
-def serve(*, model: Model = DEFAULT_MODEL, line: Line) -> int:
-    """Answer requests of OpenAI clients with a model, until Ctrl-C."""
+def serve(*, model: Model = DEFAULT_MODEL, run: Follow = NOTHING_TO_FOLLOW, line: Line) -> int:
+    """Answer requests of OpenAI clients with a model, or with the newest weights of a run, until Ctrl-C."""
+    if run.controller or "--from" in line.flags:
+        return follow(run, model, line.flags, line.settings)
+    for flag in ("--config", "--key"):
+        if flag in line.flags:
+            raise ConfigError(f"{flag} is for the weights of a run; give --from tcp://host:port too, or leave it out")
     _check_model("serve", model)
     from starling.cli.evaluate.recipes import serving_recipe
     from starling.cli.run.attempt import Attempt
@@ -229,7 +236,10 @@ infer_command = define(
 serve_command = define(
     "serve",
     serve,
-    "--model DIR [OPTIONS] [--SECTION.KEY VALUE ...]",
+    "--model DIR [OPTIONS] [--SECTION.KEY VALUE ...]\n"
+    "       starling serve --from ADDRESS --config FILE --key FILE [--model DIR] [OPTIONS] [--SECTION.KEY VALUE ...]",
     SETTINGS,
-    "Example:\n  starling serve --model /models/Qwen3-8B --num-gpus 8 --rollout.api.port 8000",
+    """Examples:
+  starling serve --model /models/Qwen3-8B --num-gpus 8 --rollout.api.port 8000
+  starling serve --from tcp://10.0.0.1:5555 --config config.toml --key rollout-7.json --model /models/Qwen3-8B""",
 )

@@ -101,6 +101,11 @@ class Recipe(ControllerProcess):
                 "launch.num_rewards = 0, but this run scores completions; set at least 1, or controller.num_rewards to "
                 "the number that other machines bring"
             )
+        if generates and self.rollout.num_slots == 0:
+            raise ValueError(
+                "rollout.num_slots = 0 is for replicas that only follow a run (`starling serve --from`), and those of "
+                "this run would get no work; set at least 1"
+            )
         if self.kind.only_scores and self.reward is None:
             raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
         if generates and scores and self.reward is None and self.teacher is None:

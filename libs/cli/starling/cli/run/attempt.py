@@ -20,7 +20,7 @@ from starling.common.files import CONTROLLER_FILES, check_own, open_own, parse_l
 from starling.common.kinds import KINDS
 from starling.common.net.curve import ALLOWED
 from starling.common.net.keyring import make_keys
-from starling.common.settings import complete_toml, read_toml
+from starling.common.settings import ServiceSettings, complete_toml, read_toml
 
 OBSERVER = "observer-0"
 OPERATOR = "operator-0"
@@ -71,7 +71,7 @@ class Attempt:
         return self.folder / "keys" / f"{name}.json"
 
     @classmethod
-    def create(cls, recipe: Recipe) -> Attempt:
+    def create(cls, recipe: ServiceSettings) -> Attempt:
         """Make the folder of the next attempt. Raises ConfigError when it cannot be made."""
         parent = recipe.run.folder / recipe.run.name
         try:

@@ -180,7 +180,7 @@ class Invariants:
             require(num_adopting <= 1, f"{member.name} adopts two versions at a time")
             proven = member.version < 0 or self._guarantees.has_adopted(member.name, member.incarnation, member.version)
             require(proven, f"{member.name} is recorded with version {member.version}, which it never proved")
-        rollouts = state.replicas.membership.of("rollout")
+        rollouts = state.replicas.membership.adopters()
         held = {(member.version, member.host, member.name) for member in rollouts if member.version >= 0}
         known = {(*place, name) for place, names in state.weights.holders.items() for name in names}
         require(known == held, f"the index of held versions disagrees with the members: {known ^ held}")

@@ -73,6 +73,8 @@ class SimulatedCluster:
         """Names of the replicas that lie."""
         self.forger = ""
         """Name of the rollout that sends other weights than were published."""
+        self._followers = set[str]()
+        """Names of the rollouts without slots."""
         self.accused = set[str]()
         self.num_false_pulls = 0
         """Pulls from a replica that sent other weights than were published."""
@@ -169,6 +171,9 @@ class SimulatedCluster:
         for role, num in zip(ROLES, numbers, strict=True):
             for _ in range(num):
                 self._start(role)
+        for _ in range(fleet.num_followers):
+            self._followers.add(f"rollout-{self._num_started['rollout']}")
+            self._start("rollout")
         for role in ("rollout", "reward") if self.faults.lies else ():
             if role in self._roles:
                 self._liars.add(f"{role}-{self._num_started[role]}")
@@ -183,6 +188,8 @@ class SimulatedCluster:
             name = f"{role}-{self._num_started[role]}"
             self._num_started[role] += 1
         num_slots = self.scenario.fleet.num_slots or self.rng.randint(1, MAX_SLOTS)
+        if name in self._followers:
+            num_slots = 0
         replica: SimulatedReplica
         if role == "policy":
             replica = SimulatedPolicy(self, name, incarnation)
@@ -276,7 +283,7 @@ class SimulatedCluster:
             zip(ROLES, (plan.num_policies, plan.num_rollouts, plan.num_rewards, plan.num_teachers), strict=True)
         )
         role = self.rng.choice(self._roles)
-        names = self._alive(role)
+        names = [name for name in self._alive(role) if name not in self._followers]
         if len(names) > needed[role]:
             self.replicas[self.rng.choice(names)].leave("it was taken out of the run")
 

@@ -34,6 +34,8 @@ class Fleet:
     num_rollouts: int = 1
     num_rewards: int = 1
     num_teachers: int = 0
+    num_followers: int = 0
+    """Rollouts without slots, besides the others."""
     num_slots: int = 0
     """Groups that each replica works on at a time; 0 for a random number for each."""
     speeds: tuple[float, ...] = ()
@@ -120,6 +122,7 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
     plan = replace(plan, sync_every=seed // 2 % (plan.max_staleness + 2), sync_every_s=sync_every_s)
     if rng.random() < TEACHER_SHARE:
         fleet, plan = _with_teachers(rng, fleet, plan)
+    fleet = replace(fleet, num_followers=int(seed % 5 == 1))
     return Scenario(seed, plan, fleet, slowed(ALL[faults], pace), workload, timeout_s=900.0 * pace)
 
 

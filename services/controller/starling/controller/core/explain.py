@@ -92,7 +92,7 @@ def _cause(state: ControllerState) -> Cause:
         done = evaluation.count(GroupState.SCORED)
         return Cause(f"evaluation of version {evaluation.version}: {done} of {evaluation.num_prompts} prompts", GROUPS)
     if leases.has("adopt") and not leases.has("generate"):
-        adopting = [m for m in membership.of("rollout") if leases.num(m.name, "adopt")]
+        adopting = [m for m in membership.adopters() if leases.num(m.name, "adopt")]
         return Cause(_adoptions(state, adopting), ("adopt",))
     failing = sorted(weights.outdated.keys() & weights.failures.keys())
     if failing and not leases.has("generate"):

@@ -187,7 +187,7 @@ def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: lis
 def _pin_more(state: ControllerState, evaluation: Evaluation, num: int, rollouts: list[Member]) -> None:
     version, leases, free = evaluation.version, state.replicas.leases, []
     for member in rollouts:
-        if member.name in evaluation.pinned:
+        if member.name in evaluation.pinned or member.is_follower:
             continue
         adopting = leases.num(member.name, "adopt") > 0
         holds = member.version == version and not adopting

@@ -90,7 +90,7 @@ def distrust(state: ControllerState, member: Member, reason: str) -> None:
     The last one of its role stays: without it the run could not go on, and the tries of its groups are counted.
     """
     note_invalid(state, member.name, reason)
-    if state.replicas.membership.num(member.role) > 1:
+    if state.replicas.membership.has_another(member):
         evict(state, member, reason)
 
 

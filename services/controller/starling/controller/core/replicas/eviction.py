@@ -38,7 +38,7 @@ def evict_culprit(state: ControllerState) -> None:
     scorer = _greatest_share(scorers)[0]
     fails_alone = _fails_alone(state, _greatest_share(generators)[0], scorer)
     member = state.replicas.membership.members.get(scorer)
-    if fails_alone and member is not None and state.replicas.membership.num(member.role) > 1:
+    if fails_alone and member is not None and state.replicas.membership.has_another(member):
         suspects = [scorers]
     for names in suspects:
         on_one_word = fails_alone and names is generators
@@ -146,7 +146,7 @@ def _evict_if_culprit(state: ControllerState, names: Counter[str], groups: str) 
     name, share = _greatest_share(names)
     membership = state.replicas.membership
     member = membership.members.get(name)
-    if share < CULPRIT_SHARE or not name or (member is not None and membership.num(member.role) == 1):
+    if share < CULPRIT_SHARE or not name or (member is not None and not membership.has_another(member)):
         return False
     reason = f"{name} led to {'all' if share == 1 else f'{share:.0%}'} of {groups}"
     note_invalid(state, name, reason)
@@ -167,7 +167,7 @@ def evict_useless(state: ControllerState) -> None:
             continue
         if conduct.is_idle:
             conduct.is_idle = False  # it is counted already
-            if membership.num(member.role) > 1:
+            if membership.has_another(member):
                 evict(state, member, f"{name} keeps groups and gives no result")
             continue
         others = [membership.conduct[one.name] for one in membership.of(member.role) if one is not member]

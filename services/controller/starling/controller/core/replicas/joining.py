@@ -100,6 +100,11 @@ def _check(
     # A rollout that was a member had weights: its engine is being rebuilt.
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
         refusal = f"this run has no policy, and {name} holds no weights; set rollout.load_weights = true"
+    if refusal is None and message.role == "rollout" and not message.num_slots and state.plan.colocate:
+        refusal = (
+            f"{name} has no slots and only follows the run, but rollouts of this run use their devices in turn with "
+            "the policy (launch.colocate); follow a run without it"
+        )
     if refusal is None and message.role == "rollout":
         refusal = _checkpoint_problem(state, name, message.checkpoint)
     return refusal, layout
@@ -112,7 +117,7 @@ def on_checkpoint_read(state: ControllerState, digest: str) -> None:
     """
     state.weights.is_reading_checkpoint, state.dirty = False, Dirty.ALL
     _set_checkpoint(state, digest, "controller")
-    for member in list(state.replicas.membership.of("rollout")):
+    for member in state.replicas.membership.adopters():
         problem = _checkpoint_problem(state, member.name, member.checkpoint)
         if problem is None:
             _set_checkpoint(state, member.checkpoint, member.name)

@@ -63,6 +63,11 @@ class Member:
     has_reported: bool = True
     """Its leases are known: it is new, or has sent a heartbeat since it came back."""
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether it is a rollout that gets no work: it adopts the versions of the run to serve requests."""
+        return self.role == "rollout" and not self.num_slots
+
 
 @dataclass(slots=True)
 class Conduct:
@@ -143,6 +148,8 @@ class Membership:
     _incarnations: dict[str, int] = field(default_factory=dict)
     """By replica, also after it left: its newest incarnation."""
     _by_role: dict[Role, dict[str, Member]] = field(default_factory=lambda: {role: {} for role in REPLICA_ROLES})
+    _followers: dict[str, Member] = field(default_factory=dict)
+    """Rollouts without slots, which are not among those of their role."""
     _none_expires_until: float = float("-inf")
     """No membership lease ends before, as of the last look at all of them: a later message only extends one."""
     _banned: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -201,8 +208,9 @@ class Membership:
             )
         if hello.role in ("policy", "rollout") and not hello.has_layout:
             return f"{name} did not send the layout of its weights"
-        if hello.role in ("rollout", "reward", "teacher") and hello.num_slots < 1:
-            return f"{name} offers {counted(hello.num_slots, 'slot')}; it needs at least 1"
+        least = 1 if hello.role in ("reward", "teacher") else 0
+        if hello.num_slots < least:
+            return f"{name} offers {counted(hello.num_slots, 'slot')}; it needs at least {least}"
         if hello.num_slots > MAX_SLOTS:
             return f"{name} offers {counted(hello.num_slots, 'slot')}; set its num_slots to at most {MAX_SLOTS}"
         return None
@@ -233,7 +241,7 @@ class Membership:
             checkpoint=hello.checkpoint,
             has_reported=not known,
         )
-        self.members[name] = self._by_role[hello.role][name] = member
+        self.members[name] = self._kin(member)[name] = member
         self._gone.pop(name, None)
         return member
 
@@ -268,7 +276,7 @@ class Membership:
         """Remove a replica and return it."""
         member = self.members.pop(name, None)
         if member is not None:
-            del self._by_role[member.role][name]
+            del self._kin(member)[name]
             self.note_gone(name)
         return member
 
@@ -326,11 +334,23 @@ class Membership:
         self._none_expires_until = (heard[len(silent)][0] if len(silent) < len(heard) else now) + self.lease_s
         return silent
 
+    def _kin(self, member: Member) -> dict[str, Member]:
+        return self._followers if member.is_follower else self._by_role[member.role]
+
     def of(self, role: Role) -> list[Member]:
-        """Return the replicas of `role`, in the order of their names."""
+        """Return the replicas of `role`, in the order of their names; of the rollouts those that take work."""
         members = self._by_role[role]
         return [members[name] for name in sorted(members)]
 
     def num(self, role: Role) -> int:
-        """Return how many replicas of `role` there are."""
+        """Return how many replicas `of` returns."""
         return len(self._by_role[role])
+
+    def has_another(self, member: Member) -> bool:
+        """Say whether there is a replica that can work in the place of `member`."""
+        return self.num(member.role) > (0 if member.is_follower else 1)
+
+    def adopters(self) -> list[Member]:
+        """Return all rollouts, also those that only follow the run, in the order of their names."""
+        members = {**self._by_role["rollout"], **self._followers} if self._followers else self._by_role["rollout"]
+        return [members[name] for name in sorted(members)]

@@ -67,7 +67,7 @@ def _request_offer(state: ControllerState, member: Member, version: int) -> None
     """Have a replica offer the version that it holds; a policy also computes the layout roots of the rollouts."""
     plans = dict[str, bytes]()
     if member.role == "policy" and member.layout is not None:
-        rollouts = state.replicas.membership.of("rollout")
+        rollouts = state.replicas.membership.adopters()
         plans = state.weights.root_plans(member.layout, (one.layout for one in rollouts if one.layout is not None))
 
     def command(lease: str) -> wire.PublishWeights:
@@ -104,7 +104,7 @@ def on_published(
     state.weights.published_at = state.now
     for step in range(before + 1, message.version + 1):
         state.buffer.retire(step)
-    for rollout in state.replicas.membership.of("rollout"):
+    for rollout in state.replicas.membership.adopters():
         check_outdated(state, rollout)
     state.outbox.note("published", version=message.version, publish_s=message.publish_s, offer_s=message.offer_s)
 
@@ -348,7 +348,7 @@ def _awaits_offer_of_rollout(state: ControllerState) -> bool:
     replicas = state.replicas
     if not replicas.leases.has("publish"):
         return False
-    told = [one for one in replicas.membership.of("rollout") if replicas.leases.num(one.name, "publish")]
+    told = [one for one in replicas.membership.adopters() if replicas.leases.num(one.name, "publish")]
     for rollout in told:
         check_slow_offer(state, rollout)
     return any(rollout.can_offer for rollout in told)
@@ -445,7 +445,7 @@ def note_failed_adoption(state: ControllerState, rollout: Member, lease: Lease, 
         evict(state, rollout, f"{rollout.name} must be started again to pull version {version} once more: it {SPENT}")
         return
     num = state.weights.back_off(rollout.name, state.now, reason)
-    others = (one for one in state.replicas.membership.of("rollout") if one is not rollout)
+    others = (one for one in state.replicas.membership.adopters() if one is not rollout)
     if num >= MAX_FAILED_ADOPTIONS and any(one.version >= version for one in others):
         distrust(
             state,

@@ -139,7 +139,7 @@ class SlotIndex:
             self.rewards.put(member, self._leases.num(member.name, "score"))
         elif member.role == "teacher":
             self.teachers.put(member, self._leases.num(member.name, "teach"))
-        elif member.role == "rollout":
+        elif not member.is_follower:
             held = self._leases.held_by(member.name)
             busy, speed = held.num.get("generate", 0), member.num_slots * self.rates.rate(member.name)
             self.routing.put(member, busy, member.num_slots, queued=held.tokens, speed=speed)
