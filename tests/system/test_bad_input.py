@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -224,6 +225,21 @@ def test_dry_run_names_what_it_has_checked(
     (notice,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("# notice: "))
     assert "sampling.logprobs = 'truncated' makes them exact" in notice
     assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount namespace")
+def test_dry_run_names_an_rdma_port_that_weights_do_not_use(tmp_path: Path) -> None:
+    port = "/sys/class/infiniband/mlx5_0/ports/1"
+    lists = f'mount -t tmpfs none /sys/class && mkdir -p {port} && echo 4: ACTIVE > {port}/state && exec "$@"'
+    arguments = (*RUN, "--dry-run", "--network.host", "0.0.0.0")
+    prefix = ("unshare", "--mount", "sh", "-c", lists, "sh")
+    with starling_command(make_workdir(tmp_path), *arguments, prefix=prefix) as command:
+        assert command.wait() == 0, command.transcript()
+        (notice,) = (line for line in command.output.splitlines() if line.startswith("# notice: "))
+    assert notice == (
+        "# notice: weights travel over TCP beside the RDMA port mlx5_0:1: RDMA cannot encrypt them: on a private "
+        "network set network.encrypt_weights = false"
+    )
 
 
 def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -114,7 +114,7 @@ class NetworkSettings(SettingsSection):
     encrypt_weights: bool | None = None
     """Encrypt weights that travel between hosts (AES-256-GCM), which only the transport `tcp` can. Unset: `tcp`
     encrypts, and other transports are allowed. `true`: others between hosts are refused. `false`: weights are not
-    encrypted, for a private network."""
+    encrypted, for a private network, where the transport `auto` uses RDMA if it can."""
     heartbeat_s: Seconds = 1.0
     """Interval at which each replica reports its state."""
     lease_s: Seconds = 10.0

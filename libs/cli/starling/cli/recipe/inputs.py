@@ -27,6 +27,7 @@ from starling.controller.shell.loggers.fanout import check_logger
 from starling.reward.score.scorers.registry import resolve_scorer
 from starling.rollout.env.registry import KINDS, make_environment
 from starling.weightsync.transports.nixl.agent import load_nixl
+from starling.weightsync.transports.registry import choose_for_host
 
 FIRST_ROWS: Final = 64
 """Rows of a dataset that are read, besides as many as it holds out."""
@@ -134,8 +135,7 @@ def _imports(recipe: Recipe) -> list[str]:
     for name in recipe.logging.loggers:
         check_logger(name)
         lines.append(f"logger: {name}")
-    _check_transports(recipe)
-    return lines
+    return lines + _transports(recipe)
 
 
 def _engine(name: str) -> str:
@@ -149,13 +149,19 @@ def _engine(name: str) -> str:
     return name
 
 
-def _check_transports(recipe: Recipe) -> None:
-    """Raise ConfigError when a transport of the weights is not installed; plain sockets replace UCX where it is not."""
+def _transports(recipe: Recipe) -> list[str]:
+    """Return a notice when weights leave this host over TCP beside an RDMA port.
+
+    Raises ConfigError when a transport of the weights is not installed; plain sockets replace UCX where it is not.
+    """
     if not recipe.generates or not recipe.kind.trains:
-        return
+        return []
     for key, transport in (("policy", recipe.policy.transport), ("rollout", recipe.rollout.transport)):
         if transport == "nixl":
             try:
                 load_nixl()
             except WeightsError as error:
                 raise ConfigError(f"{key}.transport = 'nixl': {error}") from error
+    network = recipe.network
+    chosen = choose_for_host(recipe.policy.transport, network.host, encrypt=network.encrypt_weights)
+    return [f"notice: {chosen.unused_rdma}"] if chosen.unused_rdma else []

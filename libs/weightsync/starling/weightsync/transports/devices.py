@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from functools import cache
-from pathlib import Path
 from typing import Final
 
 import psutil
 
 from starling.weightsync.transports.endpoints import is_loopback
+from starling.weightsync.transports.rdma import active_ports
 
-_RDMA: Final = Path("/sys/class/infiniband")
 _ANY_PORT: Final = 9
 """Of a socket that only asks the kernel for a route."""
 
 
 @cache
-def net_devices(host: str) -> str | None:
+def net_devices(host: str, *, rdma: bool = True) -> str | None:
     """Return UCX's list of the devices that reach `host`, or on which `host` is reached; None for all devices.
 
-    These are the interface of the route to `host`, and all RDMA devices: UCX uses them only where ``UCX_TLS`` selects
-    RDMA. For a loopback address it is the loopback interface alone.
+    These are the interface of the route to `host`, and all active RDMA ports, unless this UCX has no `rdma`: it would
+    warn of devices that it does not know. For a loopback address it is the loopback interface alone.
     """
     if is_loopback(host):
         return "lo"
     interface = interface_to(host)
-    return None if interface is None else ",".join([interface, *_rdma_devices()])
+    if interface is None:
+        return None
+    return ",".join([interface, *(port.name for port in active_ports() if rdma)])
 
 
 def interface_to(host: str) -> str | None:
@@ -53,18 +53,3 @@ def local_address_to(host: str) -> str | None:
             return str(probe.getsockname()[0]).partition("%")[0]
     except (OSError, ValueError):
         return None
-
-
-def _rdma_devices() -> list[str]:
-    try:
-        devices = sorted(os.listdir(_RDMA))
-    except OSError:
-        return []
-    return [f"{device}:{port}" for device in devices for port in sorted(_ports(device))]
-
-
-def _ports(device: str) -> list[str]:
-    try:
-        return os.listdir(_RDMA / device / "ports")
-    except OSError:
-        return []

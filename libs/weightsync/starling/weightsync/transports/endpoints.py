@@ -94,23 +94,28 @@ class ServingOptions(NamedTuple):
         return self.transport != "local"
 
 
-def choose_transport(choice: TransportChoice, host: str, *, encrypt: bool | None) -> tuple[Transport, bool]:
+def choose_transport(
+    choice: TransportChoice, host: str, *, encrypt: bool | None, rdma: bool = False
+) -> tuple[Transport, bool]:
     """Return the transport of weights that are offered at an address, and whether it encrypts them.
 
     UCX, NIXL, NCCL and gloo cannot encrypt, and anyone who can connect to a port of theirs can take over the process.
     So the default between hosts is encrypted `tcp`, and the others are for private networks.
 
     Args:
-        choice: the transport; `auto`: `ucx` where the address is of this machine only, else `tcp`.
+        choice: the transport; `auto`: `ucx` where the address is of this machine only, or where `rdma` and `encrypt`
+            is False, which says that the network is private; else `tcp`.
         host: the address.
         encrypt: whether weights that leave the machine must be encrypted; None: if the transport is `tcp`; False: none
             are.
+        rdma: whether this host has an active RDMA port and a UCX that can use it.
 
     Raises:
         WeightsError: this transport cannot encrypt.
     """
     loopback = is_loopback(host)
-    transport: Transport = ("ucx" if loopback else "tcp") if choice == "auto" else choice
+    by_itself: Transport = "ucx" if loopback or (rdma and encrypt is False) else "tcp"
+    transport = by_itself if choice == "auto" else choice
     if encrypt and not loopback and transport not in ("tcp", "local"):
         raise WeightsError(
             f"Transport {transport!r} cannot encrypt weights, and other hosts reach {host}: choose 'tcp', or do not "
@@ -123,7 +128,8 @@ def check_offered_transports(offer: Offer, choice: TransportChoice | None, host:
     """Check that a reader may open connections to `offer`, whose transport decides which ports the reader opens.
 
     Encrypted `tcp` and `local` are allowed always: neither opens a port, or shows anything to a network. Plain `tcp` is
-    allowed in place of `ucx`, too, which falls back to it.
+    allowed in place of `ucx`, too, which falls back to it; and `ucx` in its place where both are chosen by themselves
+    on a private network, since the source may have RDMA where the reader has none.
 
     Args:
         offer: what the reader was told to read.
@@ -140,7 +146,8 @@ def check_offered_transports(offer: Offer, choice: TransportChoice | None, host:
             continue
         where = rank.address.rpartition(":")[0] if is_loopback(host) else host
         wanted, encrypted = choose_transport(choice or rank.transport, where, encrypt=encrypt)
-        if encrypted or rank.transport not in ((wanted, "tcp") if wanted == "ucx" else (wanted,)):
+        is_either = wanted == "ucx" or (choice == "auto" and encrypt is False)
+        if encrypted or rank.transport not in (("ucx", "tcp") if is_either else (wanted,)):
             raise WeightsError(
                 f"An offer of version {offer.version} is for transport {rank.transport!r}, not encrypted, which this "
                 f"reader does not allow at {where}: choose the same transport and encryption for it and its source."

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from starling.common.errors import WeightsError
-from starling.weightsync.offers.offer import RankOffer, Transport
+from starling.weightsync.offers.offer import RankOffer, Transport, TransportChoice
 from starling.weightsync.transports.base import TransportClient, TransportServer
+from starling.weightsync.transports.endpoints import choose_transport, is_loopback
 from starling.weightsync.transports.local import LocalClient, LocalServer
 from starling.weightsync.transports.nixl.client import NixlClient
 from starling.weightsync.transports.nixl.server import NixlServer
+from starling.weightsync.transports.rdma import SYSFS, active_ports, unused_rdma
 from starling.weightsync.transports.source import SnapshotSource
 from starling.weightsync.transports.tcp import tcp_client, tcp_server
 from starling.weightsync.transports.ucx.client import UcxClient
 from starling.weightsync.transports.ucx.server import UcxServer
-from starling.weightsync.transports.ucx.worker import load_ucxx
+from starling.weightsync.transports.ucx.worker import has_rdma, load_ucxx
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,35 @@ class Serving:
             holds=holds,
             root=root,
         )
+
+
+class ChosenTransport(NamedTuple):
+    """The transport that suits this host."""
+
+    transport: Transport
+    encrypted: bool
+    unused_rdma: str
+    """Why weights travel over TCP beside an active RDMA port, as a sentence with the remedy; empty if they do not."""
+
+
+def choose_for_host(choice: TransportChoice, host: str, *, encrypt: bool | None, root: Path = SYSFS) -> ChosenTransport:
+    """Return the transport of weights that this host offers at its address `host`; see `choose_transport`.
+
+    Args:
+        choice: the transport, or `auto`.
+        host: the address.
+        encrypt: as in `choose_transport`.
+        root: where the kernel lists RDMA devices.
+
+    Raises:
+        WeightsError: this transport cannot encrypt.
+    """
+    if is_loopback(host) or not active_ports(root):
+        return ChosenTransport(*choose_transport(choice, host, encrypt=encrypt), "")
+    rdma = has_rdma()
+    transport, encrypted = choose_transport(choice, host, encrypt=encrypt, rdma=rdma)
+    reason = unused_rdma(transport, choice, encrypt=encrypt, has_rdma=rdma, root=root)
+    return ChosenTransport(transport, encrypted, reason)
 
 
 def serve(source: SnapshotSource, transport: Transport, host: str, *, encrypted: bool = False) -> Serving:

@@ -47,8 +47,9 @@ class PolicySettings(SettingsSection):
     transport: TransportChoice = "auto"
     """Transport of weights to the rollouts: `ucx` or `tcp` between any hosts, `local` through memory of this host,
     `nccl` between GPUs where NCCL is tuned, `gloo` between CPUs, `nixl` where it is installed at both ends. `auto`:
-    `ucx` if `network.host` is of this machine only, else `tcp`, encrypted. The others are for private networks: anyone
-    who can connect to a port of UCX can take over the process (`docs/explanation/security.md`)."""
+    `ucx` if `network.host` is of this machine only, or if `network.encrypt_weights = false` and this host has an active
+    RDMA port that UCX can use; else `tcp`, encrypted. The others are for private networks: anyone who can connect to a
+    port of UCX can take over the process (`docs/explanation/security.md`)."""
     delta_versions: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """Versions back from which a rollout can be sent only the changes; 0 sends every version in full.
 

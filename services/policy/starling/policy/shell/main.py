@@ -36,7 +36,6 @@ from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.settings.policy import PolicySettings, check_adapters, check_transport
 from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
-from starling.weightsync.transports.endpoints import choose_transport
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
@@ -73,9 +72,13 @@ class Shell:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
         path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
-        self._transport, self._encrypted = choose_transport(
+        from starling.weightsync.transports.registry import choose_for_host
+
+        self._transport, self._encrypted, unused_rdma = choose_for_host(
             settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
         )
+        if unused_rdma:
+            log.warning("rdma_is_not_used", reason=unused_rdma)
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import check_end_token, load_tokenizer
         from starling.policy.train.metrics.step import StepMetrics

@@ -6,16 +6,20 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.offers import AnswerLease, OfferSender
 from starling.common.wire.messages import PublishWeights, Wait
-from starling.weightsync.transports.endpoints import ServingOptions, choose_transport
+from starling.weightsync.transports.endpoints import ServingOptions
 
 if TYPE_CHECKING:
     from starling.rollout.settings import RolloutProcess
     from starling.weightsync.memory.digests import DigestMode
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.publisher.publisher import Publisher
+
+log = structlog.get_logger(__name__)
 
 
 def serving_of(settings: RolloutProcess) -> ServingOptions:
@@ -24,13 +28,17 @@ def serving_of(settings: RolloutProcess) -> ServingOptions:
     Raises:
         ConfigError: weights must be encrypted, and the transport cannot.
     """
+    from starling.weightsync.transports.registry import choose_for_host
+
     network = settings.network
     try:
-        transport, encrypted = choose_transport(
+        transport, encrypted, unused_rdma = choose_for_host(
             settings.rollout.transport, network.host, encrypt=network.encrypt_weights
         )
     except WeightsError as error:
         raise ConfigError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
+    if unused_rdma:
+        log.warning("rdma_is_not_used", reason=unused_rdma)
     return ServingOptions(transport, network.host, encrypted)
 
 

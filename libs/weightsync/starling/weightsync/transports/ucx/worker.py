@@ -1,5 +1,7 @@
 """UCX worker: one UCX context and worker through UCXX's low-level API, driven by the thread that owns them.
 
+RDMA is used between hosts where this UCX has it and the host has a device; UCX prefers it to TCP by itself.
+
 Options, all measured: error handling on (else a dead peer aborts the survivor), which with UCX's defaults means slow
 TCP even on one host, so the kernel's copy between processes (CMA) is allowed under error handling by an opt-in; larger
 TCP segments. Messages go over TCP on one host too, never through UCX's queues in shared memory (posix, sysv): a peer
@@ -16,13 +18,14 @@ import logging
 import os
 import select
 import time
+from functools import cache
 from typing import Any, Final, Protocol
 
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.transports.devices import net_devices
-from starling.weightsync.transports.endpoints import LONGEST_WAIT_S
+from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, is_loopback
 from starling.weightsync.transports.versions import SupportedVersions
 
 OPTIONS: Final = {
@@ -32,8 +35,9 @@ OPTIONS: Final = {
     "TCP_RX_SEG_SIZE": "1m",
     "KEEPALIVE_INTERVAL": "1s",
 }
-"""Defaults: a variable of the environment, with the prefix ``UCX_``, takes precedence. ``UCX_TLS`` selects RDMA where
-the installed UCX has it."""
+"""Defaults: a variable of the environment, with the prefix ``UCX_``, takes precedence."""
+_RDMA_LANES: Final = "ib"
+"""UCX's name for all transports over InfiniBand, RoCE and EFA, and for the component that has them."""
 REQUIRED: Final = {"RCACHE_ENABLE": "y"}
 """Options that the environment cannot override. Without the registration cache UCX before 1.22 dereferences a null
 pointer when a peer dies in mid-read (openucx/ucx#11467). Unless the cache is required, UCX silently does without it
@@ -77,6 +81,24 @@ def has_ucx() -> bool:
     return True
 
 
+def options_for(host: str) -> dict[str, str]:
+    """Return the options of a worker that uses the devices of the address `host` only."""
+    options = dict(OPTIONS)
+    rdma = not is_loopback(host) and has_rdma()
+    devices = net_devices(host, rdma=rdma)
+    if devices is not None:
+        options["NET_DEVICES"] = devices
+    if rdma:
+        options["TLS"] += f",{_RDMA_LANES}"
+    return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+
+
+@cache
+def has_rdma() -> bool:
+    """Return whether UCX is available here with RDMA, and has found a device for it."""
+    return has_ucx() and components().get(_RDMA_LANES, 0) > 0
+
+
 class UcxRequest:
     """One UCX operation in progress, with the memory that it uses."""
 
@@ -114,11 +136,8 @@ class UcxWorker:
         self.lib, self._array = load_ucxx()
         self.error: type[Exception] = self.lib.UCXError
         """Base class of UCXX's exceptions."""
-        devices = net_devices(host)
-        options = {**OPTIONS, **({} if devices is None else {"NET_DEVICES": devices})}
-        options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
         try:
-            self._context = self._start({**options, **REQUIRED})
+            self._context = self._start({**options_for(host), **REQUIRED})
             self.worker = self.lib.UCXWorker(self._context)
             self.worker.init_blocking_progress_mode()
         except self.error as error:
@@ -284,3 +303,44 @@ def lanes_of(endpoint: int) -> tuple[str, ...]:
         return ()
     used = (entries[index] for index in range(min(int(attributes.num_entries), _MAX_LANES)))
     return tuple(sorted({f"{entry.transport.decode()}/{entry.device.decode()}" for entry in used}))
+
+
+class _Component(ctypes.Structure):
+    """The beginning of ``uct_component_attr_t``."""
+
+    _fields_ = (("field_mask", ctypes.c_uint64), ("name", ctypes.c_char * 16), ("num_devices", ctypes.c_uint))
+
+
+_NAME_AND_DEVICES: Final = 0b11
+
+
+def components(library: str = "libuct.so.0") -> dict[str, int]:
+    """Return how many devices each component of a UCX has found; empty when UCX cannot answer.
+
+    Args:
+        library: its file, or the name of one that is loaded.
+    """
+    try:
+        uct = ctypes.CDLL(library)
+        query, describe, release = (
+            uct.uct_query_components,
+            uct.uct_component_query,
+            uct.uct_release_component_list,
+        )
+    except (OSError, AttributeError):
+        return {}
+    query.argtypes = (ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p)), ctypes.POINTER(ctypes.c_uint))
+    describe.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Component))
+    release.argtypes = (ctypes.POINTER(ctypes.c_void_p),)
+    query.restype = describe.restype = ctypes.c_int8
+    release.restype = None
+    listed, num = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_uint()
+    if query(ctypes.byref(listed), ctypes.byref(num)) != 0:
+        return {}
+    found: dict[str, int] = {}
+    for index in range(num.value):
+        component = _Component(field_mask=_NAME_AND_DEVICES)
+        if describe(listed[index], ctypes.byref(component)) == 0:
+            found[component.name.decode("ascii", "replace")] = int(component.num_devices)
+    release(listed)
+    return found
