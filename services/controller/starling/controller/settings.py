@@ -255,6 +255,9 @@ class ControllerSettings(SettingsSection):
     model_path: str = ""
     """Model folder of a run without a policy. If it is on the controller's machine, rollouts with another digest are
     refused; otherwise those with another one than the first rollout. Set by `model.path`."""
+    fan_out: bool = False
+    """In a run that trains nothing: a policy publishes the weights of the model folder, and the rollouts pull them. Set
+    by `launch.fan_out`."""
     num_scorers: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Limit on the scores of a completion, if it is more than 64. Set by `reward.scorers`."""
     start_s: Seconds = 120.0
@@ -449,5 +452,6 @@ class ControllerProcess(ServiceSettings):
             max_media_bytes=self.controller.max_media_bytes,
             teacher_top_k=self.controller.teacher_top_k,
             num_scorers=self.controller.num_scorers,
+            fans_out=self.controller.fan_out and not kind.trains,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

@@ -99,12 +99,20 @@ def _read_config(config: Path | None, settings: Sequence[str]) -> RolloutProcess
 
     assert config is not None, "it was checked"
     process = load(RolloutProcess, [config], settings, others=SECTIONS)
-    if not KINDS[process.run.kind].learns_from_rewards:
+    if not KINDS[process.run.kind].learns_from_rewards and not _fans_out(config):
         raise ConfigError(
             f"{config} is of a run of run.kind = {process.run.kind!r}, which publishes no weights to serve; "
-            "give that of a run of kind 'rl', or serve a folder by --model alone"
+            "give that of a run of kind 'rl' or with launch.fan_out = true, or serve a folder by --model alone"
         )
     return process
+
+
+def _fans_out(config: Path) -> bool:
+    """Return whether the configuration is of a run that trains nothing and publishes the weights of its folder."""
+    from starling.common.settings import read_toml
+
+    launch = read_toml(config).get("launch")
+    return isinstance(launch, dict) and launch.get("fan_out") is True
 
 
 def _name_of(run: FollowOptions, *, curve: bool) -> str:

@@ -52,6 +52,9 @@ class LaunchSettings(SettingsSection):
     colocate: bool = False
     """Policy and rollouts share their devices in turn: the inactive ones keep their tensors in the memory of the host.
     With `rl.max_staleness` above 0, rollouts hand back unfinished groups whenever a step is full."""
+    fan_out: bool = False
+    """In a run that trains nothing: one process reads the weights in `model.path`, and all rollouts pull them from it
+    and from each other, also those that join later. Otherwise each rollout reads the folder itself."""
     num_threads: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Compute threads of each process (OMP_NUM_THREADS). Processes that spin on shared cores are very slow."""
     screen: Literal["auto", "live", "plain"] = "auto"
@@ -120,6 +123,8 @@ class Recipe(ControllerProcess):
             )
         if self.launch.colocate:
             self._check_shared()
+        if self.launch.fan_out:
+            self._check_fan_out()
         if self.launch.colocate and self.rollout.engine == "vllm":
             self._check_sleep()
         if self.teacher is not None and not self.kind.reads_trajectories:
@@ -135,6 +140,19 @@ class Recipe(ControllerProcess):
             choose_transport(self.rollout.transport, self.network.host, encrypt=self.network.encrypt_weights)
         except WeightsError as error:
             raise ValueError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
+
+    def _check_fan_out(self) -> None:
+        """Weights that one process reads are those of a whole model, in a run that has no other policy."""
+        if self.kind.trains:
+            raise ValueError(
+                f"launch.fan_out = true, but run.kind = {self.run.kind!r} has a policy that publishes its weights; "
+                "remove it"
+            )
+        if self.model.lora is not None:
+            raise ValueError(
+                "launch.fan_out = true is not compatible with [model.lora]: every replica reads the base weights from "
+                "model.path; remove one of the two"
+            )
 
     def _check_shared(self) -> None:
         """A policy publishes while it has the shared devices, and not at a time when the rollouts have them."""
@@ -176,7 +194,7 @@ class Recipe(ControllerProcess):
     @property
     def replicas(self) -> dict[str, int]:
         """How many replicas of each role a run on this machine has."""
-        policy = {"policy": 1} if self.kind.trains else {}
+        policy = {"policy": 1} if self.kind.trains or self.launch.fan_out else {}
         if not self.generates:
             return policy
         scores = self.reward is not None and self.kind.is_scored
@@ -223,7 +241,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         counts |= {} if is_elsewhere else {f"num_{role}s": num}
     rollout = recipe.rollout
     if untrained:
-        rollout = rollout.model_copy(update={"load_weights": True})
+        rollout = rollout.model_copy(update={"load_weights": not recipe.launch.fan_out})
     if recipe.kind.serves_requests:
         rollout = rollout.model_copy(update={"api": rollout.api.model_copy(update={"enabled": True})})
     if recipe.launch.colocate and rollout.engine == "vllm":
@@ -232,7 +250,12 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     start_s = recipe.controller.start_s
     if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
         start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
-    follows: dict[str, Any] = {**counts, "start_s": start_s, "colocate": recipe.launch.colocate}
+    follows: dict[str, Any] = {
+        **counts,
+        "start_s": start_s,
+        "colocate": recipe.launch.colocate,
+        "fan_out": recipe.launch.fan_out,
+    }
     follows |= {"rollout_transport": rollout.transport}
     # A replica of another recipe, or a broken one, must not make the controller hold more than this recipe allows.
     follows |= {"max_model_len": rollout.max_model_len or 0, "max_media_bytes": rollout.max_media_bytes}

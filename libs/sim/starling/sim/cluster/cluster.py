@@ -85,7 +85,7 @@ class SimulatedCluster:
     def _has_role(self, role: str) -> bool:
         match role:
             case "policy":
-                return self.plan.kind.trains
+                return self.plan.kind.trains or self.plan.fans_out
             case "reward":
                 return self.plan.num_rewards > 0
             case "teacher":

@@ -63,13 +63,14 @@ class SimulatedRollout(SimulatedReplica):
     def __init__(self, cluster: Cluster, name: str, incarnation: int, num_slots: int) -> None:
         super().__init__(cluster, name, incarnation, num_slots)
         # Without a policy a rollout loads its weights before its first hello.
-        self.core = core.RolloutMachine() if cluster.plan.kind.trains else core.RolloutMachine(version=0)
+        pulls = cluster.plan.kind.trains or cluster.plan.fans_out
+        self.core = core.RolloutMachine() if pulls else core.RolloutMachine(version=0)
         self.core.asleep = not self.awake
         self.engine: dict[str, EngineGroup] = {}
-        self.content = b"nothing" if cluster.plan.kind.trains else content_of(0)
+        self.content = b"nothing" if pulls else content_of(0)
         """Bytes of the engine's weights."""
         self._pulled_content = b""
-        if not cluster.plan.kind.trains:
+        if not pulls:
             cluster.guarantees.on_adopted(name, incarnation, 0)
         self._offered = -1
         self._current_pull: tuple[str, float, str] | None = None

@@ -131,7 +131,8 @@ def answering_scenario_of(seed: int, faults: str = "calm") -> Scenario:
     scenario, rng = scenario_of(seed, faults), random.Random(f"answering {seed}")
     plan, kind = scenario.plan, rng.choice(ANSWERING)
     num_prompts = rng.randint(1, 6 * plan.prompts_per_step)
-    fleet = replace(scenario.fleet, num_policies=0)
+    fans_out = seed % 3 == 2
+    fleet = replace(scenario.fleet, num_policies=int(fans_out))
     if not kind.is_scored:
         fleet = replace(fleet, num_rewards=0)
     if not kind.keeps_tokens:
@@ -145,6 +146,8 @@ def answering_scenario_of(seed: int, faults: str = "calm") -> Scenario:
         num_rewards=plan.num_rewards if fleet.num_rewards else 0,
         num_teachers=plan.num_teachers if fleet.num_teachers else 0,
         max_tries=rng.choice((0, 8)),
+        fans_out=fans_out,
+        num_policies=1,
         dynamic_sampling=False,
         evaluate_at_start=False,
         evaluate_at_end=False,

@@ -77,7 +77,7 @@ def _cause(state: ControllerState) -> Cause:
     switch = _device_switch(state)
     if switch is not None:
         return switch
-    outdated = state.replicas.outdated_policies(state.version)
+    outdated = state.replicas.outdated_policies(state.weights_version)
     if outdated:
         name, version = outdated[0].name, outdated[0].version
         return Cause(f"{name} to catch up: it holds version {version} of {state.version}", tuple(WORK), name)
@@ -156,6 +156,8 @@ def missing_role(state: ControllerState) -> str | None:
     if plan.kind.trains and num == 0:
         was_there = state.version > 0 or state.weights.version >= 0
         return "needs a policy, which is gone" if was_there else "needs the policy, which has not joined"
+    if plan.fans_out and num == 0 and state.weights.version < 0:
+        return "needs the policy that publishes the weights of the model folder, which has not joined"
     if plan.kind.trains and not state.has_begun and num < plan.num_policies:
         return f"needs {counted(plan.num_policies, 'policy replica')}, has {num}"
     if not generates_more(state):

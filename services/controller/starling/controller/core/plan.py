@@ -138,6 +138,8 @@ class RunPlan:
     """Tensors of a prompt's images and videos."""
     teacher_top_k: int | None = None
     """Likeliest tokens that a teacher sends for each position; None if the recipe does not say it."""
+    fans_out: bool = False
+    """Without training: a policy reads the model folder and publishes its weights, which rollouts pull as version 0."""
     reads_checkpoint: bool = False
     """Without a policy: the controller reads the model folder, and no rollout gets work before the digest is known."""
     num_scorers: int = 0
@@ -149,6 +151,11 @@ class RunPlan:
     def last_step(self) -> int:
         """The version that the last step makes."""
         return self.num_supervised_steps + self.num_steps
+
+    @property
+    def publishes(self) -> bool:
+        """Whether rollouts get their weights from policies. Otherwise they read them from a folder themselves."""
+        return self.fans_out or self.kind.publishes(self)
 
     @property
     def has_teachers(self) -> bool:

@@ -125,7 +125,7 @@ class ControllerState:
 
     def __init__(self, plan: RunPlan, data: RunPrompts, incarnation: int = 1) -> None:
         """`incarnation`: how often a controller of this run has started, from 1."""
-        initial_version = -1 if plan.kind.trains else 0
+        initial_version = -1 if plan.kind.trains or plan.fans_out else 0
         self.plan, self.data, self.incarnation = plan, data, incarnation
         self.now = 0.0
         self.version = plan.begin_version
@@ -142,6 +142,11 @@ class ControllerState:
         self.training = Training(plan.begin_version, plan.sampling, plan.num_scorers)
         self.evaluations = Evaluations()
         self.lifecycle = Lifecycle(plan.drain_s, plan.stop_s)
+
+    @property
+    def weights_version(self) -> int:
+        """The newest version of the weights. Without training it is 0, while `version` counts files."""
+        return self.version if self.plan.kind.trains else 0
 
     @property
     def has_begun(self) -> bool:

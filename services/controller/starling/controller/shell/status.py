@@ -202,7 +202,7 @@ def _view(state: ControllerState, member: Member) -> ReplicaView:
     return ReplicaView(
         name=member.name,
         role=member.role,
-        version=state.version if member.role == "policy" else member.version,
+        version=state.weights_version if member.role == "policy" else member.version,
         num_leases=len(state.replicas.leases.of(member.name, *LEASE_KINDS)),
         gauges=member.gauges,
         pulling=pulling,

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +20,7 @@ import structlog
 from pydantic import model_validator
 
 from starling.common.errors import ConfigError, StarlingError, WeightsError
+from starling.common.folder_digests import model_digest
 from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
@@ -71,7 +72,9 @@ class Shell:
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
-        path = check_model_folder(settings.model.path, weights=settings.policy.init == "pretrained")
+        self._trains = KINDS[settings.run.kind].trains
+        pretrained = settings.policy.init == "pretrained" or not self._trains
+        path = check_model_folder(settings.model.path, weights=pretrained)
         from starling.weightsync.transports.registry import choose_for_host
 
         self._transport, self._encrypted, unused_rdma = choose_for_host(
@@ -87,6 +90,7 @@ class Shell:
         from starling.weightsync.tensors.modules import layout_of
 
         self._settings = settings
+        digest = None if self._trains else begin_digest(path)
         self._learner = create_learner(path, settings)
         self._clock = self._learner.clock
         self._step_metrics = StepMetrics(
@@ -98,7 +102,7 @@ class Shell:
         if KINDS[settings.run.kind].learns_from_examples_only:
             check_end_token(self._tokenizer, path)
         self._saver = self._create_saver(path, arguments.folder)
-        version = self._saver.resume()
+        version = self._saver.resume() if self._trains else 0
         base = base_digest(self._learner.model, settings.model.lora)
         layout = layout_of(self._learner.tensors, arguments.name, base=base)
         self._publisher = self._create_publisher(layout)  # quantisation changes the published layout
@@ -110,7 +114,8 @@ class Shell:
             version=version,
             has_layout=True,
             serves=True,
-            limits=self._learner.limits if KINDS[settings.run.kind].has_rl_steps else None,
+            limits=self._learner.limits if self._trains and KINDS[settings.run.kind].has_rl_steps else None,
+            checkpoint=digest.result() if digest is not None else "",
         )
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
@@ -183,7 +188,7 @@ class Shell:
                     self._state.give_up(inbound.leases)  # a step in progress cannot be cancelled
                 else:
                     assert inbound is None, inbound
-                if not self._state.asleep:
+                if self._trains and not self._state.asleep:
                     self._saver.save_if_requested(self._state.version)
                 self._expire()
                 self._report()
@@ -192,7 +197,8 @@ class Shell:
                     log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
                     self._link.rejoin()
             reason = f"stopped by {stop.name}"
-            self._saver.leave(-1 if self._state.asleep else self._state.version)  # saving it would need the devices
+            has_state = self._trains and not self._state.asleep  # saving it would need the devices
+            self._saver.leave(self._state.version if has_state else -1)
         except StepBrokenError as error:
             reason = f"its weights are not a version ({error}): it must restart from the newest state"
             raise WeightsError(reason) from error  # not a ConfigError, after which it would not be restarted
@@ -374,13 +380,28 @@ def create_learner(path: Path, settings: PolicyProcess) -> Learner:
 
     trainer = KINDS[settings.run.kind].trainer
     if trainer is None:
-        raise ConfigError(f"a run of run.kind = {settings.run.kind!r} trains nothing; start no policy")
+        return Learner(partial(load_published, path, settings), settings.policy)
     if trainer == "rl":
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
     learner = Learner(partial(load_version_0, path, settings), settings.policy)
     check_fit(learner.model, settings.policy, trainer)
     return learner
+
+
+def load_published(path: Path, settings: PolicyProcess) -> Any:
+    """Load the model of a run that trains nothing, to be published, into the memory of the host. Raises ConfigError."""
+    from starling.policy.train.model.load import load_model
+
+    return load_model(path, dtype=settings.model.dtype, trust_remote_code=settings.model.trust_remote_code)
+
+
+def begin_digest(path: Path) -> Future[str]:
+    """Begin to compute the digest of a model folder, while it is loaded."""
+    thread = ThreadPoolExecutor(1, "digest")
+    digest = thread.submit(model_digest, path)
+    thread.shutdown(wait=False)
+    return digest
 
 
 def load_version_0(path: Path, settings: PolicyProcess) -> Any:

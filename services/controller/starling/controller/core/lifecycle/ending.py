@@ -22,7 +22,8 @@ def end(state: ControllerState) -> None:
         else:
             lifecycle.enter(RunStage.CHECKPOINTING)
     is_active = lifecycle.stage in (RunStage.RUNNING, RunStage.CHECKPOINTING)
-    if is_active and lifecycle.stopping and not state.replicas.membership.num("policy"):
+    has_step = state.plan.kind.trains and state.replicas.membership.num("policy") > 0
+    if is_active and lifecycle.stopping and not has_step:
         # A policy that was stopped, too, returns only when the run is resumed, which repeats what it has not saved.
         lifecycle.drain(state.now)
     if lifecycle.stage is RunStage.CHECKPOINTING:

@@ -56,15 +56,15 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation, limits=limits))
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)
     welcome(state, member)
+    if not state.plan.kind.trains and not state.weights.is_reading_checkpoint:
+        _set_checkpoint(state, message.checkpoint, name)
     if member.role == "rollout":
-        if not state.plan.kind.trains and not state.weights.is_reading_checkpoint:
-            _set_checkpoint(state, message.checkpoint, name)
         set_held_version(state, member, member.version)
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
     else:
         state.weights.policy_layout, state.training.limits = layout, limits
-        version, member.version = member.version, min(member.version, state.version)
+        version, member.version = member.version, min(member.version, state.weights_version)
         on_policy_version(state, member, version)
         state.dirty = Dirty.ALL
     state.dirty |= OF_MORE_REPLICAS
@@ -96,6 +96,8 @@ def _check(
             membership.ban(name, incarnation, refusal)
     if refusal is None and message.role == "policy":
         refusal = version_problem(state, message.version) or _limits_problem(message.limits)
+        if not (state.plan.kind.trains or state.plan.fans_out):
+            refusal = "this run trains nothing, and its rollouts read their weights themselves; start no policy"
     has_no_weights = message.role == "rollout" and message.version < membership.initial_version
     # A rollout that was a member had weights: its engine is being rebuilt.
     if refusal is None and has_no_weights and not membership.was_member(name, incarnation):
@@ -105,7 +107,7 @@ def _check(
             f"{name} has no slots and only follows the run, but rollouts of this run use their devices in turn with "
             "the policy (launch.colocate); follow a run without it"
         )
-    if refusal is None and message.role == "rollout":
+    if refusal is None and message.role in ("policy", "rollout"):
         refusal = _checkpoint_problem(state, name, message.checkpoint)
     return refusal, layout
 
@@ -117,7 +119,8 @@ def on_checkpoint_read(state: ControllerState, digest: str) -> None:
     """
     state.weights.is_reading_checkpoint, state.dirty = False, Dirty.ALL
     _set_checkpoint(state, digest, "controller")
-    for member in state.replicas.membership.adopters():
+    membership = state.replicas.membership
+    for member in [*membership.of("policy"), *membership.adopters()]:
         problem = _checkpoint_problem(state, member.name, member.checkpoint)
         if problem is None:
             _set_checkpoint(state, member.checkpoint, member.name)
@@ -133,9 +136,9 @@ def _set_checkpoint(state: ControllerState, digest: str, name: str) -> None:
 
 
 def _checkpoint_problem(state: ControllerState, name: str, digest: str) -> str | None:
-    """Return why the checkpoint that a rollout of a run without a policy has loaded is not that of the run, or None.
+    """Return why the checkpoint that a replica of a run without training has loaded is not that of the run, or None.
 
-    What a rollout says of its own weights cannot be proven here. This finds folders that differ, not lies.
+    What a replica says of its own weights cannot be proven here. This finds folders that differ, not lies.
     """
     if state.plan.kind.trains or not digest:
         return None  # A replica of an older version does not report it.

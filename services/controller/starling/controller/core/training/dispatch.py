@@ -231,6 +231,8 @@ def save(state: ControllerState) -> None:
     It copies the state when the command comes, and writes it while it makes further steps.
     """
     plan, saved, replicas = state.plan, state.training.saved, state.replicas
+    if not plan.kind.trains:
+        return
     every = int(state.training.changes.now("controller.save_every", plan.save_every))
     due = every and state.version // every * every > saved.newest and state.version < plan.last_step
     due = due and state.now >= saved.rests_since + plan.save_rest_s

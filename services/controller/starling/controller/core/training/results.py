@@ -39,7 +39,7 @@ def on_policy_version(state: ControllerState, member: Member, version: int) -> N
     """Note that a policy holds `version`, by its result or by its heartbeat."""
     if version <= member.version:
         return
-    if version > state.version:
+    if version > state.weights_version:
         problem = version_problem(state, version)
         if problem is not None:
             evict(state, member, problem)
@@ -47,7 +47,7 @@ def on_policy_version(state: ControllerState, member: Member, version: int) -> N
     member.version = version
     state.weights.note_success(member.name)
     state.dirty |= Dirty.ADOPT | Dirty.CATCH_UP | Dirty.PUBLISH | Dirty.TRAIN | Dirty.END
-    if version > state.version:
+    if version > state.weights_version:
         active = state.training.step
         if active is None or active.number != version:
             active = state.training.step = ActiveStep(version)
@@ -59,11 +59,12 @@ def on_policy_version(state: ControllerState, member: Member, version: int) -> N
 
 def version_problem(state: ControllerState, version: int) -> str | None:
     """Return why a policy that holds `version` is not of this run, or None when it may be."""
-    made_next = version == state.version + 1 and can_be_dispatched(state, version)
-    if 0 <= version <= state.version or made_next:
+    newest = state.weights_version
+    made_next = state.plan.kind.trains and version == newest + 1 and can_be_dispatched(state, version)
+    if 0 <= version <= newest or made_next:
         return None
     return (
-        f"this run is at version {state.version} and the policy offers version {version}; "
+        f"this run is at version {newest} and the policy offers version {version}; "
         "start the policy in the folder of this run"
     )
 

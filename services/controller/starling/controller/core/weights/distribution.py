@@ -53,7 +53,7 @@ MAX_LISTED: Final = 64
 
 def publish(state: ControllerState) -> None:
     """Have a policy offer a version that rollouts need."""
-    version, replicas = state.version, state.replicas
+    version, replicas = state.weights_version, state.replicas
     if not is_publication_due(state) or replicas.is_policy_publishing() or not replicas.policies_have_devices():
         return
     for member in replicas.current_policies(version):
@@ -312,7 +312,7 @@ def _request_layout_roots(state: ControllerState, rollout: Member, version: int)
     Only once for the layout of `rollout`: a policy may be unable to compute its root.
     """
     replicas, weights = state.replicas, state.weights
-    if version != state.version or replicas.is_policy_publishing() or not replicas.policies_have_devices():
+    if version != state.weights_version or replicas.is_policy_publishing() or not replicas.policies_have_devices():
         return
     for member in replicas.current_policies(version):
         if not replicas.leases.num(member.name, "train"):
@@ -326,7 +326,7 @@ def _find_holder(state: ControllerState, reader: Member, version: int, *, polici
     replicas = state.replicas
     if replicas.is_policy_publishing() or _awaits_offer_of_rollout(state):
         return
-    if version == state.version and replicas.policies_have_devices():
+    if version == state.weights_version and replicas.policies_have_devices():
         for member in replicas.current_policies(version):
             if member.can_offer and not replicas.leases.num(member.name, "train"):
                 _request_offer(state, member, version)
@@ -582,7 +582,7 @@ def note_bad_pull(state: ControllerState, source: str, reader: str) -> None:
 def catch_up(state: ControllerState) -> None:
     """Bring outdated policies to the newest version: from another policy, or step by step from the journal."""
     replicas = state.replicas
-    outdated = replicas.outdated_policies(state.version)
+    outdated = replicas.outdated_policies(state.weights_version)
     if not outdated or not replicas.policies_have_devices():
         return
     current = replicas.current_policies(state.version)

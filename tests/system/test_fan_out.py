@@ -1,0 +1,110 @@
+"""Runs that train nothing, whose weights one process reads and all rollouts pull."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from system_runs import WORDS, make_workdir, sentence, starling_command
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from starling.cli.model.scratch import make_model_folder
+from starling.cli.recipe.schema import load_recipe
+from starling.common.folder_digests import model_digest
+from starling.controller.core.records import CheckpointLoaded
+from starling.controller.shell.journal.journal import Journal
+
+pytestmark = pytest.mark.system
+
+FAN_OUT = ("--launch.fan-out", "true", "--launch.screen", "plain", "--network.heartbeat-s", "0.3")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a tiny model with large weights, so that its answers differ between prompts."""
+    place = make_workdir(tmp_path_factory.mktemp("model"))
+    settings = load_recipe([place / "tiny.toml"], []).model.scratch
+    assert settings is not None
+    folder = place / "model"
+    make_model_folder(settings, folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = 0.3
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def adoptions(folder: Path) -> list[dict[str, Any]]:
+    """Return the adoptions of the run in `folder`."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [line for line in map(json.loads, (one for one in lines if one.endswith("\n"))) if line["kind"] == "adopted"]
+
+
+def test_answers_are_those_of_rollouts_that_read_the_folder(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": f"{word}>"}) + "\n" for word in WORDS))
+    arguments = ("infer", "prompts.jsonl", "--model", str(model), "--num-gpus", "2", "--max-tokens", "8", "--plain")
+    for name, flags in (("own", ("--launch.screen", "plain")), ("pulled", FAN_OUT)):
+        with starling_command(tmp_path, *arguments, "--run.name", name, *flags, name=name) as command:
+            assert command.wait() == 0, command.transcript()
+    own, pulled = (tmp_path / "runs" / name / "attempt-1" for name in ("own", "pulled"))
+    assert (pulled / "answers.jsonl").read_text() == (own / "answers.jsonl").read_text()
+    adopted = adoptions(pulled)
+    assert {line["replica"] for line in adopted} == {"rollout-0", "rollout-1"}
+    assert all(line["attested"] and line["version"] == 0 for line in adopted)
+    for folder in (own, pulled):  # both prove the same checkpoint
+        with closing(Journal(folder / "journal.sqlite")) as journal:
+            [loaded] = [record for record in journal.records() if isinstance(record, CheckpointLoaded)]
+        assert loaded.digest == model_digest(model)
+
+
+def test_rollout_that_joins_later_reads_no_weights_from_the_disk(tmp_path: Path, model: Path) -> None:
+    copy, folder = tmp_path / "model", tmp_path / "runs/serve/attempt-1"
+    shutil.copytree(model, copy)
+    with starling_command(tmp_path, "serve", "--model", str(copy), "--num-gpus", "2", *FAN_OUT) as command:
+        command.wait_until(lambda: len(adoptions(folder)) == 2, "the adoptions of both")
+        for weights in copy.glob("*.safetensors"):
+            weights.unlink()
+        command.process_titled("rollout-1").kill()
+        command.wait_until(lambda: len(adoptions(folder)) == 3, "its next adoption")
+        found = folder / "api/rollout-1.json"
+        command.wait_until(found.exists, "its address")
+        address = json.loads(found.read_text())
+        with OpenAI(base_url=address["base_url"], api_key=address["api_key"], timeout=60.0) as client:
+            answer = client.completions.create(model=address["model"], prompt="ab>", max_tokens=4, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
+        check_follower(tmp_path, folder)
+        command.interrupt()
+        assert command.wait() == 0, command.transcript()
+    assert [(line["replica"], line["attested"]) for line in adoptions(folder)[2:]] == [
+        ("rollout-1", True),
+        ("rollout-7", True),
+    ]
+
+
+def check_follower(place: Path, folder: Path) -> None:
+    """Serve the weights of the run in `folder` by another command, which is interrupted."""
+    with starling_command(place, "keys", "make", str(folder / "keys"), "rollout-7", name="keys") as keys:
+        assert keys.wait() == 0, keys.transcript()
+    address = json.loads((folder / "controller.json").read_text())["address"]
+    files = ("--config", str(folder / "config.toml"), "--key", str(folder / "keys/rollout-7.json"))
+    with starling_command(place, "serve", "--from", address, *files, name="follower", fresh=True) as follower:
+        follower.wait_until((place / "runs/serve/attempt-2/api/rollout-7.json").exists, "its address")
+        follower.wait_until(lambda: len(adoptions(folder)) == 4, "its adoption")
+        follower.interrupt()
+        assert follower.wait() == 0, follower.transcript()
+
+
+def test_fan_out_beside_a_trainer_is_refused(tmp_path: Path) -> None:
+    folder = make_workdir(tmp_path)
+    with starling_command(folder, "run", "tiny.toml", "--launch.fan-out", "true", name="run") as command:
+        assert command.wait() == 2
+    expected = "launch.fan_out = true, but run.kind = 'rl' has a policy that publishes its weights; remove it"
+    assert expected in sentence(command)
