@@ -18,7 +18,6 @@ import mmap
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +31,7 @@ from starling.common.errors import WeightsError
 from starling.common.files import open_regular
 from starling.weightsync.layouts.fused import contiguous
 from starling.weightsync.layouts.safetensors import HeaderEntry, make_header, read_header
+from starling.weightsync.places.machine import find_machine
 from starling.weightsync.plan.layout import (
     ITEM_BYTES,
     Box,
@@ -79,7 +79,7 @@ class Folder:
             shards.append(
                 Shard(tensor=index, box=box, storage=file, offset_bytes=entry.offset_bytes, strides=contiguous(shape))
             )
-        place = place or Place(host=socket.gethostname())
+        place = place or find_machine().place()
         layout = Layout(replica=replica, tensors=self.tensors, ranks=(RankLayout(place=place, shards=tuple(shards)),))
         check_layout(layout)
         return layout

@@ -17,7 +17,7 @@ import xxhash
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.boxes import Ints
-from starling.weightsync.plan.layout import ALIGNMENT, Box, Layout, Place, TensorSpec, check_specs, item_bytes
+from starling.weightsync.plan.layout import ALIGNMENT, Box, Layout, Place, TensorSpec, check_specs, encode, item_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class CompactLayout:
         for spec in self.tensors:
             state.update(repr((spec.name, spec.shape, spec.dtype, spec.same_as)).encode())
         for place in self.places:
-            state.update(repr((place.host, place.device, place.numa, place.rails)).encode())
+            state.update(encode(place))
         for split in self.splits:
             state.update(split.key)
         state.update(self.split_of.astype("<i8").tobytes())

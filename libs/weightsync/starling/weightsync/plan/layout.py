@@ -72,7 +72,16 @@ MAX_OTHER_BYTES: Final = 4 << 20
 MAX_RANK_RAILS: Final = 32
 MAX_LAYOUT_RAILS: Final = 4096
 """Maximum numbers of rails in a layout from a peer: of one rank, and of all together. Hosts have 8 to 32 cards, and a
-cluster has as many rails as one of its hosts, or one for each switch."""
+cluster has as many rails as one of its hosts, or one for each switch. A rank has at most as many cards as rails."""
+MAX_NVLINK_PEERS: Final = 128
+"""Maximum number of GPUs that a rank reaches over NVLink: 71 in the largest systems."""
+MAX_LABEL_CHARACTERS: Final = 256
+"""Maximum length of the name of a host, device, card, rail or switch in a layout from a peer."""
+MAX_NUMA_NODES: Final = 1 << 16
+MIN_GB_PER_S, MAX_GB_PER_S = 1e-6, 1e6
+"""Bandwidths that a card in a layout from a peer may have, besides 0: from a modem to a thousand times the fastest."""
+CPU: Final = "cpu"
+"""Device of a rank that computes on the processor."""
 
 MAX_OVERLAP: Final = 4
 """Maximum cost of digesting the distinct boxes of a layout from a peer, in multiples of the model's bytes. A replica
@@ -138,16 +147,43 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Distance in memory from one index to the next, in elements, per dim of the box."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of a rank, from which the planner derives distances."""
+class Card(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A network card."""
+
+    name: str
+    gb_per_s: float = 0.0
+    """Each way, in 1e9 bytes per second; 0 when unknown."""
+    rail: str = ""
+    """Name of its rail; empty if the host has one card only."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Location of a rank, from which the planner derives distances. A false one costs speed and nothing else."""
 
     host: str = ""
-    """Empty if unknown: then far from every other rank."""
-    device: str = "cpu"
+    """Name of the machine, or of the container. Empty if unknown: then far from every other rank."""
+    device: str = CPU
+    """`cpu`, or the UUID of a GPU: the number of a GPU depends on the process."""
     numa: int = -1
     """NUMA node, -1 when unknown."""
     rails: tuple[str, ...] = ()
     """Names of the network rails that the rank can use."""
+    machine: str = ""
+    """Identity of the running kernel: equal in all containers of a machine. Empty when unknown: then `host` counts."""
+    pci: str = ""
+    """PCI address of the GPU, such as ``0000:1b:00.0``."""
+    cards: tuple[Card, ...] = ()
+    """Network cards that the rank uses, the one that it should use first; none when unknown."""
+    nvlink: tuple[str, ...] = ()
+    """PCI addresses of the GPUs that it reaches over NVLink. Shown, and no distance: snapshots lie in host memory,
+    whichever transport reads them."""
+    switch: str = ""
+    """Switch of its cards, if it was configured."""
+
+    @property
+    def machine_or_host(self) -> str:
+        """What is equal for ranks of one machine; empty when unknown."""
+        return self.machine or self.host
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,29 +279,47 @@ def decode_layout(data: bytes | bytearray | memoryview, model: Sequence[TensorSp
             have so many boxes, copies and overlaps; a peer may name any tensors.
 
     Raises:
-        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks, rails or boxes, or too large
-            ones.
+        WeightsError: as `decode` and `check_layout`, or it has too many tensors, ranks, rails or boxes, too large ones,
+            or a place that no rank has.
     """
     _check_numbers(data, MAX_LAYOUT_BOXES if model is None else most_boxes(model))
     layout = decode(Layout, data)
     check_layout(layout)
-    _check_rails(layout)
+    _check_places(layout)
     _check_overlaps(layout, math.inf if model is None else _model_bytes(model))
     return layout
 
 
-def _check_rails(layout: Layout) -> None:
-    """Check that a layout names no more rails than a cluster has: they are compared rank by rank."""
+def _check_places(layout: Layout) -> None:
+    """Check that places are no larger than those of a cluster: they are compared rank by rank, kept, and printed."""
     names: set[str] = set()
     for rank, held in enumerate(layout.ranks):
         names.update(held.place.rails)
-        if len(held.place.rails) > MAX_RANK_RAILS:
-            raise WeightsError(
-                f"Rank {rank} of {layout.replica} names {len(held.place.rails)} rails, expected at most "
-                f"{MAX_RANK_RAILS}."
-            )
+        if complaint := _wrong_place(held.place):
+            raise WeightsError(f"Rank {rank} of {layout.replica} names {complaint}.")
     if len(names) > MAX_LAYOUT_RAILS:
         raise WeightsError(f"{layout.replica} names {len(names)} rails, expected at most {MAX_LAYOUT_RAILS}.")
+
+
+def _wrong_place(place: Place) -> str:
+    """Return what is wrong with a place; empty if nothing is."""
+    for what, num, most in (
+        ("rails", len(place.rails), MAX_RANK_RAILS),
+        ("cards", len(place.cards), MAX_RANK_RAILS),
+        ("NVLink peers", len(place.nvlink), MAX_NVLINK_PEERS),
+    ):
+        if num > most:
+            return f"{num} {what}, expected at most {most}"
+    if not -1 <= place.numa < MAX_NUMA_NODES:
+        return f"NUMA node {place.numa}, expected -1 to {MAX_NUMA_NODES - 1}"
+    labels = (place.host, place.device, place.machine, place.pci, place.switch, *place.rails, *place.nvlink)
+    for label in (*labels, *(label for card in place.cards for label in (card.name, card.rail))):
+        if len(label) > MAX_LABEL_CHARACTERS:
+            return f"a place of {len(label)} characters, expected at most {MAX_LABEL_CHARACTERS}"
+    for card in place.cards:
+        if card.gb_per_s != 0 and not MIN_GB_PER_S <= card.gb_per_s <= MAX_GB_PER_S:  # NaN is neither
+            return f"a card of {card.gb_per_s} GB/s, expected 0 if unknown, or {MIN_GB_PER_S} to {MAX_GB_PER_S:.0f}"
+    return ""
 
 
 def _check_overlaps(layout: Layout, most_model_bytes: float) -> None:

@@ -245,7 +245,7 @@ def make_plan(
     Args:
         source: layout of the source.
         destination: layout of the destination.
-        topology: for distances between ranks; without it, only hosts and devices are compared.
+        topology: for distances between ranks; without it, only what the places of the ranks say counts.
         bucket_bytes: largest size of a bucket, with padding.
         buckets_in_flight: most buckets in flight of one destination rank.
 
@@ -439,10 +439,15 @@ class PlanCache:
             del self._renamed[name]
 
     def _distance(self, sources: tuple[Place, ...], destinations: tuple[Place, ...]) -> bytes:
-        """Return a digest of the distances between ranks. Replicas of one host often name their places equally."""
+        """Return a digest of the distances between ranks, and of the cards that the sources share.
+
+        Replicas of one host often name their places equally.
+        """
         digest = self._distances.pop((sources, destinations), None)
         if digest is None:
-            digest = xxhash.xxh3_128_digest(distances(sources, destinations, self._topology).tobytes())
+            cards = card_numbers(sources, self._topology)
+            between = distances(sources, destinations, self._topology)
+            digest = xxhash.xxh3_128_digest(cards.tobytes() + between.tobytes())
         self._distances[sources, destinations] = digest
         while len(self._distances) > MAX_DISTANCES:
             self._distances.popitem(last=False)

@@ -1,7 +1,8 @@
 """Topology of a cluster: hosts, NUMA nodes, GPUs, network cards, rails and switches, with their bandwidths. Pure data.
 
-The planner reads distances from it, the estimate reads bandwidths. The location of a rank is its `Place`; a host that
-is not in the topology is far from every other, and has a network card of its own.
+The planner reads distances from it, the estimate reads bandwidths. The location of a rank is its `Place`, which names
+the cards and the switch that the rank detected itself. So a run needs no topology: for a host that is not in it the
+place counts, and a rank without known cards has one of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.boxes import Bools, Ints
-from starling.weightsync.plan.layout import Place
+from starling.weightsync.plan.layout import CPU, Place
 
 LINKS: Final = ("device", "numa", "host", "rail", "switch", "far")
 """Classes of distance, nearest first: same device, NUMA node, host, rail, switch, or none of these."""
@@ -104,10 +105,16 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, dict=True, forbid_unkn
         )
 
     def nic_of(self, place: Place) -> Nic | None:
-        """Return the card through which `place` reaches other hosts; None if it has an own card of `nic_gb_per_s`."""
+        """Return the card through which `place` reaches other hosts; None if it has an own card of `nic_gb_per_s`.
+
+        A card that the rank has detected itself, but whose speed it does not know, has `nic_gb_per_s`, too.
+        """
         host = self.machines.get(place.host)
         if host is None or not host.nics:
-            return None
+            if not place.cards:
+                return None
+            card = place.cards[0]
+            return Nic(name=card.name, rail=card.rail, gb_per_s=card.gb_per_s or self.nic_gb_per_s)
         for nic in host.nics:
             if nic.rail and nic.rail in place.rails:
                 return nic
@@ -150,28 +157,35 @@ def distances(sources: Sequence[Place], destinations: Sequence[Place], topology:
         return pairs & (one[:, None] >= 0) if -1 in codes else pairs
 
     result = np.full((len(sources), len(destinations)), FAR, np.int64)
-    if machines:
-        switches = [(machines[place.host].switch or None) if place.host in machines else None for place in both]
-        result[equal(switches)] = SWITCH
+    switches = [machines[place.host].switch if place.host in machines else place.switch for place in both]
+    if any(switches):
+        result[equal([switch or None for switch in switches])] = SWITCH
     if any(place.rails for place in both):
         result[_share_a_rail(sources, destinations)] = RAIL
-    if {place.host for place in sources if place.host} & {place.host for place in destinations}:
-        same_host = equal([place.host or None for place in both])
+    hosts = [place.machine_or_host for place in both]
+    if set(filter(None, hosts[: len(sources)])).intersection(hosts[len(sources) :]):
+        same_host = equal([host or None for host in hosts])
         result[same_host] = HOST
         result[same_host & equal([place.numa if place.numa >= 0 else None for place in both])] = NUMA
-        result[same_host & equal([place.device for place in both])] = DEVICE
+        result[same_host & equal([_device(place) for place in both])] = DEVICE
     return result
 
 
 def card_numbers(places: Sequence[Place], topology: Topology | None = None) -> Ints:
     """Return the number of each rank's network card; a rank whose card is unknown has its own."""
+    topology = topology or Topology()
     numbers: dict[object, int] = {}
     cards: list[int] = []
     for rank, place in enumerate(places):
-        nic = topology.nic_of(place) if topology else None
-        card: object = rank if nic is None else (place.host, nic.name)
+        nic = topology.nic_of(place)
+        card: object = rank if nic is None else (place.machine_or_host, nic.name)
         cards.append(numbers.setdefault(card, len(numbers)))
     return np.array(cards, np.int64)
+
+
+def _device(place: Place) -> object:
+    """Return what is equal for ranks that share memory: processors of different NUMA nodes are different devices."""
+    return (CPU, place.numa) if place.device == CPU else place.device
 
 
 def _share_a_rail(sources: Sequence[Place], destinations: Sequence[Place]) -> Bools:

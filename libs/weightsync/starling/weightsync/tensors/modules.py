@@ -6,19 +6,20 @@ all ranks.
 
 from __future__ import annotations
 
-import socket
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
+import msgspec
 import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.checkpoint import Folder
 from starling.weightsync.layouts.parameters import Parameter, Table, shards_of, whole
 from starling.weightsync.layouts.placements import REPLICATE, Held, Placement, Sharded, held_boxes, local_shape
-from starling.weightsync.plan.layout import ITEM_BYTES, Layout, Place, RankLayout, Shard, TensorSpec, check_layout
+from starling.weightsync.places.machine import find_machine
+from starling.weightsync.plan.layout import CPU, ITEM_BYTES, Layout, Place, RankLayout, Shard, TensorSpec, check_layout
 
 if TYPE_CHECKING:  # their import takes half a second, see `is_distributed`
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +48,7 @@ def layout_of(
     Args:
         tensors: parameters and persistent buffers by the module's own names; any strides.
         replica: name of the replica, for messages and plans.
-        place: place of the tensors; by default this host and the device of the first tensor.
+        place: place of the tensors; by default detected from this machine and the device of the first tensor.
         table: parts of the module's parameters, if they are not the canonical tensors themselves: from
             `transformers_table` or `worker_table`. Every one of `tensors` must be listed in it.
         names: names in the table (or else the checkpoint) of parameters that have other names in `tensors`, as in the
@@ -199,9 +200,19 @@ def plain_name(name: str) -> str:
 
 
 def detect_place(tensors: Iterable[torch.Tensor]) -> Place:
-    """Return this host, with the device of the first of `tensors`."""
-    device = next((str(tensor.device) for tensor in tensors), "cpu")
-    return Place(host=socket.gethostname(), device=device)
+    """Return the place of a rank whose first tensor is the first of `tensors`."""
+    machine = find_machine()
+    device = next((tensor.device for tensor in tensors), torch.device(CPU))
+    if device.type != "cuda":
+        return machine.place() if device.type == CPU else msgspec.structs.replace(machine.place(), device=str(device))
+    return machine.place_on(machine.gpu(*_identity(device)))
+
+
+def _identity(device: torch.device) -> tuple[str, str]:
+    """Return the UUID and the PCI address of a GPU. Its number is another one in a process that sees other GPUs."""
+    found: Any = torch.cuda.get_device_properties(device)  # torch's types lack the address
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return f"GPU-{found.uuid}", address
 
 
 def folder_tensors(folder: Folder) -> dict[str, torch.Tensor]:
