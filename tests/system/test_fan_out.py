@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
-from system_runs import WORDS, make_workdir, sentence, starling_command
+from system_runs import WORDS, make_workdir, num_steps, run, sentence, starling_command
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.cli.model.scratch import make_model_folder
@@ -107,4 +112,65 @@ def test_fan_out_beside_a_trainer_is_refused(tmp_path: Path) -> None:
     with starling_command(folder, "run", "tiny.toml", "--launch.fan-out", "true", name="run") as command:
         assert command.wait() == 2
     expected = "launch.fan_out = true, but run.kind = 'rl' has a policy that publishes its weights; remove it"
+    assert expected in sentence(command)
+
+
+@pytest.fixture
+def bucket(model: Path) -> Iterator[tuple[str, ...]]:
+    """Serve the model by S3 from a separate process; return the flags of a run that loads it from there."""
+    import s3fs
+
+    options = {"key": "testing", "secret": "testing"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", "0"], stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stderr is not None
+            options["endpoint_url"] = next(
+                found[0] for line in server.stderr if (found := re.search(r"http://[0-9.:]+", line))
+            )
+            threading.Thread(target=server.stderr.read, daemon=True).start()  # an unread pipe would block the server
+            store = s3fs.S3FileSystem(**options)
+            store.mkdir("models")
+            store.put(str(model), "models/tiny", recursive=True)
+            table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+            yield ("--policy.weights-from", "s3://models/tiny", "--policy.saving.storage-options", f"{{{table}}}")
+        finally:
+            server.kill()
+
+
+def test_weights_of_s3_are_fetched_once_and_answer_as_those_of_the_folder(
+    tmp_path: Path, model: Path, bucket: tuple[str, ...]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": f"{word}>"}) + "\n" for word in WORDS))
+    shutil.copytree(model, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    words = ("infer", "prompts.jsonl", "--num-gpus", "2", "--max-tokens", "8", "--plain", "--launch.screen", "plain")
+    own, fetched = ("--model", str(model), "--run.name", "own"), ("--model", "empty", "--run.name", "s3")
+    for name, flags in (("own", own), ("s3", (*fetched, *FAN_OUT, *bucket))):
+        with starling_command(tmp_path, *words, *flags, name=name) as command:
+            assert command.wait() == 0, command.transcript()
+    folders = [tmp_path / "runs" / name / "attempt-1" for name in ("own", "s3")]
+    answers = [(folder / "answers.jsonl").read_text() for folder in folders]
+    assert answers[0] == answers[1]
+    assert (folders[1] / "logs" / "policy-0.log").read_text().count("weights_fetched") == 1
+    assert not list(folders[1].glob(".weights*"))
+    with closing(Journal(folders[1] / "journal.sqlite")) as journal:
+        [loaded] = [record for record in journal.records() if isinstance(record, CheckpointLoaded)]
+    assert (loaded.name, loaded.digest) == ("policy-0", model_digest(model))
+
+
+def test_policy_trains_from_the_weights_of_s3(tmp_path: Path, model: Path, bucket: tuple[str, ...]) -> None:
+    empty = tmp_path / "empty"
+    shutil.copytree(model, empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    folder = make_workdir(tmp_path, model={}, rl={"num_steps": 1}, sft={"num_steps": 0}, evaluation={})
+    with run(folder, "--model.path", str(empty), *bucket) as command:
+        assert command.wait() == 0, command.transcript()
+    assert num_steps(folder) == 1
+
+
+def test_weights_from_elsewhere_without_a_policy_are_refused(tmp_path: Path, model: Path) -> None:
+    flags = ("--model", str(model), "--policy.weights-from", "s3://models/tiny")
+    with starling_command(tmp_path, "serve", *flags, name="serve") as command:
+        assert command.wait() == 2
+    expected = "policy.weights_from = 's3://models/tiny' is read by a policy, and this run has none; set launch.fan_out"
     assert expected in sentence(command)

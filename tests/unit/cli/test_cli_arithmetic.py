@@ -131,7 +131,7 @@ def test_dry_run_refuses_what_the_policy_would_refuse_in_the_same_sentence(mista
         run=recipe.run, model=ModelSettings(**recipe.model.model_dump(exclude={"scratch"})), policy=recipe.policy
     )
     with pytest.raises(ConfigError) as refused:
-        create_learner(folder, settings)
+        create_learner(folder, settings, folder / "weights")
     assert str(foretold.value) == str(refused.value)
 
 

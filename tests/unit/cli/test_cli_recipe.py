@@ -78,6 +78,23 @@ def test_transport_that_cannot_encrypt_is_refused_where_weights_must_be_encrypte
     load_recipe([RECIPE], ("--network.encrypt-weights", "false", f"--{setting}", "nixl", "--network.host", "10.0.0.1"))
 
 
+WEIGHTS_FROM = ("--policy.weights-from", "s3://bucket/model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (WEIGHTS_FROM, r"policy.weights_from = 's3://bucket/model' with \[model.scratch\] would not be read"),
+        ((*WEIGHTS_FROM, "--policy.init", "random"), "weights_from = .* with init = 'random' would not be read"),
+        (("--launch.fan-out", "true"), "launch.fan_out = true, but run.kind = 'rl' has a policy that publishes"),
+        (("--rollout.num-slots", "0"), "rollout.num_slots = 0 is for replicas that only follow a run"),
+    ],
+)
+def test_sources_of_weights_that_do_not_suit_the_run_are_refused(flags: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_recipe([RECIPE], flags)
+
+
 @pytest.mark.parametrize(("setting", "value"), [("sync-every", "0"), ("sync-every-s", "20")])
 def test_publications_amid_groups_are_refused_where_devices_are_shared(setting: str, value: str) -> None:
     flags = ("--rl.max-staleness", "2", f"--rl.{setting}", value)

@@ -92,6 +92,7 @@ class Recipe(ControllerProcess):
                 "give the path of a model"
             )
         check_adapters(self.model, self.policy, self.weights)
+        self._check_source()
         self._check_transports()
         generates, scores = self.generates, self.kind.is_scored
         if generates and self._has_none("num_rollouts"):
@@ -140,6 +141,17 @@ class Recipe(ControllerProcess):
             choose_transport(self.rollout.transport, self.network.host, encrypt=self.network.encrypt_weights)
         except WeightsError as error:
             raise ValueError(f"rollout.transport with network.encrypt_weights = true: {error}") from error
+
+    def _check_source(self) -> None:
+        """Weights elsewhere than in the model's folder need a policy, which alone reads them."""
+        source = self.policy.weights_from
+        if source and self.model.scratch is not None:
+            raise ValueError(f"policy.weights_from = {source!r} with [model.scratch] would not be read; remove one")
+        if source and not (self.kind.trains or self.launch.fan_out):
+            raise ValueError(
+                f"policy.weights_from = {source!r} is read by a policy, and this run has none; set "
+                "launch.fan_out = true"
+            )
 
     def _check_fan_out(self) -> None:
         """Weights that one process reads are those of a whole model, in a run that has no other policy."""
@@ -228,7 +240,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     if recipe.generates:
         check_engine(recipe.rollout.engine)
     if recipe.model.scratch is None:
-        wanted = untrained or recipe.policy.init == "pretrained"
+        wanted = (untrained or recipe.policy.init == "pretrained") and not recipe.policy.weights_from
         check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained, reads_weights=False)
     if recipe.teacher is not None:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
@@ -260,7 +272,8 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     # A replica of another recipe, or a broken one, must not make the controller hold more than this recipe allows.
     follows |= {"max_model_len": rollout.max_model_len or 0, "max_media_bytes": rollout.max_media_bytes}
     follows |= {"teacher_top_k": recipe.teacher.top_k} if recipe.teacher is not None else {}
-    follows |= {"model_path": recipe.model.path} if untrained else {}
+    # Weights that are elsewhere are not in the folder that the controller could read: the policy's digest counts.
+    follows |= {"model_path": recipe.model.path} if untrained and not recipe.policy.weights_from else {}
     follows |= {"num_scorers": len(recipe.reward.scorers)} if recipe.reward is not None else {}
     controller = recipe.controller.model_copy(update=follows)
     return recipe.model_copy(update={"controller": controller, "rollout": rollout})

@@ -36,6 +36,10 @@ class PolicySettings(SettingsSection):
 
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the weights from the model's folder, or draw random ones from its configuration and `run.seed`."""
+    weights_from: str = ""
+    """Folder or URL supported by fsspec, such as ``s3://bucket/models/Qwen3-8B``, of the model whose weights the policy
+    loads; `model.path` then needs only the configuration and the tokenizer. Options are those of
+    `saving.storage_options`. Empty: `model.path`."""
     tokens_per_microbatch: int = Field(default=8192, ge=1, le=MAX_WHOLE)
     """Maximum token slots of a microbatch, shared tokens counted once; bounds the memory of activations."""
     share_prompts: bool = True
@@ -89,6 +93,14 @@ class PolicySettings(SettingsSection):
     """Bounds on metrics that raise alarms."""
 
     @model_validator(mode="after")
+    def _weights_are_read(self) -> Self:
+        if self.weights_from and self.init == "random":
+            raise ValueError(
+                f"weights_from = {self.weights_from!r} with init = 'random' would not be read; remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routers_are_recorded(self) -> Self:
         if self.router_aux_coefficient and self.memory.compile:
             raise ValueError(
@@ -111,6 +123,11 @@ def check_adapters(model: ModelSettings, policy: PolicySettings, weights: Weight
         raise ValueError(
             "policy.init = 'random' is not compatible with [model.lora]: adapters are published without their base "
             "weights, so every replica must read those from model.path"
+        )
+    if policy.weights_from:
+        raise ValueError(
+            f"policy.weights_from = {policy.weights_from!r} is not compatible with [model.lora]: every replica reads "
+            "the base weights from model.path, so they have to be there; remove it"
         )
     if policy.frozen:
         raise ValueError(

@@ -17,8 +17,8 @@ class SavingSettings(SettingsSection):
     """Location: a folder, or a URL supported by fsspec, such as ``s3://bucket/prefix``; each attempt has a subfolder
     named by its id. Empty for the run's folder."""
     storage_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of fsspec for `folder` and `begin_from`, such as ``endpoint_url``. Do not put secrets here: they are
-    written to the run's folder."""
+    """Options of fsspec for `folder`, `begin_from` and `policy.weights_from`, such as ``endpoint_url``. Do not put
+    secrets here: they are written to the run's folder."""
     begin_from: str = ""
     """State of another run to start from; set by `starling run --from`."""
     begin_kind: Literal["sft", "rl", "dpo", "reward_model"] | None = None

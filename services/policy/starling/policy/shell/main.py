@@ -74,7 +74,7 @@ class Shell:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
         self._trains = KINDS[settings.run.kind].trains
         pretrained = settings.policy.init == "pretrained" or not self._trains
-        path = check_model_folder(settings.model.path, weights=pretrained)
+        path = check_model_folder(settings.model.path, weights=pretrained and not settings.policy.weights_from)
         from starling.weightsync.transports.registry import choose_for_host
 
         self._transport, self._encrypted, unused_rdma = choose_for_host(
@@ -90,8 +90,11 @@ class Shell:
         from starling.weightsync.tensors.modules import layout_of
 
         self._settings = settings
-        digest = None if self._trains else begin_digest(path)
-        self._learner = create_learner(path, settings)
+        fetch_to, checkpoint = arguments.folder / f".weights-{arguments.name}", ""
+        if self._trains:
+            self._learner = create_learner(path, settings, fetch_to)
+        else:
+            self._learner, checkpoint = load_fixed(path, settings, fetch_to)
         self._clock = self._learner.clock
         self._step_metrics = StepMetrics(
             self._learner.tensors, self._clock, self._learner.model.device, settings.policy
@@ -115,7 +118,7 @@ class Shell:
             has_layout=True,
             serves=True,
             limits=self._learner.limits if self._trains and KINDS[settings.run.kind].has_rl_steps else None,
-            checkpoint=digest.result() if digest is not None else "",
+            checkpoint=checkpoint,
         )
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
@@ -371,54 +374,62 @@ class Shell:
         self._link.answer(lease, message, buffers)
 
 
-def create_learner(path: Path, settings: PolicyProcess) -> Learner:
-    """Return a learner with version 0 of the model in the folder `path`. Raises ConfigError if that fails."""
+def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path) -> Learner:
+    """Return a learner with version 0 of the model in the folder `path`.
+
+    `fetch_to`: a name for the copy of weights that are elsewhere. Raises ConfigError if that fails.
+    """
     from starling.policy.train.checkpoint.state import seed_random
     from starling.policy.train.fit import check_fit
     from starling.policy.train.learner import Learner
     from starling.policy.train.loss.objective import check_objective
 
     trainer = KINDS[settings.run.kind].trainer
-    if trainer is None:
-        return Learner(partial(load_published, path, settings), settings.policy)
+    assert trainer is not None, "a run that trains nothing has no learner of its own"
     if trainer == "rl":
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
-    learner = Learner(partial(load_version_0, path, settings), settings.policy)
+    learner = Learner(partial(load_version_0, path, settings, fetch_to), settings.policy)
     check_fit(learner.model, settings.policy, trainer)
     return learner
 
 
-def load_published(path: Path, settings: PolicyProcess) -> Any:
-    """Load the model of a run that trains nothing, to be published, into the memory of the host. Raises ConfigError."""
+def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Learner, str]:
+    """Load the model of a run that trains nothing into host memory; return it in a learner, and its folder's digest.
+
+    Arguments and errors are those of `create_learner`.
+    """
+    from starling.policy.train.learner import Learner
     from starling.policy.train.model.load import load_model
+    from starling.policy.train.model.source import whole_model
 
-    return load_model(path, dtype=settings.model.dtype, trust_remote_code=settings.model.trust_remote_code)
+    model, policy = settings.model, settings.policy
+    with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
+        thread = ThreadPoolExecutor(1, "digest")  # reads the files while they are loaded
+        digest = thread.submit(model_digest, folder)
+        thread.shutdown(wait=False)
+        load = partial(load_model, folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        return Learner(load, policy), digest.result()
 
 
-def begin_digest(path: Path) -> Future[str]:
-    """Begin to compute the digest of a model folder, while it is loaded."""
-    thread = ThreadPoolExecutor(1, "digest")
-    digest = thread.submit(model_digest, path)
-    thread.shutdown(wait=False)
-    return digest
-
-
-def load_version_0(path: Path, settings: PolicyProcess) -> Any:
-    """Load version 0 of the model in the folder `path`. Raises ConfigError."""
+def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path) -> Any:
+    """Load version 0 of the model in the folder `path`; `fetch_to`: see `create_learner`. Raises ConfigError."""
     from starling.policy.train.memory.setup import apply_memory_settings
     from starling.policy.train.model.load import freeze, load_model, place, use_liger
     from starling.policy.train.model.lora import load_adapters
+    from starling.policy.train.model.source import whole_model
     from starling.weightsync.tensors.adapters import add_adapters
 
-    model = load_model(
-        path,
-        init=settings.policy.init,
-        seed=settings.run.seed,
-        dtype=settings.model.dtype,
-        trust_remote_code=settings.model.trust_remote_code,
-        scores=KINDS[settings.run.kind].trainer == "reward_model",
-    )
+    policy = settings.policy
+    with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
+        model = load_model(
+            folder,
+            init=policy.init,
+            seed=settings.run.seed,
+            dtype=settings.model.dtype,
+            trust_remote_code=settings.model.trust_remote_code,
+            scores=KINDS[settings.run.kind].trainer == "reward_model",
+        )
     lora = settings.model.lora
     if lora is not None:
         add_adapters(model, lora, seed=settings.run.seed)
