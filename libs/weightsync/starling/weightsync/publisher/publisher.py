@@ -17,6 +17,7 @@ import torch
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, WhenBusy
 from starling.weightsync.memory.arrays import Array, packed_arrays
+from starling.weightsync.memory.device_memory import SnapshotPlace, SnapshotPolicy
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import Offer, RankOffer, Transport, holds_of
 from starling.weightsync.plan.layout import Layout, check_layout, pieces_of
@@ -25,9 +26,10 @@ from starling.weightsync.publisher.comparison import Comparison
 from starling.weightsync.publisher.delta_history import DeltaHistory
 from starling.weightsync.publisher.digests import SnapshotDigests
 from starling.weightsync.publisher.published import DIGEST_TIMEOUT_S, PublishedSnapshot
+from starling.weightsync.publisher.snapshot_writer import MOVE_TIMEOUT_S, SnapshotWriter
 from starling.weightsync.quantise.recipe import QuantRecipe
 from starling.weightsync.tensors.quantiser import MaximaExchange, Quantiser
-from starling.weightsync.tensors.views import live_views, packed_views
+from starling.weightsync.tensors.views import live_views
 from starling.weightsync.transports.endpoints import is_loopback
 from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import SnapshotSource
@@ -85,6 +87,8 @@ class Publisher:
         exchange: how the ranks exchange the maxima of scale groups that are cut between them; every rank then takes
             the snapshots of the same versions in the same order, and `layout` is that of all ranks.
         encrypt: encrypt what readers get; the transport must be ``tcp``.
+        snapshots: where a version is copied while training waits, see `SnapshotPolicy`. Each version that goes by way
+            of a device takes as much of its memory as this rank publishes, until it has moved to the host.
 
     Raises:
         WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available or
@@ -105,6 +109,7 @@ class Publisher:
         quantise: QuantRecipe | None = None,
         exchange: MaximaExchange | None = None,
         encrypt: bool = False,
+        snapshots: SnapshotPolicy = "auto",
     ) -> None:
         check_layout(layout)
         self._layout, self._rank = layout, rank
@@ -115,7 +120,7 @@ class Publisher:
         pieces = pieces_of(layout, rank)
         self._holds = holds_of(pieces)
         self._arena: Arena | None = Arena(pieces)
-        self._views = tuple(packed_views(layout, rank, slot) for slot in self._arena.slots)
+        self._writer = SnapshotWriter(layout, rank, self._arena, snapshots)
         self._arrays = tuple(packed_arrays(pieces, slot) for slot in self._arena.slots)
         source = SnapshotSource(self._arena, pieces)
         self._readers = source.readers
@@ -146,6 +151,11 @@ class Publisher:
         """The transport in use: ``tcp`` where ``ucx`` was requested and is not available."""
         return self._serving.transport
 
+    @property
+    def snapshot_place(self) -> SnapshotPlace:
+        """Where the last version was copied while training waited."""
+        return self._writer.place
+
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
         """Copy this rank's shards into a snapshot, digest it, and offer it as `version`.
 
@@ -168,7 +178,8 @@ class Publisher:
         Raises:
             SnapshotsBusyError: both snapshots are being read, and `when_busy` forbids to revoke one.
             WeightsError: the version does not grow, the tensors do not fit the layout or cannot be quantised, another
-                rank did not exchange its maxima, or serving has failed.
+                rank did not exchange its maxima, the policy of snapshots is not available for these tensors, or serving
+                has failed.
         """
         begin = time.perf_counter()
         before = self._newest
@@ -185,14 +196,13 @@ class Publisher:
         self._await_digests(slot)
         if self._comparison is not None:
             self._comparison.interrupt()
-        with torch.no_grad():
-            fill(self._views[slot])
+        moved = self._writer.write(slot, fill, _device_of(sources))
         snapshot, secret = self._arena.commit(slot)
         base = before.version if before.slot not in (-1, slot) else -1
         self._newest = _NewestVersion(version, snapshot, slot)
         if self._comparison is not None:
             self._comparison.begin(snapshot, version, base)
-        offer = self._pool.submit(self._make_offer, self._newest, secret)
+        offer = self._pool.submit(self._make_offer, self._newest, secret, moved)
         self._digesting[slot] = _Digesting([offer], threading.Event())
         self.add_layout_roots(root_plans or {})  # before the comparison, for which the offer does not wait
         changes = None
@@ -216,6 +226,14 @@ class Publisher:
                 newest.layout_roots[key] = future
                 digesting.futures.append(future)
 
+    def settle(self) -> None:
+        """Wait until no snapshot is in memory of a device, which others may then use.
+
+        Raises:
+            WeightsError: one did not move to the host in time.
+        """
+        self._writer.settle()
+
     def close(self, deadline_s: float = CLOSE_TIMEOUT_S) -> None:
         """End serving and free the snapshots. May be called twice.
 
@@ -231,7 +249,8 @@ class Publisher:
         for digesting in self._digesting.values():
             digesting.end.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._views = self._arrays = ()
+        self._writer.close()
+        self._arrays = ()
         self._digesting.clear()
         try:
             self._serving.server.close(deadline_s)
@@ -248,8 +267,10 @@ class Publisher:
             if not future.cancel():
                 future.exception(DIGEST_TIMEOUT_S)
 
-    def _make_offer(self, published: _NewestVersion, secret: str) -> RankOffer:
-        """Digest a snapshot and return its offer, in the digesting thread."""
+    def _make_offer(self, published: _NewestVersion, secret: str, moved: Future[None] | None) -> RankOffer:
+        """Digest a snapshot and return its offer, in the digesting thread, once it has `moved` from its device."""
+        if moved is not None:
+            moved.result(MOVE_TIMEOUT_S)
         begin = time.monotonic()
         root = self._digests.root(published.version, published.snapshot, self._arrays[published.slot])
         self._root_s = time.monotonic() - begin
@@ -280,3 +301,9 @@ class Publisher:
 def _copy(sources: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
     for view, source in zip(views, sources, strict=True):
         view.copy_(source)
+
+
+def _device_of(sources: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device that tensors are on; the first one that is not the CPU where they are on several."""
+    devices = [source.device for source in sources]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

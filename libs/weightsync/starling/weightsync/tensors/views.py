@@ -55,15 +55,21 @@ def live_view(layout: Layout, rank: int, index: int, tensors: Mapping[str, torch
         ) from error
 
 
-def packed_views(layout: Layout, rank: int, memory: Memory) -> tuple[torch.Tensor, ...]:
-    """Return each shard of `rank` as a contiguous tensor inside `memory`, at `packed_offsets` of the shards."""
+def packed_views(layout: Layout, rank: int, memory: Memory | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return each shard of `rank` as a contiguous tensor inside `memory`, at `packed_offsets` of the shards.
+
+    Args:
+        layout: of all ranks.
+        rank: whose shards.
+        memory: flat memory, or a flat tensor of bytes on any device.
+    """
     pieces = pieces_of(layout, rank)
     offsets, _ = packed_offsets(piece.size_bytes for piece in pieces)
-    flat = torch.from_numpy(memory)
+    flat = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
     return tuple(
         flat[offset : offset + piece.size_bytes].view(getattr(torch, piece.dtype)).view(piece.box.size)
         if piece.size_bytes
-        else torch.empty(piece.box.size, dtype=getattr(torch, piece.dtype))
+        else torch.empty(piece.box.size, dtype=getattr(torch, piece.dtype), device=flat.device)
         for piece, offset in zip(pieces, offsets, strict=True)
     )
 

@@ -59,6 +59,10 @@ class PolicySettings(SettingsSection):
 
     Unset, it is 2, or 0 if all rollouts are on this host: there sending weights is faster than comparing them.
     """
+    snapshots: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where weights are copied while training waits for a publication: `device`, into memory of the model's device,
+    from where they move to the host while training goes on; `pinned`, into page-locked memory of the host; `host`,
+    into any. `auto`: `host` on CPUs; on GPUs `device` while four copies fit into the free memory, else `pinned`."""
     publish_timeout_s: Seconds = 30.0
     """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one.
 

@@ -126,6 +126,8 @@ class Shell:
         self._plans: dict[str, tuple[bytes, Plan]] = {}
         """The plans of the last publication to the layouts of rollouts, by key, encoded and decoded."""
         self._copying_since: float | None = None
+        self._snapshot_place = ""
+        """Where the last version was copied; empty before the first."""
         self._report_lock = threading.Lock()
         log.info(
             "ready",
@@ -165,6 +167,7 @@ class Shell:
             digests=settings.weights.digests,
             delta_versions=settings.policy.delta_versions,
             quantise=linear_weights(form, FUSED_BY_VLLM) if form else None,
+            snapshots=settings.policy.snapshots,
         )
 
     def run(self, stop: StopSignal) -> None:
@@ -285,6 +288,7 @@ class Shell:
             self._link.answer(message.lease, lease_failure(message.lease, error, self._state.version, rejected))
 
     def _sleep(self) -> None:
+        self._publisher.settle()
         freed_bytes = self._learner.sleep()
         self._link.fence.keeps_devices(False)
         self._state.asleep = True
@@ -348,6 +352,9 @@ class Shell:
                 publication = self._publisher.snapshot(message.version, self._learner.tensors, plans)
         finally:
             self._copying_since = None
+        if self._publisher.snapshot_place != self._snapshot_place:
+            self._snapshot_place = self._publisher.snapshot_place
+            log.info("snapshots", place=self._snapshot_place)
         self._state.published = message.version
         self._offers.send(message.lease, publication)
 

@@ -1,0 +1,30 @@
+"""Runs whose weights are copied into memory of the device, or page-locked memory, while training waits."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from system_runs import attempt, make_workdir, metrics, run, run_concurrently
+
+
+def published(folder: Path, policy: str, *flags: str) -> None:
+    with run(make_workdir(folder), "--policy.snapshots", policy, *flags) as command:
+        assert command.wait() == 0, command.transcript()
+    log = (attempt(folder) / "logs" / "policy-0.log").read_text()
+    assert re.findall(r" snapshots +place=(\w+)", log) == [policy], log
+    adopted = metrics(folder, "adopted")
+    assert len(adopted) > 1, "versions after the first"
+    assert all(line["attested"] for line in adopted)
+
+
+@pytest.mark.system
+def test_run_publishes_by_any_policy_of_snapshots(tmp_path: Path) -> None:
+    """`device` is a second allocator on a CPU, whose memory can be reached by its interface only."""
+    run_concurrently(
+        partial(published, tmp_path / "device", "device"),
+        partial(published, tmp_path / "pinned", "pinned"),
+        partial(published, tmp_path / "colocated", "device", "--launch.colocate", "true"),
+    )
