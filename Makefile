@@ -62,10 +62,11 @@ imports: $(DEV)
 unit processes sim system vllm: $(DEV)
 	$(BIN)/python tests/shards.py run $@
 
-# What needs a GPU, skipped where there is none; then tokens per second and MFU as JSON lines.
+# What needs a GPU, or two, skipped where there is none; then tokens per second, MFU and goodput as JSON lines.
 test-gpu: $(DEV)
-	$(BIN)/pytest -m gpu -rs tests/unit
+	$(BIN)/pytest -m gpu -rs tests/unit tests/system
 	$(BIN)/python bench/attention_gpu.py
+	$(BIN)/python bench/weightsync_gpu.py
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.
 explore: export HYPOTHESIS_PROFILE = explore

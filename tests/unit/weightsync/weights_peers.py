@@ -70,24 +70,33 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def _publish(transport: Transport, read_timeout_s: float, pipe: Connection) -> None:
+def _publish(transport: Transport, read_timeout_s: float, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(device)
     layout = layout_of(weights(0), "policy-0")
     with Publisher(layout, transport=transport, read_timeout_s=read_timeout_s, delta_versions=2) as publisher:
         pipe.send_bytes(encode(layout))
         while (version := pipe.recv()) is not None:
-            pipe.send_bytes(encode(publisher.publish(version, weights(version))))
+            tensors = {name: tensor.to(device) for name, tensor in weights(version).items()}
+            pipe.send_bytes(encode(publisher.publish(version, tensors)))
 
 
 class Source:
     """A publisher in a child process, started by `start_method`: ``forkserver``, or ``spawn`` for this environment."""
 
-    def __init__(self, transport: Transport, read_timeout_s: float = 60.0, start_method: str = "forkserver") -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        read_timeout_s: float = 60.0,
+        start_method: str = "forkserver",
+        device: str = "cpu",
+    ) -> None:
         context: Any = mp.get_context(start_method)
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=_publish, args=(transport, read_timeout_s, theirs), daemon=True
+            target=_publish, args=(transport, read_timeout_s, device, theirs), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -116,9 +125,11 @@ class Source:
 
 
 @contextmanager
-def source(transport: Transport, read_timeout_s: float = 60.0, start_method: str = "forkserver") -> Iterator[Source]:
+def source(
+    transport: Transport, read_timeout_s: float = 60.0, start_method: str = "forkserver", device: str = "cpu"
+) -> Iterator[Source]:
     """Run a publisher in a child process, which is killed afterwards."""
-    peer = Source(transport, read_timeout_s, start_method)
+    peer = Source(transport, read_timeout_s, start_method, device)
     try:
         yield peer
     finally:
