@@ -108,4 +108,5 @@ class RolloutPublisher:
             when_busy="skip",
             digests=self._digests,
             delta_versions=0,
+            snapshots="host",  # the engine has taken the memory of the device, and most rollouts publish once
         )
