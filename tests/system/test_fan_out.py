@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,53 @@ def test_rollout_that_joins_later_reads_no_weights_from_the_disk(tmp_path: Path,
         ("rollout-1", True),
         ("rollout-7", True),
     ]
+
+
+BY_HAND = """
+[run]
+kind = "serve"
+id = "by-hand"
+[network]
+curve = false
+heartbeat_s = 0.3
+[data]
+source = ""
+[controller]
+fan_out = true
+num_rollouts = 3
+relay_from_mb = 0.0
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another name of the host")
+def test_rollouts_on_other_hosts_pass_the_weights_on(tmp_path: Path, model: Path) -> None:
+    """The policy sends the weights once, however many hosts need them."""
+    (tmp_path / "serve.toml").write_text(BY_HAND)
+    (tmp_path / "run").mkdir()
+    shutil.copytree(model, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = ["--config", "serve.toml", "--dir", "run"]
+    with ExitStack() as stack:
+        controller = stack.enter_context(starling_command(tmp_path, "controller", *config, name="controller"))
+        controller.wait_until((tmp_path / "run/controller.json").exists, "its address")
+        at = ["--controller", json.loads((tmp_path / "run/controller.json").read_text())["address"]]
+        policy = stack.enter_context(
+            starling_command(tmp_path, "policy", *config, *at, "--model.path", str(model), name="policy")
+        )
+        for number in range(3):
+            command = ["rollout", *config, *at, "--name", f"rollout-{number}", "--model.path", "empty"]
+            named = f'hostname host-{number} && exec "$@"'
+            there = ["unshare", "--uts", "sh", "-c", named, "sh", sys.executable, "-m", "starling.cli.main", *command]
+            log = stack.enter_context((tmp_path / f"rollout-{number}.log").open("wb"))
+            process = subprocess.Popen(there, cwd=tmp_path, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+        controller.wait_until(lambda: len(adoptions(tmp_path / "run")) == 3, "three adoptions")
+        controller.interrupt()
+        assert controller.wait() == 0, controller.transcript()
+        assert policy.wait() == 0, policy.transcript()
+    adopted = adoptions(tmp_path / "run")
+    assert all(line["attested"] for line in adopted)
+    assert [line["source"] for line in adopted].count("policy-0") == 1
 
 
 def check_follower(place: Path, folder: Path) -> None:

@@ -24,7 +24,9 @@ def answering(**changes: Any) -> Script:
 def joins_with(script: Script, name: str, digest: str) -> list[str]:
     role: Any = name.rpartition("-")[0]
     slots, version = (0, 0) if role == "policy" else (8, -1)
-    hello = wire.Hello(role=role, host="h", pid=1, num_slots=slots, version=version, has_layout=True, checkpoint=digest)
+    hello = wire.Hello(
+        role=role, host="h", pid=1, num_slots=slots, version=version, has_layout=True, serves=True, checkpoint=digest
+    )
     return script.receive(name, hello, encoded_layout(name))
 
 
@@ -33,6 +35,8 @@ def test_rollouts_pull_version_0_before_they_answer() -> None:
     script.joins("rollout-0", slots=8)
     assert "policy that publishes the weights of the model folder" in script.controller.waiting_for
     assert script.joins("policy-0")[-1] == "policy-0 <- publish:0:0"
+    [command] = [s.message for s in script.commands_sent.values() if isinstance(s.message, wire.PublishWeights)]
+    assert len(command.layouts) == 1, "the policy computes the layout root of the rollout that waits"
     assert "rollout-0 <- adopt:0:0" in script.publishes(0)
     assert not script.state.replicas.leases.has("generate")
     script.adopts("rollout-0", 0)
@@ -61,6 +65,16 @@ def test_run_goes_on_without_the_policy_once_rollouts_hold_the_weights() -> None
     script.leaves("policy-0")
     assert "policy" not in script.controller.waiting_for
     assert script.state.replicas.leases.num("rollout-0", "generate") == 4
+
+
+def test_rollout_that_joins_when_the_policy_is_gone_pulls_from_another_rollout() -> None:
+    script = answering()
+    joins_with(script, "policy-0", DIGEST)
+    joins_with(script, "rollout-0", "")
+    script.publishes(0)
+    script.adopts("rollout-0", 0)
+    script.leaves("policy-0")
+    assert "rollout-0 <- publish:0:1" in script.joins("rollout-1", slots=8)
 
 
 def test_digest_of_the_policys_folder_is_journaled_and_holds_for_its_next_incarnation() -> None:

@@ -60,6 +60,8 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
         _set_checkpoint(state, message.checkpoint, name)
     if member.role == "rollout":
         set_held_version(state, member, member.version)
+        if state.plan.fans_out:
+            state.dirty |= Dirty.PUBLISH
     elif member.role in ("reward", "teacher"):
         replicas.slots.mark(member)
     else:

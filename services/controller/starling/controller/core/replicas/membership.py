@@ -350,6 +350,11 @@ class Membership:
         """Say whether there is a replica that can work in the place of `member`."""
         return self.num(member.role) > (0 if member.is_follower else 1)
 
+    @property
+    def has_adopters(self) -> bool:
+        """Whether there is any rollout."""
+        return bool(self._by_role["rollout"] or self._followers)
+
     def adopters(self) -> list[Member]:
         """Return all rollouts, also those that only follow the run, in the order of their names."""
         members = {**self._by_role["rollout"], **self._followers} if self._followers else self._by_role["rollout"]

@@ -145,6 +145,8 @@ def adopt(state: ControllerState) -> None:
         wanted = version, policies_only, state.weights.layout_key(state.weights.policy_layout, member.layout)
         if wanted in unavailable or not state.weights.may_try(name, state.now):
             continue
+        if policies_only and state.plan.fans_out:  # for those that join later, perhaps when the policy is gone
+            _request_layout_roots(state, member, version)
         offer = state.weights.source(member, version, of_policies_only=policies_only)
         if not state.replicas.sharing.has_devices(member):  # it pulls when it wakes; an offer is arranged now
             if offer is None:
@@ -301,17 +303,19 @@ def _holder_on_host(
     holder = _able_to_offer(state, version, names, None if policies_only else member) if names else None
     if holder is None or not policies_only:
         return holder
-    if member.name not in state.replicas.membership.accusers:
-        _request_layout_roots(state, member, version)  # for the next one: this one does not wait
+    _request_layout_roots(state, member, version)  # for the next one: this one does not wait
     return None
 
 
 def _request_layout_roots(state: ControllerState, rollout: Member, version: int) -> None:
     """Have a policy compute the layout roots of rollouts that joined since it published, while it has the version.
 
-    Only once for the layout of `rollout`: a policy may be unable to compute its root.
+    Only once for the layout of `rollout`: a policy may be unable to compute its root. Not for one that pulls from
+    policies because it has accused another rollout.
     """
     replicas, weights = state.replicas, state.weights
+    if rollout.name in replicas.membership.accusers:
+        return
     if version != state.weights_version or replicas.is_policy_publishing() or not replicas.policies_have_devices():
         return
     for member in replicas.current_policies(version):
