@@ -406,9 +406,9 @@ def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Lea
 
     Arguments and errors are those of `create_learner`.
     """
+    from starling.policy.train.checkpoint.source import whole_model
     from starling.policy.train.learner import Learner
     from starling.policy.train.model.load import load_model
-    from starling.policy.train.model.source import whole_model
 
     model, policy = settings.model, settings.policy
     with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
@@ -421,10 +421,10 @@ def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Lea
 
 def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path) -> Any:
     """Load version 0 of the model in the folder `path`; `fetch_to`: see `create_learner`. Raises ConfigError."""
+    from starling.policy.train.checkpoint.source import whole_model
     from starling.policy.train.memory.setup import apply_memory_settings
     from starling.policy.train.model.load import freeze, load_model, place, use_liger
     from starling.policy.train.model.lora import load_adapters
-    from starling.policy.train.model.source import whole_model
     from starling.weightsync.tensors.adapters import add_adapters
 
     policy = settings.policy

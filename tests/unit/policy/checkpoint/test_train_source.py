@@ -12,8 +12,8 @@ import torch
 
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import model_digest, write_digests
+from starling.policy.train.checkpoint.source import whole_model
 from starling.policy.train.model.load import load_model
-from starling.policy.train.model.source import whole_model
 
 CREDENTIALS = {"key": "testing", "secret": "testing"}
 URL = "s3://models/tiny"
