@@ -27,7 +27,8 @@ def colocated(seed: int, mix: str) -> Scenario:
     scenario = scenario_of(seed, mix)
     sync_every = 1 + seed // 2 % (scenario.plan.max_staleness + 1)
     plan = replace(scenario.plan, colocate=True, sync_every=sync_every, sync_every_s=0.0)
-    return replace(scenario, plan=plan, faults=slowed(scenario.faults, PACE), timeout_s=1800.0)
+    fleet = replace(scenario.fleet, num_followers=0)  # they are refused
+    return replace(scenario, plan=plan, fleet=fleet, faults=slowed(scenario.faults, PACE), timeout_s=1800.0)
 
 
 def partitioned(seed: int, mix: str) -> Scenario:
