@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from system_runs import make_workdir, metrics, num_steps, run
+from system_runs import Command, attempt, make_workdir, metrics, num_steps, run
 
 pytestmark = pytest.mark.system
 
@@ -36,3 +36,18 @@ def test_versions_are_published_when_staleness_asks_for_them(tmp_path: Path) -> 
     assert published[-1] == 6
     assert num_steps(folder) == 6
     assert max(line["staleness_max"] for line in metrics(folder, "step")) <= 2
+    adopted = metrics(folder, "adopted")
+    assert adopted
+    for line in adopted:
+        [pair] = line["pairs"]
+        assert (pair["source_rank"], pair["rank"], pair["link"]) == (0, 0, "device")
+        assert pair["transport"] == line["transport"]
+        assert 0 < pair["sent_bytes"] == line["sent_bytes"] <= pair["bytes"] == line["size_bytes"]
+        assert 0 < pair["expected_s"] <= line["expected_s"]
+        assert 0 < pair["read_s"] <= line["split"]["read_s"] + line["split"]["confirm_s"]
+    report = Command(tmp_path, "sync-report", str(attempt(folder).parent), name="sync-report")
+    assert report.wait() == 0, report.transcript()
+    assert "pairs of ranks" in report.output
+    assert "expected" in report.output
+    assert "policy-0:0" in report.output
+    assert "unknown" not in report.output

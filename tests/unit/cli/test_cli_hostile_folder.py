@@ -38,6 +38,21 @@ ADOPTED = {
     "transport": "tcp",
     "lanes": ["a"],
     "split": {"read_s": 0.4, "prepare_s": 0.1},
+    "source": "policy-0",
+    "expected_s": 0.3,
+    "links": {"rail": {"pairs": 1, "bytes": 90, "expected_s": 0.3}},
+    "pairs": [
+        {
+            "source_rank": 0,
+            "rank": 1,
+            "link": "rail",
+            "bytes": 90,
+            "expected_s": 0.3,
+            "transport": "tcp",
+            "sent_bytes": 80,
+            "read_s": 0.4,
+        }
+    ],
 }
 STEP = {"kind": "step", "step": 3, "reward_mean": 0.5, "staleness_mean": 0.5, "staleness_max": 1}
 EVALUATION = {

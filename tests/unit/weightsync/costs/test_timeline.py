@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from starling.weightsync.costs.timeline import (
     PART_REMEDIES,
     PARTS,
     Adoption,
+    PairTime,
     PublicationTimeline,
     chrome_trace,
     publication_timelines,
@@ -126,6 +128,28 @@ def test_timelines_are_read_from_the_metrics_of_a_run() -> None:
     assert first.adoptions[1].parts == pytest.approx(
         {"prepare": 0.0, "read": 0.4, "confirm": 0.0, "switch": 0.1, "wait": 2.0}
     )
+
+
+def test_pairs_of_ranks_have_means_of_what_is_known() -> None:
+    def pair(rank: int, **fields: object) -> PairTime:
+        line = {"source_rank": 0, "rank": rank, "link": "rail", "bytes": 8 - rank, "expected_s": None, **fields}
+        return msgspec.convert(line, PairTime)
+
+    adoptions = tuple(
+        Adoption(replica="rollout-0", end_s=1.0, read_s=0.5, source="policy-0", expected_s=expected, pairs=pairs)
+        for expected, pairs in (
+            (0.5, (pair(0, expected_s=0.5, transport="ucx", sent_bytes=8, read_s=1.0), pair(1))),
+            (0.25, (pair(0, expected_s=0.25, transport="ucx", sent_bytes=4, read_s=0.5), pair(1))),
+            (None, ()),
+        )
+    )
+    split = time_split([PublicationTimeline(version=1, publish_s=0.1, adoptions=adoptions)])
+    assert split is not None
+    assert split.expected_read_s == 0.375
+    names = {"source": "policy-0", "source_rank": 0, "replica": "rollout-0", "link": "rail"}
+    first = {"rank": 0, "transport": "ucx", "num_bytes": 8.0, "sent_bytes": 6.0, "expected_s": 0.375, "read_s": 0.75}
+    other = {"rank": 1, "transport": "", "num_bytes": 7.0, "sent_bytes": None, "expected_s": None, "read_s": None}
+    assert [msgspec.structs.asdict(found) for found in split.pairs] == [names | first, names | other]
 
 
 def test_only_the_last_publications_are_returned() -> None:

@@ -54,6 +54,8 @@ def test_pull_between_random_layouts_is_exact(
                     assert puller.attest(live, offer) == offer.root
                     assert report.size_bytes == sum(bucket.size_bytes for bucket in plan.of_destination(rank))
                     assert sum(report.bytes_by_source.values()) == report.size_bytes
+                    assert {read.address: read.num_bytes for read in report.reads} == report.bytes_by_source
+                    assert all(0 < read.seconds <= report.seconds for read in report.reads)
                     peak = destination_peak(
                         plan, destination, rank, bounding_transport(offer, plan, rank), in_place=in_place
                     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.table import Table
@@ -19,6 +21,10 @@ from starling.weightsync.costs.timeline import (
     time_split,
 )
 
+MAX_PAIRS_SHOWN: Final = 20
+UNKNOWN: Final = "unknown"
+_NUMBERS: Final = ("plan", "sent", "expected", "measured")
+
 
 def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
     """Print where the time of the newest publications of one attempt went. Raises ConfigError when it has none."""
@@ -30,7 +36,7 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
     if split is None:
         raise ConfigError(f"no replica has adopted a version in {attempt.folder}; give a run that has made a step")
     if as_json:
-        print(msgspec.json.encode(split).decode())
+        print(json.dumps(msgspec.to_builtins(split)))  # as ASCII: names may have characters that cannot be encoded
     else:
         _show(split, attempt, Console())
 
@@ -55,7 +61,40 @@ def _show(split: TimeSplit, attempt: Attempt, console: Console) -> None:
     console.print(f"{split.rate_bytes_per_s / 1e9:.2f} GB/s while reading{lanes}; {split.num_unproven} not proven")
     if split.sent_share < 1:
         console.print(f"{split.sent_share:.1%} of the weights were sent: the rest had not changed")
+    _show_pairs(split, console)
     console.print(f"bottleneck: {split.bottleneck} - {PART_REMEDIES[split.bottleneck]}")
     console.print(
         f"timeline of each publication: open {attempt.folder / 'weightsync'}/version-*.json in ui.perfetto.dev"
     )
+
+
+def _show_pairs(split: TimeSplit, console: Console) -> None:
+    """Show the largest pairs of ranks: how they were connected, and what was expected beside what was measured."""
+    if not split.pairs:
+        return
+    table = Table(title="pairs of ranks; mean MB and ms", title_justify="left")
+    for heading in ("from", "to", "link", "by", *_NUMBERS):
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", overflow="fold")
+    for pair in split.pairs[:MAX_PAIRS_SHOWN]:
+        table.add_row(
+            f"{pair.source}:{pair.source_rank}",
+            f"{pair.replica}:{pair.rank}",
+            pair.link,
+            pair.transport,
+            _scaled(pair.num_bytes, 1e-6),
+            _scaled(pair.sent_bytes, 1e-6),
+            _scaled(pair.expected_s, 1e3),
+            _scaled(pair.read_s, 1e3),
+        )
+    console.print(table)
+    hidden = len(split.pairs) - MAX_PAIRS_SHOWN
+    if hidden > 0:
+        console.print(f"... and {counted(hidden, 'pair')} more: --json prints all")
+    console.print(
+        f"read of a whole pull: expected {_scaled(split.expected_read_s, 1e3)} ms for one replica alone, measured "
+        f"{_scaled(split.parts['read'], 1e3)} ms"
+    )
+
+
+def _scaled(value: float | None, factor: float) -> str:
+    return UNKNOWN if value is None else f"{value * factor:.2f}"

@@ -66,8 +66,10 @@ from starling.common.wire.structs import (
 )
 from starling.common.wire.training import CheckpointSaved, SaveCheckpoint, StepTrained, TrainStep
 from starling.common.wire.weight_sync import (
+    MAX_READS,
     AdoptWeights,
     PublishWeights,
+    RankRead,
     RelayOffered,
     WeightsAdopted,
     WeightsPublished,
@@ -130,6 +132,7 @@ ALLOWED_MESSAGES: Final[dict[Role, frozenset[type]]] = {
 
 __all__ = [
     "ALLOWED_MESSAGES",
+    "MAX_READS",
     "PROTOCOL_VERSION",
     "TRAINABLE_STATUSES",
     "AdoptWeights",
@@ -161,6 +164,7 @@ __all__ = [
     "Prompt",
     "PublishWeights",
     "QueryRun",
+    "RankRead",
     "Refused",
     "RelayOffered",
     "ReleaseLeases",

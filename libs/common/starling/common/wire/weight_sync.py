@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+MAX_READS: Final = 16
+"""Reads that the answer to an adoption lists: a replica of eight ranks may read from hundreds."""
 
 
 class PublishWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="publish_weights"):
@@ -74,6 +79,21 @@ class RelayOffered(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="rel
     """Why it serves nothing: others wait for it no longer."""
 
 
+class RankRead(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
+    """What one rank of a replica read from one rank of another."""
+
+    source: str
+    """Replica: the source of the pull, or a relay."""
+    source_rank: int
+    rank: int
+    """That of the reader."""
+    transport: str
+    num_bytes: int
+    """Bytes that travelled."""
+    seconds: float
+    """From the beginning of the pull to the last of them."""
+
+
 class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="weights_adopted"):
     """A replica uses `version` now. Sent after the switch; `root` and `layout_root` are digests of the weights that its
     engine holds: the former of what it read, by the offer of its source, the latter independent of the source."""
@@ -106,3 +126,5 @@ class WeightsAdopted(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="w
     """As in `AdoptWeights`."""
     layout: str = ""
     """As in `AdoptWeights`."""
+    reads: tuple[RankRead, ...] = ()
+    """The largest reads, at most `MAX_READS`."""

@@ -254,6 +254,17 @@ def _strange_adoption(lease: str, rng: random.Random) -> Lie:
         split={"read_s": rng.choice(EXTREME), rng.choice(TEXTS): rng.choice(EXTREME)},
         source=rng.choice(("policy-0", "rollout-0", *TEXTS)),
         layout=rng.choice(TEXTS),
+        reads=tuple(
+            wire.RankRead(
+                source=rng.choice(("policy-0", *TEXTS)),
+                source_rank=rng.choice(WHOLE),
+                rank=rng.choice(WHOLE),
+                transport=rng.choice(("tcp", *TEXTS)),
+                num_bytes=rng.choice(WHOLE),
+                seconds=rng.choice(EXTREME),
+            )
+            for _ in range(rng.choice((0, 1, 40)))
+        ),
     )
     return message, ()
 

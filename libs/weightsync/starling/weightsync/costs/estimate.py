@@ -95,6 +95,13 @@ def estimate(
     return _estimate(plan, plan.pair_bytes, sources, destinations, topology or Topology(), num_hops=1)
 
 
+def estimate_flow(
+    plan: Plan, flow: Ints, sources: Sequence[Place], destinations: Sequence[Place], topology: Topology
+) -> Estimate:
+    """As `estimate`, for other bytes between ranks than those of `plan`; shape (sources, destinations)."""
+    return _estimate(plan, flow, sources, destinations, topology, num_hops=1)
+
+
 def estimate_fan_out(
     plan: Plan,
     fan_out: FanOut,

@@ -41,6 +41,24 @@ _MEASURED: Final = ("prepare", "read", "unpack", "digest", "confirm")
 """Parts of the `split` of a line, as the replica measured them."""
 
 
+class PairTime(msgspec.Struct, frozen=True, kw_only=True):
+    """One source rank and one rank of the reader in one adoption, expected and measured."""
+
+    source_rank: int
+    rank: int
+    link: str
+    """Class of their distance, as in `plan.topology.LINKS`."""
+    num_bytes: int = msgspec.field(name="bytes")
+    """Of the plan."""
+    expected_s: float | None
+    """None if the speed of a network card is unknown."""
+    transport: str = ""
+    sent_bytes: int | None = None
+    """Bytes that were transferred; None if the reader did not report this pair."""
+    read_s: float | None = None
+    """From the beginning of the pull to the last of them; None likewise."""
+
+
 class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     """Adoption of a version by one rank of one replica. Seconds; `unpack_s` and `digest_s` are part of `read_s`."""
 
@@ -60,6 +78,11 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = ""
     lanes: tuple[str, ...] = ()
     attested: bool = True
+    source: str = ""
+    expected_s: float | None = None
+    """Expected for `read_s`; None if unknown."""
+    pairs: tuple[PairTime, ...] = ()
+    """The largest first; not all of them if there are many."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -83,6 +106,22 @@ class PublicationTimeline(msgspec.Struct, frozen=True, kw_only=True):
     adoptions: tuple[Adoption, ...] = ()
 
 
+class PairSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """Means of one pair of ranks over some adoptions; None where nothing is known."""
+
+    source: str
+    source_rank: int
+    replica: str
+    rank: int
+    link: str
+    transport: str
+    num_bytes: float
+    """Of the plan."""
+    sent_bytes: float | None
+    expected_s: float | None
+    read_s: float | None
+
+
 class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the adoptions of some publications, in seconds; `parts` sum to `total_s`."""
 
@@ -100,6 +139,10 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[str, ...]
     bottleneck: str
     """A key of `PART_REMEDIES`."""
+    expected_read_s: float | None = None
+    """Expected for ``read``; None if it is not known of any adoption."""
+    pairs: tuple[PairSplit, ...] = ()
+    """The largest first."""
 
 
 class _Published(msgspec.Struct, frozen=True):
@@ -117,8 +160,8 @@ def publication_timelines(lines: Iterable[Mapping[str, Any]], last: int = 0) -> 
     Args:
         lines: objects with ``kind``, of which ``published`` (``time``, ``version``, ``publish_s``, ``offer_s``) and
             ``adopted`` (``time``, ``version``, ``replica``, ``attested``, ``pull_s``, ``pause_s``, ``size_bytes``,
-            ``sent_bytes``, ``transport``, ``lanes``, ``split``) are read. Adoptions of versions without a
-            ``published`` line are left out.
+            ``sent_bytes``, ``transport``, ``lanes``, ``split``, ``source``, ``expected_s``, ``pairs``) are read.
+            Adoptions of versions without a ``published`` line are left out.
 
     Raises:
         KeyError, TypeError, AttributeError, ArithmeticError, msgspec.ValidationError: a line lacks a field, or has one
@@ -159,6 +202,7 @@ def _adoption(line: Mapping[str, Any], published_at: float) -> Adoption:
         "transport": line["transport"],
         "lanes": line["lanes"],
         "attested": line["attested"],
+        **{name: line[name] for name in ("source", "expected_s", "pairs") if name in line},
     }
     return msgspec.convert(fields, Adoption)
 
@@ -183,7 +227,39 @@ def time_split(timelines: Sequence[PublicationTimeline]) -> TimeSplit | None:
         sent_share=sent / size if size else 1.0,
         lanes=tuple(sorted({lane for adoption in adoptions for lane in adoption.lanes})),
         bottleneck=_bottleneck(adoptions, parts),
+        expected_read_s=_mean([adoption.expected_s for adoption in adoptions]),
+        pairs=_pair_splits(adoptions),
     )
+
+
+def _pair_splits(adoptions: Sequence[Adoption]) -> tuple[PairSplit, ...]:
+    """Return the means of each pair of ranks, by the replicas, the ranks, and how they were connected."""
+    groups: dict[tuple[str, int, str, int, str, str], list[PairTime]] = {}
+    for adoption in adoptions:
+        for pair in adoption.pairs:
+            key = adoption.source, pair.source_rank, adoption.replica, pair.rank, pair.link, pair.transport
+            groups.setdefault(key, []).append(pair)
+    splits = [
+        PairSplit(
+            source=source,
+            source_rank=source_rank,
+            replica=replica,
+            rank=rank,
+            link=link,
+            transport=transport,
+            num_bytes=fmean(pair.num_bytes for pair in pairs),
+            sent_bytes=_mean([pair.sent_bytes for pair in pairs]),
+            expected_s=_mean([pair.expected_s for pair in pairs]),
+            read_s=_mean([pair.read_s for pair in pairs]),
+        )
+        for (source, source_rank, replica, rank, link, transport), pairs in groups.items()
+    ]
+    return tuple(sorted(splits, key=lambda split: (-split.num_bytes, split.source, split.replica, split.rank)))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _bottleneck(adoptions: Sequence[Adoption], parts: dict[str, float]) -> str:

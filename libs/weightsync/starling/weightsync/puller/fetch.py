@@ -57,6 +57,8 @@ class FetchStats:
 
     num_retries: int = 0
     bytes_by_source: dict[str, int] = field(default_factory=dict)
+    seconds_by_source: dict[str, float] = field(default_factory=dict)
+    """From the beginning to the last box that arrived from a source."""
     lanes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unpack_s: float = 0.0
     digest_s: float = 0.0
@@ -450,6 +452,7 @@ class BucketFetcher:
         self.stats.num_deltas += len(deltas)
         by_source = self.stats.bytes_by_source
         by_source[bucket.source.key] = by_source.get(bucket.source.key, 0) + bucket.travels.size_bytes
+        self.stats.seconds_by_source[bucket.source.key] = time.monotonic() - self._begin
 
     # --- failures ---
 

@@ -33,7 +33,7 @@ from starling.weightsync.puller.attestation import Attestation, AttestedRoots, s
 from starling.weightsync.puller.deadline import Deadline, never
 from starling.weightsync.puller.fetch import BucketFetcher, FetchOptions, FetchStats, ReceivedDelta
 from starling.weightsync.puller.relay import Relay
-from starling.weightsync.puller.report import PullProgress, PullReport
+from starling.weightsync.puller.report import PullProgress, PullReport, SourceRead
 from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, make_schedule
 from starling.weightsync.puller.sources import SourceConnection, SourceConnections
 from starling.weightsync.tensors.views import array_of, live_view, live_views, packed_views, place_array, tensor_part
@@ -334,7 +334,7 @@ class Puller:
         prepared = time.perf_counter()
         fetcher.run(deadline)
         times = (begin, prepared, time.perf_counter())
-        return _report(offer.version, schedule, sources, buffers, fetcher.stats, times)
+        return _report((offer.version, self._rank), schedule, sources, buffers, fetcher.stats, times)
 
     def _make_relay(self) -> None:
         """Serve the staging memory, from the first pull on that is announced; without `serving` it is private."""
@@ -407,14 +407,15 @@ class Puller:
 
 
 def _report(
-    version: int,
+    pulled: tuple[int, int],
     schedule: ReadSchedule,
     sources: Mapping[int, Sequence[SourceConnection]],
     buffers: BufferPool,
     stats: FetchStats,
     times: tuple[float, float, float],
 ) -> PullReport:
-    """Return the report of a pull that began, was prepared and ended at `times`."""
+    """Return the report of a pull, of a version by a rank, that began, was prepared and ended at `times`."""
+    version, rank = pulled
     begin, prepared, end = times
     offers = {source.key: source.offer for group in sources.values() for source in group}
     return PullReport(
@@ -434,4 +435,15 @@ def _report(
         digest_s=stats.digest_s,
         wait_s=stats.wait_s,
         confirm_s=stats.confirm_s,
+        reads=tuple(
+            SourceRead(
+                address=offers[key].address,
+                source_rank=offers[key].rank,
+                rank=rank,
+                transport=offers[key].transport,
+                num_bytes=size,
+                seconds=stats.seconds_by_source[key],
+            )
+            for key, size in stats.bytes_by_source.items()
+        ),
     )

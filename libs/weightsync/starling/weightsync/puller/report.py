@@ -14,6 +14,21 @@ class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
     """At the rate so far; infinite before anything has arrived."""
 
 
+class SourceRead(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank read from one rank of a source."""
+
+    address: str
+    """Of the source, as in its offer."""
+    source_rank: int
+    rank: int
+    """That of the destination."""
+    transport: str
+    num_bytes: int
+    """Bytes that travelled."""
+    seconds: float
+    """From the beginning of the pull to the last of them, unpacked and digested."""
+
+
 class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and times of one pull. `prepare_s`, `read_s` and `confirm_s` sum to `seconds`; the other seconds lie within
     `read_s`, and those of several threads may overlap."""
@@ -44,3 +59,5 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     """Part of `read_s` in which the pulling thread only waited for sources and threads."""
     confirm_s: float
     """Confirming that the snapshots were not revoked meanwhile."""
+    reads: tuple[SourceRead, ...] = ()
+    """By source and rank."""

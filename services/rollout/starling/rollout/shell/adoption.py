@@ -18,6 +18,8 @@ from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.transports.endpoints import check_offered_transports
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starling.common.net.link import ControllerLink
     from starling.rollout.core.machine import Action, PullWeights, RolloutMachine, SwitchWeights
     from starling.rollout.engine.base import AdoptionReport, Engine
@@ -39,6 +41,29 @@ class PullEnded:
     problem: str | None
 
 
+@dataclass(frozen=True)
+class _FinishedPull:
+    """A pull that succeeded, and the relays that it may have read from, by the addresses of their ranks."""
+
+    report: PullReport
+    relays: Mapping[str, str]
+
+    def reads(self, source: str) -> tuple[wire.RankRead, ...]:
+        """Return the largest reads; those from no relay are from `source`."""
+        largest = sorted(self.report.reads, key=lambda read: -read.num_bytes)[: wire.MAX_READS]
+        return tuple(
+            wire.RankRead(
+                source=self.relays.get(read.address, source),
+                source_rank=read.source_rank,
+                rank=read.rank,
+                transport=read.transport,
+                num_bytes=read.num_bytes,
+                seconds=read.seconds,
+            )
+            for read in largest
+        )
+
+
 class Adoptions:
     """The pulls of a replica, one after another.
 
@@ -57,8 +82,8 @@ class Adoptions:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._cancelled = threading.Event()
         """Cancels the current pull; each pull has its own event."""
-        self._pulling: Future[PullReport] | None = None
-        self._report: PullReport | None = None
+        self._pulling: Future[_FinishedPull] | None = None
+        self._finished: _FinishedPull | None = None
         self._in_place = False
         self._draining_since: float | None = None
         self._drain_s = 0.0
@@ -78,13 +103,13 @@ class Adoptions:
         if message.announce and problem:
             self._link.tell(wire.RelayOffered(lease=message.lease, version=message.version, problem=problem))
 
-        def work() -> PullReport:
+        def work() -> _FinishedPull:
             offer = decode_offer(buffers[0])
             self._check_transports(message.source, offer)
             relays = [decode_offer(encoded) for encoded in buffers[2 + message.has_root_plan :]]
             for name, relay in zip(message.relays, relays, strict=True):
                 self._check_transports(name, relay)
-            return engine.pull(
+            report = engine.pull(
                 offer,
                 self._plan(buffers[1]),
                 root_plan=self._plan(buffers[2]) if message.has_root_plan else None,
@@ -95,13 +120,17 @@ class Adoptions:
                 progress=lambda progress: self._link.report_progress(message.lease, lease_progress(progress)),
                 in_place=order.in_place,
             )
+            holders = {
+                rank.address: name for name, one in zip(message.relays, relays, strict=True) for rank in one.ranks
+            }
+            return _FinishedPull(report, holders)
 
-        def done(future: Future[PullReport]) -> None:
+        def done(future: Future[_FinishedPull]) -> None:
             if future.cancelled():
                 return
             error = future.exception()
             if error is None:
-                self._report = future.result()
+                self._finished = future.result()
             else:
                 self._drain_s = 0.0
             # Every failure is reported; the old version stays in use, unless the pull was in place.
@@ -165,8 +194,9 @@ class Adoptions:
 
     def _answer(self, message: wire.AdoptWeights, adopted: AdoptionReport, switch_s: float) -> wire.WeightsAdopted:
         """Return the answer for an adoption whose switch took `switch_s`."""
-        report, drain_s = self._report, self._drain_s
-        assert report is not None, "an adoption follows a pull"
+        finished, drain_s = self._finished, self._drain_s
+        assert finished is not None, "an adoption follows a pull"
+        report = finished.report
         self._drain_s = 0.0
         return wire.WeightsAdopted(
             lease=message.lease,
@@ -185,6 +215,7 @@ class Adoptions:
             layout_root=adopted.layout_root,
             source=message.relays[0] if message.relays else message.source,
             layout=message.layout,
+            reads=finished.reads(message.source),
         )
 
     def cancel(self) -> None:

@@ -22,6 +22,7 @@ from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
+from starling.controller.core.weights.pairs import noted_pairs
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS, PublishedOffer
 from starling.controller.core.weights.relays import ChainKey, Pull, RelayedOffer
 from starling.controller.core.weights.versions import (
@@ -397,6 +398,7 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         mode=message.mode,
         recomputed_tokens=_within_range(message.recomputed_tokens),
         drain_s=_within_range(message.drain_s),
+        **noted_pairs(state, member, _command_of(lease), message),
     )
     if proven:
         state.weights.note_success(member.name)

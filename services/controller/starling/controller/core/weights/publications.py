@@ -13,16 +13,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.weights.relays import Relays
+from starling.weightsync.costs.pairs import PullForecast, forecast_pull, forecast_relayed_pull
 from starling.weightsync.offers.offer import Offer, decode_offer
 from starling.weightsync.offers.tickets import allowance, reading_cost
 from starling.weightsync.plan.fan_out import for_relays
-from starling.weightsync.plan.layout import Layout, encode
-from starling.weightsync.plan.planner import PlanCache
+from starling.weightsync.plan.layout import Layout, Place, encode
+from starling.weightsync.plan.planner import Plan, PlanCache
 
 RETRY_S = 1.0
 """Seconds after which a failed adoption is retried the first time; each further failure in a row doubles them."""
@@ -39,6 +41,10 @@ over the weights; rollouts of further layouts pull from policies only."""
 
 MAX_SOURCES = 1024
 """Sources of which the plans to one destination are kept: each policy that was started again is another one."""
+MAX_RELAYED: Final = 1024
+"""Forecasts of pulls from relays that are kept: a chain may have another order for each version."""
+
+Places = tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class LayoutPair:
     """How much a pull by the plan moves."""
     most_bytes: int = 0
     """How much a pull by the plan may read from a source rank, as `allowance`."""
+    forecast: PullForecast | None = None
+    """Of a pull by the plan; None until it is needed."""
 
 
 @dataclass
@@ -123,6 +131,8 @@ class Publications:
     _plans: PlanCache = field(default_factory=PlanCache)
     _sources: set[int] = field(default_factory=set)
     """Identities of the source layouts in `_pairs`."""
+    _relayed: dict[tuple[str, Places, Places], PullForecast] = field(default_factory=dict)
+    """Forecasts by the key of the layouts, and the places of the ranks of the relay and of its reader."""
     _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
     """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
@@ -186,6 +196,32 @@ class Publications:
         """Return the key of two layouts, under which their layout root is known; empty without either."""
         return self._pair(source, destination).key if source is not None and destination is not None else ""
 
+    def forecast(self, source: Layout, destination: Layout) -> PullForecast:
+        """Return the forecast of a pull: computed once, while neither layout changes.
+
+        Raises:
+            WeightsError: as `make_plan`.
+        """
+        pair = self._pair(source, destination)
+        if pair.forecast is None:
+            pair.forecast = forecast_pull(self._plan(source, destination), _places(source), _places(destination))
+        return pair.forecast
+
+    def relayed_forecast(self, origin: Layout, relay: Layout, destination: Layout) -> PullForecast:
+        """Return the forecast of a pull from a relay of what it pulls from `origin`.
+
+        Raises:
+            WeightsError: as `make_plan`.
+        """
+        key = self.layout_key(origin, destination), _places(relay), _places(destination)
+        found = self._relayed.get(key)
+        if found is None:
+            if len(self._relayed) >= MAX_RELAYED:
+                self._relayed.clear()
+            found = forecast_relayed_pull(self._plan(origin, destination), *key[1:])
+            self._relayed[key] = found
+        return found
+
     def pair(self, source: Layout, destination: Layout) -> LayoutPair:
         """Return the plan between two replicas, its key and its allowance: computed once, while neither changes.
 
@@ -194,14 +230,16 @@ class Publications:
         """
         pair = self._pair(source, destination)
         if not pair.plan:
-            plan = self._plans.plan(source, destination)
-            if plan.total_bytes >= self.relay_from_bytes:
-                plan = for_relays(plan)
+            plan = self._plan(source, destination)
             cost = reading_cost(plan.total_bytes, plan.num_boxes)
             distinct_cost = reading_cost(plan.distinct_bytes, plan.num_distinct_boxes)
             pair.plan, pair.size_bytes = encode(plan), plan.total_bytes
             pair.most_bytes = allowance(cost, distinct_cost)
         return pair
+
+    def _plan(self, source: Layout, destination: Layout) -> Plan:
+        plan = self._plans.plan(source, destination)
+        return for_relays(plan) if plan.total_bytes >= self.relay_from_bytes else plan
 
     def has_plan(self, source: Layout | None, destination: Layout | None) -> bool:
         """Say whether there is a plan between two replicas with weights.
@@ -397,3 +435,7 @@ class Publications:
             if not hosts:
                 del self._places[offered.version]
         return offered
+
+
+def _places(layout: Layout) -> Places:
+    return tuple(held.place for held in layout.ranks)

@@ -158,4 +158,5 @@ def join_reports(reports: Sequence[PullReport]) -> PullReport:
         digest_s=slowest.digest_s,
         wait_s=slowest.wait_s,
         confirm_s=slowest.confirm_s,
+        reads=tuple(read for report in reports for read in report.reads),
     )
