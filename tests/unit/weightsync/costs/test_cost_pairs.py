@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from starling.weightsync.costs.pairs import (
     PairForecast,
     forecast_pull,
     forecast_relayed_pull,
+    relative_places,
 )
 from starling.weightsync.plan.layout import Box, Card, Layout, Place, RankLayout, Shard, TensorSpec
 from starling.weightsync.plan.planner import Plan, make_plan
@@ -118,3 +120,47 @@ def test_links_of_any_pull_sum_to_its_bytes(pair: tuple[Layout, Layout], relayed
     sizes = [one.num_bytes for one in forecast.pairs]
     assert sizes == sorted(sizes, reverse=True)
     assert all(one.link in forecast.links for one in forecast.pairs)
+
+
+@st.composite
+def places(draw: st.DrawFn, num: int) -> list[Place]:
+    """Draw the places of a replica's ranks on few machines, devices, nodes, rails and switches."""
+    cards = [Card(name="eth0", gb_per_s=3.0), Card(name="ib0", gb_per_s=25.0, rail="0"), Card(name="ib1", rail="1")]
+    return [
+        at(
+            draw(st.sampled_from(["", "one", "two"])),
+            *draw(st.lists(st.sampled_from(cards), max_size=1)),
+            device=draw(st.sampled_from(["cpu", "GPU-1", "GPU-2"])),
+            numa=draw(st.sampled_from([-1, 0, 1])),
+            switch=draw(st.sampled_from(["", "leaf"])),
+        )
+        for _ in range(num)
+    ]
+
+
+def renamed(place: Place) -> Place:
+    """Return the same place in a cluster of equal machines with other names and other GPUs."""
+    host = f"other {place.host}" if place.host else ""
+    device = place.device if place.device == "cpu" else f"{place.device}-other"
+    return msgspec.structs.replace(place, host=host, machine=host, device=device)
+
+
+@given(places(2), places(2))
+def test_forecasts_between_equal_machines_are_equal(sources: list[Place], destinations: list[Place]) -> None:
+    others = [renamed(place) for place in sources], [renamed(place) for place in destinations]
+    assert relative_places(*others) == relative_places(sources, destinations)
+    expected = forecast_pull(plan_between(sources, destinations), sources, destinations)
+    assert forecast_pull(plan_between(*others), *others) == expected
+
+
+def test_forecasts_differ_with_the_machine_the_device_and_the_card() -> None:
+    here = at("one", Card(name="eth0", gb_per_s=3.0), numa=0)
+    others = [
+        here,
+        at("two", Card(name="eth0", gb_per_s=3.0), numa=0),
+        at("one", Card(name="eth0", gb_per_s=3.0), numa=1),
+        at("one", Card(name="eth0", gb_per_s=6.0), numa=0),
+        at("one", Card(name="eth0", gb_per_s=3.0), numa=0, device="GPU-1"),
+        at("one", numa=0),
+    ]
+    assert len({relative_places([here], [other]) for other in others}) == len(others)

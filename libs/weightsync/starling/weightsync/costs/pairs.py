@@ -7,7 +7,7 @@ so is the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 import msgspec
@@ -83,6 +83,20 @@ def forecast_relayed_pull(plan: Plan, relays: Sequence[Place], destinations: Seq
         destinations: place of each destination rank.
     """
     return _forecast(plan, np.diag(plan.pair_bytes.sum(axis=0)), relays, destinations)
+
+
+def relative_places(sources: Sequence[Place], destinations: Sequence[Place]) -> Hashable:
+    """Return what a forecast depends on: equal for pulls between equal machines, whatever their names."""
+    hosts: dict[str, int] = {}
+    devices: dict[str, int] = {}
+    relative: list[Hashable] = [len(sources)]
+    for place in (*sources, *destinations):
+        host = place.machine_or_host
+        relative.append(hosts.setdefault(host, len(hosts)) if host else -1)
+        relative.append(-1 if place.device == CPU else devices.setdefault(place.device, len(devices)))
+        relative += [place.numa, place.rails, place.switch]
+        relative.append(tuple((card.name, card.gb_per_s) for card in place.cards))
+    return tuple(relative)
 
 
 def _forecast(plan: Plan, flow: Ints, sources: Sequence[Place], destinations: Sequence[Place]) -> PullForecast:

@@ -10,7 +10,7 @@ whose own root then counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,7 +19,7 @@ from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.weights.relays import Relays
-from starling.weightsync.costs.pairs import PullForecast, forecast_pull, forecast_relayed_pull
+from starling.weightsync.costs.pairs import PullForecast, forecast_pull, forecast_relayed_pull, relative_places
 from starling.weightsync.offers.offer import Offer, decode_offer
 from starling.weightsync.offers.tickets import allowance, reading_cost
 from starling.weightsync.plan.fan_out import for_relays
@@ -41,8 +41,8 @@ over the weights; rollouts of further layouts pull from policies only."""
 
 MAX_SOURCES = 1024
 """Sources of which the plans to one destination are kept: each policy that was started again is another one."""
-MAX_RELAYED: Final = 1024
-"""Forecasts of pulls from relays that are kept: a chain may have another order for each version."""
+MAX_FORECASTS: Final = 1024
+"""Forecasts that are kept: each pair of different machines has another one."""
 
 Places = tuple[Place, ...]
 
@@ -131,8 +131,8 @@ class Publications:
     _plans: PlanCache = field(default_factory=PlanCache)
     _sources: set[int] = field(default_factory=set)
     """Identities of the source layouts in `_pairs`."""
-    _relayed: dict[tuple[str, Places, Places], PullForecast] = field(default_factory=dict)
-    """Forecasts by the key of the layouts, and the places of the ranks of the relay and of its reader."""
+    _forecasts: dict[tuple[str, str, Hashable], PullForecast] = field(default_factory=dict)
+    """By the key of the layouts, the kind of the forecast, and the places of the ranks at both ends."""
     _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
     """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
@@ -197,14 +197,15 @@ class Publications:
         return self._pair(source, destination).key if source is not None and destination is not None else ""
 
     def forecast(self, source: Layout, destination: Layout) -> PullForecast:
-        """Return the forecast of a pull: computed once, while neither layout changes.
+        """Return the forecast of a pull: computed once for equal machines, while neither layout changes.
 
         Raises:
             WeightsError: as `make_plan`.
         """
         pair = self._pair(source, destination)
         if pair.forecast is None:
-            pair.forecast = forecast_pull(self._plan(source, destination), _places(source), _places(destination))
+            places = _places(source), _places(destination)
+            pair.forecast = self._forecast(pair, places, forecast_pull)
         return pair.forecast
 
     def relayed_forecast(self, origin: Layout, relay: Layout, destination: Layout) -> PullForecast:
@@ -213,13 +214,18 @@ class Publications:
         Raises:
             WeightsError: as `make_plan`.
         """
-        key = self.layout_key(origin, destination), _places(relay), _places(destination)
-        found = self._relayed.get(key)
+        places = _places(relay), _places(destination)
+        return self._forecast(self._pair(origin, destination), places, forecast_relayed_pull)
+
+    def _forecast(
+        self, pair: LayoutPair, places: tuple[Places, Places], forecast: Callable[[Plan, Places, Places], PullForecast]
+    ) -> PullForecast:
+        key = pair.key, forecast.__name__, relative_places(*places)
+        found = self._forecasts.get(key)
         if found is None:
-            if len(self._relayed) >= MAX_RELAYED:
-                self._relayed.clear()
-            found = forecast_relayed_pull(self._plan(origin, destination), *key[1:])
-            self._relayed[key] = found
+            if len(self._forecasts) >= MAX_FORECASTS:
+                self._forecasts.clear()
+            found = self._forecasts[key] = forecast(self._plan(pair.source, pair.destination), *places)
         return found
 
     def pair(self, source: Layout, destination: Layout) -> LayoutPair:
