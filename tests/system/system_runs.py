@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import psutil
 import tomli_w
 from forked_command import ForkedCommand
 
+from starling.cli.model.scratch import make_model_folder
+from starling.cli.recipe.schema import load_recipe
 from starling.common.net.telemetry import TelemetrySubscriber
 
 RECIPES = Path(__file__).with_name("recipes")
@@ -41,6 +43,22 @@ def make_workdir(folder: Path, **changes: dict[str, Any]) -> Path:
         recipe[section] = {**recipe.get(section, {}), **keys} if keys else {}
     (folder / "tiny.toml").write_text(tomli_w.dumps(recipe))
     write_prompts(folder, WORDS)
+    return folder
+
+
+def make_varied_model(place: Path) -> Path:
+    """Create the recipe's model in the new folder `place`, with large weights, so that its answers differ."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = load_recipe([make_workdir(place) / "tiny.toml"], []).model.scratch
+    assert settings is not None
+    folder = place / "model"
+    make_model_folder(settings, folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = 0.3
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -175,6 +193,21 @@ def starling_command(
         wait_until(lambda: not _without_owner(shared_memory() - before), "the removal of its shared memory", command)
     finally:
         command.kill_leftovers()
+
+
+@contextmanager
+def rollouts_on_other_hosts(folder: Path, num: int, *arguments: str) -> Iterator[None]:
+    """Start rollouts in `folder`, each with another name of its host; they are stopped at the end. Needs root."""
+    with ExitStack() as stack:
+        for number in range(num):
+            command = ["rollout", *arguments, "--name", f"rollout-{number}"]
+            named = f'hostname host-{number} && exec "$@"'
+            there = ["unshare", "--uts", "sh", "-c", named, "sh", sys.executable, "-m", "starling.cli.main", *command]
+            log = stack.enter_context((folder / f"rollout-{number}.log").open("wb"))
+            process = subprocess.Popen(there, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+        yield
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from system_runs import (
     Command,
     attempt,
     checkpoints,
+    make_varied_model,
     make_workdir,
     metrics,
     run,
@@ -29,10 +30,7 @@ from system_runs import (
     sentence,
     starling_command,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.cli.model.scratch import make_model_folder
-from starling.cli.recipe.schema import load_recipe
 from starling.common.folder_digests import DIGESTS, model_digest
 from starling.controller.core.records import CheckpointLoaded
 from starling.controller.shell.journal.journal import Journal
@@ -59,17 +57,7 @@ load_weights = true
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a tiny model with large initial weights, so that its answers differ between prompts."""
-    place = make_workdir(tmp_path_factory.mktemp("model"))
-    settings = load_recipe([place / "tiny.toml"], []).model.scratch
-    assert settings is not None
-    folder = place / "model"
-    make_model_folder(settings, folder)
-    config = AutoConfig.from_pretrained(folder)
-    config.initializer_range = 0.3
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return make_varied_model(tmp_path_factory.mktemp("model"))
 
 
 def evaluate_arguments(folder: Path, model: Path, num: int, out: str) -> tuple[str, ...]:

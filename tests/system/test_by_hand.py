@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from system_runs import Command, make_workdir, starling_command
+from system_runs import Command, make_workdir, rollouts_on_other_hosts, starling_command
 
 from starling.cli.recipe.schema import Recipe
 from starling.common.settings import iter_settings
@@ -101,14 +101,7 @@ def test_rollouts_on_other_hosts_read_each_second_version_from_each_other(tmp_pa
             )
             for role in ("reward", "policy")
         ]
-        for number in range(3):
-            command = ["rollout", *config, "--name", f"rollout-{number}", "--controller", address]
-            named = f'hostname host-{number} && exec "$@"'
-            there = ["unshare", "--uts", "sh", "-c", named, "sh", sys.executable, "-m", "starling.cli.main", *command]
-            log = stack.enter_context((folder / f"rollout-{number}.log").open("wb"))
-            process = subprocess.Popen(there, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-            stack.callback(process.wait, 60)
-            stack.callback(process.terminate)
+        stack.enter_context(rollouts_on_other_hosts(folder, 3, *config, "--controller", address))
         assert controller.wait() == 0, controller.transcript()
         assert [service.wait() for service in services] == [0, 0], [service.transcript() for service in services]
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]

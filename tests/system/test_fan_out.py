@@ -15,13 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import OpenAI
-from system_runs import WORDS, make_workdir, num_steps, run, sentence, starling_command
-from transformers import AutoConfig, AutoModelForCausalLM
+from system_runs import (
+    WORDS,
+    make_varied_model,
+    make_workdir,
+    num_steps,
+    rollouts_on_other_hosts,
+    run,
+    sentence,
+    starling_command,
+)
 
-from starling.cli.model.scratch import make_model_folder
-from starling.cli.recipe.schema import load_recipe
 from starling.common.folder_digests import model_digest
 from starling.controller.core.records import CheckpointLoaded
 from starling.controller.shell.journal.journal import Journal
@@ -33,17 +38,7 @@ FAN_OUT = ("--launch.fan-out", "true", "--launch.screen", "plain", "--network.he
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a tiny model with large weights, so that its answers differ between prompts."""
-    place = make_workdir(tmp_path_factory.mktemp("model"))
-    settings = load_recipe([place / "tiny.toml"], []).model.scratch
-    assert settings is not None
-    folder = place / "model"
-    make_model_folder(settings, folder)
-    config = AutoConfig.from_pretrained(folder)
-    config.initializer_range = 0.3
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return make_varied_model(tmp_path_factory.mktemp("model"))
 
 
 def adoptions(folder: Path) -> list[dict[str, Any]]:
@@ -125,14 +120,7 @@ def test_rollouts_on_other_hosts_pass_the_weights_on(tmp_path: Path, model: Path
         policy = stack.enter_context(
             starling_command(tmp_path, "policy", *config, *at, "--model.path", str(model), name="policy")
         )
-        for number in range(3):
-            command = ["rollout", *config, *at, "--name", f"rollout-{number}", "--model.path", "empty"]
-            named = f'hostname host-{number} && exec "$@"'
-            there = ["unshare", "--uts", "sh", "-c", named, "sh", sys.executable, "-m", "starling.cli.main", *command]
-            log = stack.enter_context((tmp_path / f"rollout-{number}.log").open("wb"))
-            process = subprocess.Popen(there, cwd=tmp_path, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-            stack.callback(process.wait, 60)
-            stack.callback(process.terminate)
+        stack.enter_context(rollouts_on_other_hosts(tmp_path, 3, *config, *at, "--model.path", "empty"))
         controller.wait_until(lambda: len(adoptions(tmp_path / "run")) == 3, "three adoptions")
         controller.interrupt()
         assert controller.wait() == 0, controller.transcript()

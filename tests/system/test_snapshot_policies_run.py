@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from functools import partial
 from pathlib import Path
 
 import pytest
-from system_runs import attempt, make_workdir, metrics, run, run_concurrently
+from system_runs import attempt, make_workdir, metrics, run, run_concurrently, starling_command
 
 
 def published(folder: Path, policy: str, *flags: str) -> None:
@@ -28,3 +29,17 @@ def test_run_publishes_by_any_policy_of_snapshots(tmp_path: Path) -> None:
         partial(published, tmp_path / "pinned", "pinned"),
         partial(published, tmp_path / "colocated", "device", "--launch.colocate", "true"),
     )
+
+
+@pytest.mark.system
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take the right to lock memory from root")
+def test_policy_that_may_lock_no_memory_ends_at_the_start(tmp_path: Path) -> None:
+    prefix = ("prlimit", "--memlock=0", "setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock")
+    flags = ("--policy.snapshots", "pinned")
+    folder = make_workdir(tmp_path)
+    with starling_command(folder, "run", "tiny.toml", *flags, name="run", prefix=prefix) as command:
+        assert command.wait() == 1, command.transcript()
+    assert "policy-0 exited with code 2: policy.snapshots = 'pinned': " in command.errors
+    assert "bytes cannot be locked into memory" in command.errors
+    assert "restarting" not in command.transcript(), "the next attempt would fail, too"
+    assert not metrics(folder, "published")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -59,6 +59,40 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 def blank() -> dict[str, torch.Tensor]:
     """Return zero tensors of the shapes of `weights`, untied and contiguous."""
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights(0).items()}
+
+
+def publish_while_training(
+    publisher: Publisher,
+    puller: Puller,
+    tensors: dict[str, torch.Tensor],
+    engine: dict[str, torch.Tensor],
+    trained: Callable[[int], dict[str, torch.Tensor]],
+    *,
+    in_place: bool = False,
+) -> None:
+    """Publish four versions of `tensors`, which change as soon as each snapshot returns; pull them, and compare bits.
+
+    Args:
+        publisher: of `tensors`.
+        puller: of `engine`.
+        tensors: the weights of version 0.
+        engine: what the versions are written to.
+        trained: returns the weights of a version.
+        in_place: pull into `engine`, and not through staging memory.
+    """
+    plan = make_plan(publisher.layout, layout_of(engine, "rollout-0"))
+    for version in range(4):
+        published = publisher.snapshot(version, tensors)
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        with torch.no_grad():
+            for name, changed in trained(version + 1).items():
+                tensors[name].copy_(changed)
+        offer = published.offer()
+        puller.pull(offer, plan, deadline_s=ANSWER_S, into=engine if in_place else None)
+        if not in_place:
+            puller.switch(engine)
+        assert puller.attest(engine, offer) == offer.root
+        assert same(engine, expected)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -19,18 +19,6 @@ CREDENTIALS = {"key": "testing", "secret": "testing"}
 URL = "s3://models/tiny"
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """Serve S3 from memory."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
 def model(tiny: Any, tmp_path: Path) -> Path:
     """Return the folder of a small model, in several files and with digests."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,18 +39,6 @@ class Store:
 
     def storage(self, *names: str) -> Storage:
         return Storage("/".join((self.url, *names)), self.options)
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """Serve S3 from memory."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from transport_peers import served_transports
+from weights_peers import publish_while_training
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import allocate
 from starling.weightsync.memory.device_memory import SnapshotPolicy
 from starling.weightsync.offers.offer import Transport
-from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.cuda_memory import CudaAllocator
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU: not yet run here"),
 ]
 
-DEADLINE_S = 60.0
 SHAPES = {"a": (1024, 1025), "b": (7, 33), "c": (1,), "none": (0, 4)}
 
 
@@ -44,19 +43,8 @@ def test_training_goes_on_after_a_snapshot_of_any_policy(
     layout, wanted = layout_of(tensors, "policy-0"), layout_of(engine, "rollout-0")
     puller = Puller(wanted)
     with Publisher(layout, transport=transport, snapshots=policy, delta_versions=2) as publisher:
-        plan = make_plan(publisher.layout, wanted)
-        for version in range(4):
-            published = publisher.snapshot(version, tensors)
-            expected = {name: tensor.clone() for name, tensor in tensors.items()}
-            for name, trained in tensors_of(version + 1).items():  # queued behind the copy, on the same stream
-                tensors[name].copy_(trained)
-            assert publisher.snapshot_place == ("device" if policy == "auto" else policy)
-            offer = published.offer()
-            puller.pull(offer, plan, deadline_s=DEADLINE_S, into=engine if in_place else None)
-            if not in_place:
-                puller.switch(engine)
-            assert puller.attest(engine, offer) == offer.root
-            assert all(torch.equal(engine[name], expected[name]) for name in expected)
+        publish_while_training(publisher, puller, tensors, engine, tensors_of, in_place=in_place)
+        assert publisher.snapshot_place == ("device" if policy == "auto" else policy)
     puller.close()
 
 

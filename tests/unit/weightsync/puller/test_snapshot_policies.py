@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transport_peers import served_transports
-from weights_peers import blank, same, weights
+from weights_peers import blank, publish_while_training, weights
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
@@ -40,18 +40,7 @@ def test_training_goes_on_after_a_snapshot_of_any_policy(policy: SnapshotPolicy,
     layout, wanted = layout_of(tensors, "policy-0"), layout_of(engine, "rollout-0")
     puller = Puller(wanted)
     with Publisher(layout, transport=transport, snapshots=policy, delta_versions=2) as publisher:
-        plan = make_plan(publisher.layout, wanted)
-        for version in range(4):
-            published = publisher.snapshot(version, tensors)
-            expected = {name: tensor.clone() for name, tensor in tensors.items()}
-            with torch.no_grad():
-                for name, trained in weights(version + 1).items():  # training goes on at once
-                    tensors[name].copy_(trained)
-            offer = published.offer()
-            puller.pull(offer, plan, deadline_s=DEADLINE_S)
-            puller.switch(engine)
-            assert puller.attest(engine, offer) == offer.root
-            assert same(engine, expected)
+        publish_while_training(publisher, puller, tensors, engine, weights)
     puller.close()
 
 
@@ -225,6 +214,15 @@ def test_system_that_locks_no_pages_serves_all_but_the_policy_that_needs_them(ca
     assert "memory that is not locked: This system locks no pages." in caplog.text
     with written(device, "pinned") as made, pytest.raises(WeightsError, match="This system locks no pages"):
         made.write(0, 4)
+
+
+def test_policy_that_is_not_available_is_refused_before_the_first_version() -> None:
+    with written(None, "pinned") as made, pytest.raises(WeightsError, match=r"'cuda' tensors cannot be 'pinned'"):
+        made.writer.prepare(GPU)
+    device = Device()
+    device.may_pin = False
+    with written(device, "pinned") as made, pytest.raises(WeightsError, match="This system locks no pages"):
+        made.writer.prepare(GPU)
 
 
 def test_device_without_an_allocator_is_copied_from_directly() -> None:

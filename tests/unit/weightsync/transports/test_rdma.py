@@ -61,7 +61,7 @@ def test_damaged_entries_are_no_active_ports(tmp_path: Path) -> None:
     ("choice", "host", "encrypt", "wanted"),
     [
         ("auto", HOST, False, ("ucx", False)),
-        ("auto", HOST, None, ("tcp", True)),  # nobody has said that the network is private
+        ("auto", HOST, None, ("tcp", True)),  # the network is not declared private
         ("auto", HOST, True, ("tcp", True)),
         ("tcp", HOST, False, ("tcp", False)),
         ("auto", "127.0.0.1", None, ("ucx", False)),

@@ -2,7 +2,7 @@
 
 Everything that uses memory of a device does so through `DeviceAllocator`. The one for CPUs is a second allocator with
 the rules of a GPU: its memory can be reached only while it is `opened` for operations of the device, and anything else
-that touches it ends the process. So a run on CPUs goes the way of one on GPUs.
+that touches it ends the process. So a run on CPUs executes the code path of one on GPUs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ProtectedMemory:
             np.copyto(host, memory[: host.nbytes])
 
     def free(self) -> None:
-        """See `DeviceMemory.free`. The last view of it unmaps it, and none can be used any more."""
+        """See `DeviceMemory.free`. The pages are unmapped when the last view of them is gone."""
         self._pages = None
 
     def _protect(self, rights: int) -> None:

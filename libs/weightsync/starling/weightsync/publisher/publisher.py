@@ -156,6 +156,14 @@ class Publisher:
         """Where the last version was copied while training waited."""
         return self._writer.place
 
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Apply the policy of snapshots for these tensors now, and not with the first version.
+
+        Raises:
+            WeightsError: the tensors do not fit the layout, or the policy is not available for them on this host.
+        """
+        self._writer.prepare(_device_of(live_views(self._layout, self._rank, tensors)))
+
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Offer:
         """Copy this rank's shards into a snapshot, digest it, and offer it as `version`.
 
@@ -190,13 +198,15 @@ class Publisher:
         if version <= before.version:
             raise WeightsError(f"Version {version} cannot follow version {before.version}: versions grow from 0.")
         sources = live_views(self._layout, self._rank, tensors)
+        device = _device_of(sources)
+        self._writer.prepare(device)
         # Before a slot is claimed: where claiming fails on one rank, the others do not wait for its maxima.
         fill = self._quantiser.measured(sources) if self._quantiser else partial(_copy, sources)
         slot = self._arena.claim(self._read_timeout_s, self._when_busy, self._readers)
         self._await_digests(slot)
         if self._comparison is not None:
             self._comparison.interrupt()
-        moved = self._writer.write(slot, fill, _device_of(sources))
+        moved = self._writer.write(slot, fill, device)
         snapshot, secret = self._arena.commit(slot)
         base = before.version if before.slot not in (-1, slot) else -1
         self._newest = _NewestVersion(version, snapshot, slot)

@@ -1,7 +1,7 @@
-"""Writer of a publisher's snapshots: straight into a slot of the arena, or by way of memory of the device.
+"""Writer of a publisher's snapshots: straight into a slot of the arena, or through memory of the device.
 
-Training waits for `write`. By way of the device it waits for a copy within the device only; the bytes move to the
-slot, from where readers get them, in a thread. The memory on the device is allocated for each version and freed as
+Training waits for `write`. Through the device it waits for a copy within the device only; a thread moves the bytes to
+the slot, from which readers get them. The memory on the device is allocated for each version and freed as
 soon as it has moved, so nothing of it is left while training or an engine needs the device.
 """
 
@@ -59,10 +59,33 @@ class SnapshotWriter:
         self._allocator: DeviceAllocator | None = None
         self._pinned = False
         self._on_device = False
-        """Whether versions are copied by way of the device, if there is room."""
+        """Whether versions are copied through the device, if there is room."""
         self._is_prepared = False
         self._pool: ThreadPoolExecutor | None = None
         self._moving: Future[None] | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        """Apply the policy to the first device that is published from; nothing after that.
+
+        Raises:
+            WeightsError: the policy is not available for this device or on this host.
+        """
+        if self._is_prepared:
+            return
+        allocator = self._allocator = self._allocator_of(device)
+        policy = self._policy
+        if allocator is None and policy in ("device", "pinned"):
+            raise WeightsError(f"Snapshots of {device.type!r} tensors cannot be {policy!r}: choose 'auto' or 'host'.")
+        by_itself = policy == "auto" and allocator is not None and device.type != "cpu"
+        self._on_device = policy == "device" or by_itself
+        if allocator is not None and (policy == "pinned" or by_itself):
+            try:
+                self._pin(allocator)
+            except WeightsError as error:
+                if policy == "pinned":
+                    raise
+                log.warning("snapshots are copied to memory that is not locked: %s", error)
+        self._is_prepared = True
 
     def write(self, slot: int, fill: Fill, device: torch.device) -> Future[None] | None:
         """Let `fill` write a version of tensors of `device`; it ends in the claimed slot.
@@ -72,7 +95,7 @@ class SnapshotWriter:
         Raises:
             WeightsError: this policy is not available for the device, or a move did not end in time.
         """
-        self._prepare(device)
+        self.prepare(device)
         self.settle()
         memory = self._device_memory()
         self.place = "device" if memory is not None else "pinned" if self._pinned else "host"
@@ -114,25 +137,6 @@ class SnapshotWriter:
             for slot in self._slots:
                 self._allocator.unpin(slot)
         self._slots, self._views = (), ()
-
-    def _prepare(self, device: torch.device) -> None:
-        """Apply the policy to the first device that is published from."""
-        if self._is_prepared:
-            return
-        allocator = self._allocator = self._allocator_of(device)
-        policy = self._policy
-        if allocator is None and policy in ("device", "pinned"):
-            raise WeightsError(f"Snapshots of {device.type!r} tensors cannot be {policy!r}: choose 'auto' or 'host'.")
-        by_itself = policy == "auto" and allocator is not None and device.type != "cpu"
-        self._on_device = policy == "device" or by_itself
-        if allocator is not None and (policy == "pinned" or by_itself):
-            try:
-                self._pin(allocator)
-            except WeightsError as error:
-                if policy == "pinned":
-                    raise
-                log.warning("snapshots are copied to memory that is not locked: %s", error)
-        self._is_prepared = True
 
     def _pin(self, allocator: DeviceAllocator) -> None:
         for index, slot in enumerate(self._slots):

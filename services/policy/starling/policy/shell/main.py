@@ -41,6 +41,7 @@ from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
 if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
     from starling.policy.train.learner import Learner
+    from starling.weightsync.offers.offer import Transport
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.planner import Plan
     from starling.weightsync.publisher.publisher import Publisher
@@ -72,16 +73,11 @@ class Shell:
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
+        self._settings = settings
         self._trains = KINDS[settings.run.kind].trains
         pretrained = settings.policy.init == "pretrained" or not self._trains
         path = check_model_folder(settings.model.path, weights=pretrained and not settings.policy.weights_from)
-        from starling.weightsync.transports.registry import choose_for_host
-
-        self._transport, self._encrypted, unused_rdma = choose_for_host(
-            settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
-        )
-        if unused_rdma:
-            log.warning("rdma_is_not_used", reason=unused_rdma)
+        self._transport, self._encrypted = _choose_transport(settings)
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import check_end_token, load_tokenizer
         from starling.policy.train.metrics.step import StepMetrics
@@ -89,7 +85,6 @@ class Shell:
         from starling.weightsync.tensors.adapters import base_digest
         from starling.weightsync.tensors.modules import layout_of
 
-        self._settings = settings
         fetch_to, checkpoint = arguments.folder / f".weights-{arguments.name}", ""
         if self._trains:
             self._learner = create_learner(path, settings, fetch_to)
@@ -110,16 +105,7 @@ class Shell:
         layout = layout_of(self._learner.tensors, arguments.name, base=base)
         self._publisher = self._create_publisher(layout)  # quantisation changes the published layout
         self._state = PolicyState(version=version)
-        hello = wire.Hello(
-            role="policy",
-            host=host_name(),
-            pid=os.getpid(),
-            version=version,
-            has_layout=True,
-            serves=True,
-            limits=self._learner.limits if self._trains and KINDS[settings.run.kind].has_rl_steps else None,
-            checkpoint=checkpoint,
-        )
+        hello = self._hello(version, checkpoint)
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
         self._saver.connect(self._link.answer, self._link.put, self._report)
@@ -135,6 +121,20 @@ class Shell:
             parameters=self._learner.model.num_parameters(),
             transport=self._publisher.transport,
             encrypted=self._encrypted,
+        )
+
+    def _hello(self, version: int, checkpoint: str) -> wire.Hello:
+        """Return the hello of a policy that holds `version`; `checkpoint`: digest of a model that is not trained."""
+        has_rl_steps = self._trains and KINDS[self._settings.run.kind].has_rl_steps
+        return wire.Hello(
+            role="policy",
+            host=host_name(),
+            pid=os.getpid(),
+            version=version,
+            has_layout=True,
+            serves=True,
+            limits=self._learner.limits if has_rl_steps else None,
+            checkpoint=checkpoint,
         )
 
     def _create_saver(self, model: Path, folder: Path) -> PolicySaver:
@@ -158,7 +158,7 @@ class Shell:
 
         settings = self._settings
         form = settings.weights.quantise
-        return Publisher(
+        publisher = Publisher(
             layout,
             transport=self._transport,
             encrypt=self._encrypted,
@@ -169,6 +169,12 @@ class Shell:
             quantise=linear_weights(form, FUSED_BY_VLLM) if form else None,
             snapshots=settings.policy.snapshots,
         )
+        try:
+            publisher.prepare(self._learner.tensors)
+        except WeightsError as error:
+            publisher.close()
+            raise ConfigError(f"policy.snapshots = {settings.policy.snapshots!r}: {error}") from error
+        return publisher
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller ends the run."""
@@ -379,6 +385,18 @@ class Shell:
         if isinstance(message, wire.WeightsPublished):
             self._clock.hide(message.offer_s)
         self._link.answer(lease, message, buffers)
+
+
+def _choose_transport(settings: PolicyProcess) -> tuple[Transport, bool]:
+    """Return the transport of weights, and whether it encrypts; warn if it leaves RDMA unused."""
+    from starling.weightsync.transports.registry import choose_for_host
+
+    transport, encrypted, unused_rdma = choose_for_host(
+        settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
+    )
+    if unused_rdma:
+        log.warning("rdma_is_not_used", reason=unused_rdma)
+    return transport, encrypted
 
 
 def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path) -> Learner:

@@ -51,7 +51,7 @@ def noted_pairs(
 
 
 def _forecast(state: ControllerState, reader: Member, command: wire.AdoptWeights | None) -> PullForecast | None:
-    """Return the forecast of an adoption; None if its command or a layout is not known any more."""
+    """Return the forecast of an adoption; None if its command or a layout is no longer known."""
     members, weights = state.replicas.membership.members, state.weights
     source = members.get(command.source) if command is not None else None
     if command is None or source is None or source.layout is None or reader.layout is None:

@@ -45,6 +45,7 @@ MAX_FORECASTS: Final = 1024
 """Forecasts that are kept: each pair of different machines has another one."""
 
 Places = tuple[Place, ...]
+Forecast = Callable[[Plan, Places, Places], PullForecast]
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class Publications:
     _plans: PlanCache = field(default_factory=PlanCache)
     _sources: set[int] = field(default_factory=set)
     """Identities of the source layouts in `_pairs`."""
-    _forecasts: dict[tuple[str, str, Hashable], PullForecast] = field(default_factory=dict)
-    """By the key of the layouts, the kind of the forecast, and the places of the ranks at both ends."""
+    _forecasts: dict[tuple[str, Forecast, Hashable], PullForecast] = field(default_factory=dict)
+    """By the key of the layouts, the function that made it, and the places of the ranks at both ends."""
     _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
     """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
@@ -217,10 +218,8 @@ class Publications:
         places = _places(relay), _places(destination)
         return self._forecast(self._pair(origin, destination), places, forecast_relayed_pull)
 
-    def _forecast(
-        self, pair: LayoutPair, places: tuple[Places, Places], forecast: Callable[[Plan, Places, Places], PullForecast]
-    ) -> PullForecast:
-        key = pair.key, forecast.__name__, relative_places(*places)
+    def _forecast(self, pair: LayoutPair, places: tuple[Places, Places], forecast: Forecast) -> PullForecast:
+        key = pair.key, forecast, relative_places(*places)
         found = self._forecasts.get(key)
         if found is None:
             if len(self._forecasts) >= MAX_FORECASTS:

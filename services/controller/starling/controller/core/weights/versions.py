@@ -21,12 +21,12 @@ def set_held_version(state: ControllerState, member: Member, version: int) -> No
 def is_publication_due(state: ControllerState) -> bool:
     """Say whether the newest version should be published.
 
-    The first and the last version always are; without training, the only one is when a rollout has joined. Others
-    `sync_every` steps after the last publication, or if that is 0, as soon as rollouts have started all groups that the
-    last publication lets them start; in either case not within
-    `sync_every_s` of it, unless only the groups of one more step exist. They are published sooner where no group of a
-    further step can exist, because `rl.max_staleness` was lowered in the run; and where rollouts need weights and the
-    policy that published the last version is gone.
+    Without training there is one version, which is due when a rollout has joined. With training the first and the last
+    version always are. Another one is due `sync_every` steps after the last publication, or, if that is 0, as soon as
+    rollouts have started all groups that the last publication lets them start; in either case not within `sync_every_s`
+    of it, unless only the groups of one more step exist. It is due sooner if no group of a further step can exist,
+    because `rl.max_staleness` was lowered in the run; and if rollouts need weights and the policy that published the
+    last version is gone.
     """
     plan, version, published = state.plan, state.weights_version, state.weights.version
     if version <= published or version < plan.num_supervised_steps or not plan.publishes:
