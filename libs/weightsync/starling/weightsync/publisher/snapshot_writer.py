@@ -76,9 +76,9 @@ class SnapshotWriter:
         policy = self._policy
         if allocator is None and policy in ("device", "pinned"):
             raise WeightsError(f"Snapshots of {device.type!r} tensors cannot be {policy!r}: choose 'auto' or 'host'.")
-        by_itself = policy == "auto" and allocator is not None and device.type != "cpu"
-        self._on_device = policy == "device" or by_itself
-        if allocator is not None and (policy == "pinned" or by_itself):
+        automatic = policy == "auto" and allocator is not None and device.type != "cpu"
+        self._on_device = policy == "device" or automatic
+        if allocator is not None and (policy == "pinned" or automatic):
             try:
                 self._pin(allocator)
             except WeightsError as error:

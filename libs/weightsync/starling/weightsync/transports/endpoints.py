@@ -114,8 +114,8 @@ def choose_transport(
         WeightsError: this transport cannot encrypt.
     """
     loopback = is_loopback(host)
-    by_itself: Transport = "ucx" if loopback or (rdma and encrypt is False) else "tcp"
-    transport = by_itself if choice == "auto" else choice
+    automatic: Transport = "ucx" if loopback or (rdma and encrypt is False) else "tcp"
+    transport = automatic if choice == "auto" else choice
     if encrypt and not loopback and transport not in ("tcp", "local"):
         raise WeightsError(
             f"Transport {transport!r} cannot encrypt weights, and other hosts reach {host}: choose 'tcp', or do not "
@@ -128,7 +128,7 @@ def check_offered_transports(offer: Offer, choice: TransportChoice | None, host:
     """Check that a reader may open connections to `offer`, whose transport decides which ports the reader opens.
 
     Encrypted `tcp` and `local` are allowed always: neither opens a port, or shows anything to a network. Plain `tcp` is
-    allowed in place of `ucx`, too, which falls back to it; and `ucx` in its place where both are chosen by themselves
+    allowed in place of `ucx`, too, which falls back to it; and `ucx` in its place where both sides chose automatically
     on a private network, since the source may have RDMA where the reader has none.
 
     Args:

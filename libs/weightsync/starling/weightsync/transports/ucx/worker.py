@@ -1,6 +1,6 @@
 """UCX worker: one UCX context and worker through UCXX's low-level API, driven by the thread that owns them.
 
-RDMA is used between hosts where this UCX has it and the host has a device; UCX prefers it to TCP by itself.
+RDMA is used between hosts where this UCX has it and the host has a device; UCX then prefers it to TCP.
 
 Options, all measured: error handling on (else a dead peer aborts the survivor), which with UCX's defaults means slow
 TCP even on one host, so the kernel's copy between processes (CMA) is allowed under error handling by an opt-in; larger
