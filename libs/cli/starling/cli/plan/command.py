@@ -28,7 +28,10 @@ def plan(
         Parameter(metavar="FORMAT", help="How the source quantises linear weights, such as fp8_block.", group=WEIGHTS),
     ] = "",
     topology: Annotated[
-        Path | None, Parameter(help="TOML: hosts, GPUs, cards, rails, switches, bandwidths.", group=MACHINES)
+        Path | None,
+        Parameter(
+            help="TOML: hosts, GPUs, cards, rails, switches, bandwidths. Or 'found': this machine.", group=MACHINES
+        ),
     ] = None,
     bucket_mib: Annotated[float, Parameter(help="Size of a bucket in MiB.", group=MACHINES)] = 32.0,
     rows: Annotated[int, Parameter(help="Rows of each table.", group=OUTPUT)] = 10,

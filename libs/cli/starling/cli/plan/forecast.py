@@ -14,8 +14,10 @@ import numpy as np
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, Estimate, estimate, estimate_fan_out
+from starling.weightsync.costs.pairs import COPY_GB_PER_S, PCIE_GB_PER_S
 from starling.weightsync.layouts.presets import PRESETS
 from starling.weightsync.layouts.symbolic import compact_layout, model_layout
+from starling.weightsync.places.machine import Machine, find_machine
 from starling.weightsync.plan.compact import CompactLayout, to_compact
 from starling.weightsync.plan.fan_out import FanOut, make_fan_out
 from starling.weightsync.plan.layout import Layout, Place, decode_layout, encode
@@ -31,6 +33,8 @@ from starling.weightsync.quantise.layouts import (
 from starling.weightsync.quantise.recipe import QuantRecipe, linear_weights
 
 MAX_BUCKET_MIB: Final = 1024
+FOUND: Final = Path("found")
+"""In place of a file of the topology: this machine, as it is detected."""
 GPUS_PER_HOST = 8
 """GPUs of each host that is assumed when no topology is given; each GPU has a network card of its own."""
 
@@ -99,20 +103,28 @@ def print_forecast(
     if num_rows < 0:
         raise ConfigError(f"--rows {num_rows} is not a number of rows; give one from 0 on")
     try:
+        machine = find_machine() if topology == FOUND else None
         forecast = forecast_sync(
             source,
             destination,
             config=_config(model) if model else None,
             dtype=dtype,
             recipe=linear_weights(quantise) if quantise else None,
-            topology=decode_topology(_read(topology).decode()) if topology else None,
+            topology=decode_topology(_read(topology).decode()) if topology and machine is None else None,
+            machine=machine,
             bucket_bytes=int(bucket_mib * (1 << 20)),
         )
     except WeightsError as error:
         raise ConfigError(str(error)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--topology {topology} is not text: {error}; give a TOML file") from None
-    print(json.dumps(to_json(forecast)) if as_json else to_text(forecast, num_rows))
+    if as_json:
+        found = {} if machine is None else {"found": describe(machine)}
+        print(json.dumps({**to_json(forecast), **found}))
+    else:
+        if machine is not None:
+            print(found_text(machine), end="\n\n")
+        print(to_text(forecast, num_rows))
     if picture:
         from starling.cli.plan.picture import draw
 
@@ -127,6 +139,7 @@ def forecast_sync(
     dtype: str = "",
     recipe: QuantRecipe | None = None,
     topology: Topology | None = None,
+    machine: Machine | None = None,
     bucket_bytes: int = 32 << 20,
 ) -> SyncForecast:
     """Plan and estimate.
@@ -138,6 +151,7 @@ def forecast_sync(
         dtype: element type of the weights; by default the configuration's.
         recipe: how the source quantises the weights.
         topology: the machines; by default hosts of eight GPUs with a card of 50 GB/s each.
+        machine: the only machine, in place of a topology.
         bucket_bytes: size of a bucket.
 
     Raises:
@@ -149,15 +163,18 @@ def forecast_sync(
     num_sources, num_ranks = len(held.layout.places), len(wanted.layout.places)
     if held.num_replicas > 1:
         raise ConfigError(f"the source {source!r} is {held.num_replicas} replicas, expected one: copies are hsdp or dp")
-    machines = topology or _machines(num_sources, num_ranks * wanted.num_replicas)
-    places = machines.places()
     needed = num_sources + num_ranks * wanted.num_replicas
+    if machine is not None:
+        machines, places = _on(machine, needed)
+    else:
+        machines = topology or _machines(num_sources, num_ranks * wanted.num_replicas)
+        places = machines.places()
     if len(places) < needed:
         raise ConfigError(
             f"the topology has {counted(len(places), 'GPU')}, but {source!r} and {destination!r} need {needed}"
         )
     # The assumed hosts belong to the source or to the destination, never to both.
-    first = num_sources if topology else -(-num_sources // GPUS_PER_HOST) * GPUS_PER_HOST
+    first = num_sources if topology or machine else -(-num_sources // GPUS_PER_HOST) * GPUS_PER_HOST
     sources = _placed(held.layout, places[:num_sources])
     replicas = tuple(
         tuple(places[first + replica * num_ranks : first + (replica + 1) * num_ranks])
@@ -171,6 +188,27 @@ def forecast_sync(
     fan_out = make_fan_out(replicas, machines)
     every = estimate_fan_out(plan, fan_out, sources.places, replicas, machines)
     return SyncForecast(sources, target, replicas, plan, every, one, fan_out)
+
+
+def describe(machine: Machine) -> dict[str, Any]:
+    """Return what was detected of a machine, as JSON values."""
+    return {
+        "host": machine.host,
+        "NUMA nodes": len(machine.nodes),
+        "GPUs": [f"{gpu.uuid} at {gpu.pci}, NUMA node {gpu.numa}" for gpu in machine.gpus],
+        "network cards": [
+            f"{one.card.name}, {one.card.gb_per_s or 'unknown'} GB/s, NUMA node {one.numa}" for one in machine.cards
+        ],
+        "switch": machine.switch or "unknown",
+    }
+
+
+def found_text(machine: Machine) -> str:
+    """Return what was detected of a machine, one line each."""
+    texts = {
+        name: "; ".join(what) or "none" if isinstance(what, list) else what for name, what in describe(machine).items()
+    }
+    return "\n".join(f"{name:<14} {text}" for name, text in texts.items())
 
 
 def to_json(forecast: SyncForecast) -> dict[str, Any]:
@@ -256,6 +294,13 @@ def _placed(layout: CompactLayout, places: Sequence[Place]) -> CompactLayout:
     if any(place.host for place in layout.places):
         return layout
     return CompactLayout(layout.replica, layout.tensors, tuple(places), layout.splits, layout.split_of, layout.orders)
+
+
+def _on(machine: Machine, needed: int) -> tuple[Topology, tuple[Place, ...]]:
+    """Return the bandwidths inside a machine, and the places of its ranks: its GPUs, or its processor for all."""
+    copy = PCIE_GB_PER_S if machine.gpus else COPY_GB_PER_S
+    places = tuple(machine.place_on(gpu) for gpu in machine.gpus) or (machine.place(),) * needed
+    return Topology(device_gb_per_s=copy, host_gb_per_s=copy), places
 
 
 def _machines(num_sources: int, num_destinations: int) -> Topology:
