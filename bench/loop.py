@@ -6,17 +6,17 @@ Both sides start from one checkpoint, made here by a short supervised run, and l
 prompts in the same order, the same reward function (loop_reward.py), the same number of prompts and completions in a
 step, one update per step, the same loss (clipped ratio, mean over all tokens, advantages scaled by the group's
 deviation, no KL), the same AdamW, in single precision. Starling runs as `starling run` starts it: a controller, a
-policy, a reward service and two rollouts, one thread each, at most one version stale. TRL runs in one process, in an
-environment of its own that is made here from trl-requirements.txt (bench/.cache/trl), once with one thread and once
-with a thread for each core; the faster of the two counts.
+policy and a reward service, with one rollout and with two, one thread each, at most one version stale. TRL runs in one
+process, in an environment of its own that is made here from trl-requirements.txt (bench/.cache/trl), with one thread
+and with a thread for each core. Of each side the faster setting counts.
 
 The clock runs until the mean reward of the training completions, over the last 10 steps, reaches a threshold. There are
 two figures: from the start of the process (`starling run`, or python), with all imports and loading; and from the time
 when the first completion can be sampled. The sides run alternately; each round has its own seed.
 
 The learning rate was chosen for TRL: of 1e-4, 2e-4, 3e-4 and 5e-4 the one with which it needs the fewest steps.
-`--quick` runs one round, in which TRL has a thread for each core. It takes less than a minute once environment and
-checkpoint are in bench/.cache.
+`--quick` runs one round, with one rollout and with a thread of TRL for each core. It takes less than a minute once
+environment and checkpoint are in bench/.cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,11 +75,12 @@ class Scale:
     rounds: int
     num_steps: int
     threshold: float
+    num_rollouts: tuple[int, ...]
     trl_threads: tuple[int, ...]
 
 
-FULL = Scale(5, 140, 0.60, (1, os.cpu_count() or 1))
-QUICK = Scale(1, 130, 0.60, FULL.trl_threads[-1:])
+FULL = Scale(5, 140, 0.60, (1, 2), (1, os.cpu_count() or 1))
+QUICK = Scale(1, 130, 0.60, (1,), FULL.trl_threads[-1:])
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,11 @@ def run_starling(recipe: dict[str, Any], folder: Path) -> float:
     return run_logged([str(Path(sys.executable).with_name("starling")), "run", str(file)], folder)
 
 
-def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int) -> dict[str, Any]:
+def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int, num_rollouts: int) -> dict[str, Any]:
     """Return the recipe of Starling's runs."""
     return {
         "run": {"name": "loop", "kind": "rl", "seed": seed},
-        "launch": {"num_rollouts": 2, "screen": "plain"},
+        "launch": {"num_rollouts": num_rollouts, "screen": "plain"},
         "model": {"path": str(checkpoint), "device": "cpu"},
         "data": data_section(data),
         "rl": {
@@ -178,9 +179,9 @@ def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int) -> dict
     }
 
 
-def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale) -> RunTimes:
+def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale, num_rollouts: int) -> RunTimes:
     """Train once with Starling."""
-    recipe = loop_recipe(data, checkpoint, seed, scale.num_steps)
+    recipe = loop_recipe(data, checkpoint, seed, scale.num_steps, num_rollouts)
     with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
         started = run_starling(recipe, Path(temporary))
         metrics = Path(temporary) / "loop" / "attempt-1" / "metrics.jsonl"
@@ -248,7 +249,9 @@ def measure(scale: Scale) -> dict[str, list[RunTimes]]:
     data, checkpoint = prepare()
     run_times: dict[str, list[RunTimes]] = {}
     for seed in range(scale.rounds):
-        runs = {"starling": time_starling(data, checkpoint, seed, scale)}
+        runs = {}
+        for num_rollouts in scale.num_rollouts:
+            runs[f"starling_{num_rollouts}"] = time_starling(data, checkpoint, seed, scale, num_rollouts)
         for num_threads in dict.fromkeys(scale.trl_threads):
             runs[f"trl_{num_threads}"] = time_trl(python, data, checkpoint, seed, scale, num_threads)
         for side, times in runs.items():
@@ -279,12 +282,15 @@ def summary(run_times: list[RunTimes], threshold: float) -> dict[str, Any]:
 
 
 def report(run_times: dict[str, list[RunTimes]], scale: Scale) -> None:
-    """Print the figures, compared with the faster of TRL's settings."""
+    """Print the figures, those of the faster setting of each side."""
     sides = {side: summary(runs, scale.threshold) for side, runs in run_times.items()}
-    trl = min((side for side in sides if side != "starling"), key=lambda side: float(sides[side]["seconds_per_step"]))
+    starling, trl = (
+        min((side for side in sides if side.startswith(name)), key=lambda side: float(sides[side]["seconds_per_step"]))
+        for name in ("starling_", "trl_")
+    )
     detail = {
         "sides": sides,
-        "compared_with": trl,
+        "compared": [starling, trl],
         "threshold": scale.threshold,
         "rounds": scale.rounds,
         "steps": scale.num_steps,
@@ -302,13 +308,13 @@ def report(run_times: dict[str, list[RunTimes]], scale: Scale) -> None:
         ("seconds_to_reward_after_start_over_trl", "seconds_from_first_step", 0.4),
         ("seconds_per_step_over_trl", "seconds_per_step", None),
     ):
-        ours, theirs = sides["starling"][key], sides[trl][key]
+        ours, theirs = sides[starling][key], sides[trl][key]
         shown: dict[str, Any] = detail if goal and key == "seconds_from_start" else {"see": "above"}
         if ours is None or theirs is None:
             shown = {"reason": f"a run did not reach {scale.threshold} in {scale.num_steps} steps", **shown}
         value = None if ours is None or theirs is None else ours / theirs
         print_figure("loop", figure, value, unit="ratio", goal=goal, better="lower", detail=shown)
-    start_s = sides["starling"]["start_seconds"]
+    start_s = sides[starling]["start_seconds"]
     print_figure("loop", "start_to_first_step_s", start_s, unit="s", goal=3.5, better="lower", detail={"see": "above"})
 
 
@@ -320,7 +326,7 @@ def main() -> None:
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
     if arguments.rounds:
-        scale = Scale(arguments.rounds, scale.num_steps, scale.threshold, scale.trl_threads)
+        scale = replace(scale, rounds=arguments.rounds)
     report(measure(scale), scale)
 
 
