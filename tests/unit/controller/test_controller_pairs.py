@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from transcript import Script
 
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
-from starling.sim.replicas.weights import adopted, layout_of
+from starling.controller.core.weights.pairs import MAX_RANK_PAIRS
+from starling.sim.replicas.weights import adopted, encoded_layout, layout_of, offer_of
 from starling.weightsync.costs.pairs import COPY_GB_PER_S
+from starling.weightsync.offers.offer import make_offer
 from starling.weightsync.plan.layout import Card, Layout, Place, RankLayout, encode
 
 
@@ -122,3 +127,65 @@ def test_pull_from_a_relay_is_compared_with_the_relay() -> None:
     script.receive("rollout-1", replace(adopted(order.message, order.buffers), reads=reads))
     [pair] = line_of(script)["pairs"]
     assert (pair["sent_bytes"], pair["read_s"]) == (12, 0.25)
+
+
+def test_pull_from_a_relay_that_was_started_again_with_other_ranks_has_no_forecast() -> None:
+    """The layout that it has by now says nothing of what was read from it."""
+    script: Fleet = fleet(2)
+    announces(script, "rollout-0")
+    order = order_of(script, "rollout-1")
+    enters(script, "rollout-0", "b", encoded_layout("rollout-0", num_ranks=2), incarnation=2)
+    script.receive("rollout-1", adopted(order.message, order.buffers))
+    line = line_of(script)
+    assert line["replica"] == "rollout-1"
+    assert "pairs" not in line
+
+
+def ranked(replica: str, num_ranks: int, place: Callable[[int], Place]) -> bytes:
+    """Return an encoded layout whose first rank holds everything, and others at these places nothing."""
+    layout: Layout = layout_of(replica)
+    others = (RankLayout(place=place(rank), shards=()) for rank in range(1, num_ranks))
+    return encode(replace(layout, ranks=(*layout.ranks, *others)))
+
+
+def test_pairs_of_very_many_ranks_are_not_forecast() -> None:
+    """It would take the controller seconds at each adoption."""
+    size = math.isqrt(MAX_RANK_PAIRS)
+    for num_ranks, is_forecast in ((size, True), (size + 1, False)):
+        script = Fleet(relay_from_bytes=0)
+        for number in range(2):
+            name = f"rollout-{number}"
+            enters(script, name, "bc"[number], ranked(name, num_ranks, lambda rank: Place(host=f"h{rank}")))
+        enters(script, "policy-0", "a")
+        script.publishes(0)
+        [rank] = offer_of(0).ranks
+        offered = make_offer(0, [replace(rank, rank=number) for number in range(num_ranks)])
+        announces(script, "rollout-0", data=encode(offered))
+        order = order_of(script, "rollout-1")
+        assert order.message.relays == ("rollout-0",)
+        script.receive("rollout-1", adopted(order.message, order.buffers))
+        assert ("pairs" in line_of(script)) is is_forecast
+
+
+def test_places_of_replicas_that_have_left_are_not_kept() -> None:
+    """A replica may come back with others again and again, each of megabytes."""
+    num_bytes = []
+
+    def adopts_as(incarnation: int) -> None:
+        cards = tuple(Card(name=f"{incarnation}-{number}", gb_per_s=1.0 + incarnation) for number in range(32))
+        layout = ranked("rollout-0", 256, lambda rank: Place(host=f"{incarnation}-{rank}", cards=cards))
+        enters(script, "rollout-0", "b", layout, incarnation=incarnation)
+        order = order_of(script, "rollout-0")
+        script.receive("rollout-0", adopted(order.message, order.buffers), incarnation=incarnation)
+        script.receive("rollout-0", wire.Leave(reason="it is started again"), incarnation=incarnation)
+        script.commands_sent.clear()
+        num_bytes.append(tracemalloc.get_traced_memory()[0])
+
+    script: Fleet = fleet(0, relay_from_bytes=1 << 40)
+    tracemalloc.start()
+    try:
+        for incarnation in range(1, 9):
+            adopts_as(incarnation)
+    finally:
+        tracemalloc.stop()
+    assert num_bytes[-1] - num_bytes[3] < 4 * 100_000, "of each incarnation it was a megabyte"

@@ -7,12 +7,13 @@ so is the time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from starling.weightsync.costs.estimate import estimate_flow
 from starling.weightsync.plan.boxes import Ints
@@ -85,18 +86,21 @@ def forecast_relayed_pull(plan: Plan, relays: Sequence[Place], destinations: Seq
     return _forecast(plan, np.diag(plan.pair_bytes.sum(axis=0)), relays, destinations)
 
 
-def relative_places(sources: Sequence[Place], destinations: Sequence[Place]) -> Hashable:
-    """Return what a forecast depends on: equal for pulls between equal machines, whatever their names."""
+def relative_places(sources: Sequence[Place], destinations: Sequence[Place]) -> bytes:
+    """Return a digest of what a forecast depends on: equal for pulls between equal machines, whatever their names.
+
+    A digest, because the places of thousands of ranks may take megabytes, and who reads the forecast may be gone.
+    """
     hosts: dict[str, int] = {}
     devices: dict[str, int] = {}
-    relative: list[Hashable] = [len(sources)]
+    relative: list[object] = [len(sources)]
     for place in (*sources, *destinations):
         host = place.machine_or_host
         relative.append(hosts.setdefault(host, len(hosts)) if host else -1)
         relative.append(-1 if place.device == CPU else devices.setdefault(place.device, len(devices)))
         relative += [place.numa, place.rails, place.switch]
-        relative.append(tuple((card.name, card.gb_per_s) for card in place.cards))
-    return tuple(relative)
+        relative.append([(card.name, card.gb_per_s) for card in place.cards])
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(relative))
 
 
 def _forecast(plan: Plan, flow: Ints, sources: Sequence[Place], destinations: Sequence[Place]) -> PullForecast:

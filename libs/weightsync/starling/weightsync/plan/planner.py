@@ -389,7 +389,8 @@ class PlanCache:
         self._plans: OrderedDict[tuple[str, str, bytes], Plan | WeightsError] = OrderedDict()
         self._renamed: OrderedDict[tuple[int, str, str], tuple[Plan, Plan]] = OrderedDict()
         self._digests: OrderedDict[int, tuple[Layout | CompactLayout, str]] = OrderedDict()
-        self._distances: OrderedDict[tuple[tuple[Place, ...], tuple[Place, ...]], bytes] = OrderedDict()
+        self._distances: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()
+        """By digests of the places of the sources and of the destinations, which may take megabytes."""
 
     def plan(self, source: Layout | CompactLayout, destination: Layout | CompactLayout) -> Plan:
         """Return the plan from `source` to `destination`; the same object as before if neither changed.
@@ -443,12 +444,13 @@ class PlanCache:
 
         Replicas of one host often name their places equally.
         """
-        digest = self._distances.pop((sources, destinations), None)
+        key = _digest_of_places(sources), _digest_of_places(destinations)
+        digest = self._distances.pop(key, None)
         if digest is None:
             cards = card_numbers(sources, self._topology)
             between = distances(sources, destinations, self._topology)
             digest = xxhash.xxh3_128_digest(cards.tobytes() + between.tobytes())
-        self._distances[sources, destinations] = digest
+        self._distances[key] = digest
         while len(self._distances) > MAX_DISTANCES:
             self._distances.popitem(last=False)
         return digest
@@ -468,6 +470,10 @@ class PlanCache:
         while len(self._digests) > MAX_LAYOUT_DIGESTS:
             self._digests.popitem(last=False)
         return known[1]
+
+
+def _digest_of_places(places: tuple[Place, ...]) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(places))
 
 
 def _places(layout: Layout | CompactLayout) -> tuple[Place, ...]:

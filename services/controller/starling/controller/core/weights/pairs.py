@@ -13,6 +13,9 @@ from starling.weightsync.offers.offer import Transport
 
 TRANSPORTS: Final = frozenset(get_args(Transport))
 MAX_SECONDS: Final = 1e9
+MAX_RANK_PAIRS: Final = 1 << 18
+"""Most pairs of ranks, with and without traffic, that are forecast: 4,096 at a source and 64 at its reader. It takes a
+tenth of a second at most; sixteen million would take three."""
 
 
 def noted_pairs(
@@ -51,18 +54,26 @@ def noted_pairs(
 
 
 def _forecast(state: ControllerState, reader: Member, command: wire.AdoptWeights | None) -> PullForecast | None:
-    """Return the forecast of an adoption; None if its command or a layout is no longer known."""
+    """Return the forecast of an adoption; None if its command or a layout is no longer known, or one is too large.
+
+    Either source may have joined again with another layout since the command was sent. A relay then has other ranks
+    than its reader, and other boxes than it has sent.
+    """
     members, weights = state.replicas.membership.members, state.weights
     source = members.get(command.source) if command is not None else None
     if command is None or source is None or source.layout is None or reader.layout is None:
         return None
-    relay = members.get(command.relays[0]) if command.relays else None
+    relay = members.get(command.relays[0]) if command.relays else source
+    if relay is None or relay.layout is None:
+        return None
+    if len(relay.layout.ranks) * len(reader.layout.ranks) > MAX_RANK_PAIRS:
+        return None
     try:
-        if not command.relays:
+        if relay is source:
             return weights.forecast(source.layout, reader.layout)
-        if relay is not None and relay.layout is not None:
+        if weights.layout_key(source.layout, relay.layout) == command.layout:
             return weights.relayed_forecast(source.layout, relay.layout, reader.layout)
-    except WeightsError:  # one of them joined again, with a layout to which there is no plan
+    except WeightsError:  # there is no plan from the other layout
         pass
     return None
 

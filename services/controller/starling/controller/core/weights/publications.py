@@ -10,7 +10,7 @@ whose own root then counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -132,8 +132,8 @@ class Publications:
     _plans: PlanCache = field(default_factory=PlanCache)
     _sources: set[int] = field(default_factory=set)
     """Identities of the source layouts in `_pairs`."""
-    _forecasts: dict[tuple[str, Forecast, Hashable], PullForecast] = field(default_factory=dict)
-    """By the key of the layouts, the function that made it, and the places of the ranks at both ends."""
+    _forecasts: dict[tuple[str, Forecast, bytes], PullForecast] = field(default_factory=dict)
+    """By the key of the layouts, the function that made it, and a digest of the places of the ranks at both ends."""
     _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
     """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
