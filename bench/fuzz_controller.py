@@ -62,7 +62,7 @@ from starling.controller.shell.journal.resume import start_incarnation
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.checks.recovery import difference
 from starling.sim.replicas.lies import lie, malformed, strange_hello, unasked
-from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, published
+from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer, encoded_relay_offer, published
 
 FLIPPED = bytes(15) + b"!"
 """Weights that no policy has published."""
@@ -78,6 +78,8 @@ TAKEN: dict[str, tuple[type, ...]] = {
 """Commands that each of the roles that lie is sent."""
 GIVEN_BACK, OPERATED, COMPACTED = 0.001, 0.1, 0.02
 """Shares of the groups that an honest rollout gives back, and of the heartbeats with a command and a compaction."""
+ANNOUNCED = 0.5
+"""Share of the answers of liars to commands to adopt that announce a relay, and end nothing."""
 PLAUSIBLE = 0.25
 """Share of the answers of liars that keep to every form."""
 FIGURES = {
@@ -88,6 +90,12 @@ FIGURES = {
 TOGETHER = 64
 """Events in one transaction of the journal."""
 LIES_PER_RESTART = 5_000
+
+
+def relay_offer(message: wire.AdoptWeights) -> tuple[wire.RelayOffered, tuple[bytes, ...]]:
+    """Return what a rollout of one rank says that serves what it pulls."""
+    said = wire.RelayOffered(lease=message.lease, version=message.version)
+    return said, (encoded_relay_offer(message.version, 1),)
 
 
 class Prompts:
@@ -119,7 +127,7 @@ class Fuzzer:
         self._accused: set[str] = set()
         """Honest rollouts that were evicted because a liar says that they sent it other weights: each once at most."""
         self._holds_lies: set[str] = set()
-        """Honest rollouts whose weights, which a liar sent them, are not those of their version."""
+        """Honest rollouts whose weights, which a liar sent them, or a relay of such, are not those of their version."""
         self._awake: set[str] = set()
         """Honest replicas that have the devices that both sides share."""
         self._wanted = -1
@@ -246,7 +254,7 @@ class Fuzzer:
         has_layout = role in ("policy", "rollout")
         hello = wire.Hello(
             role=role,
-            host=name[-1] if name.startswith("policy") else "h",  # rollouts pull from each other
+            host=self._host(name),
             pid=1,
             num_slots=2 if name in HONEST else 4,
             version=self._versions[name],
@@ -257,11 +265,17 @@ class Fuzzer:
         layout = encoded_layout(name if name in HONEST else f"{role}-0")
         if name not in HONEST and self._rng.random() < STRANGE_HELLOS:
             hello = strange_hello(hello, self._rng)
-            layout = encoded_layout(self._rng.choice(("rollout-0", "policy-0")))
+            layout = encoded_layout(self._rng.choice(("rollout-0", "policy-0")), num_ranks=self._rng.choice((1, 1, 2)))
             if has_layout and self._rng.random() < 0.5:
                 self.kinds["malformed_layouts"] += 1
                 layout = malformed(layout, self._rng)
         self._receive(name, hello, (layout,) if has_layout else ())
+
+    def _host(self, name: str) -> str:
+        """Return the host of a replica. Rollouts pull from each other: on one host, or as relays on several."""
+        if name.startswith("policy"):
+            return name[-1]
+        return "h" if self._plan.relay_from_bytes else self._rng.choice("hijk")
 
     def _deliver(self, send: Send) -> None:
         name, message = send.peer, send.message
@@ -280,6 +294,8 @@ class Fuzzer:
                 self._seen.append(send)
                 if name in HONEST:
                     self._use_devices(name, message)
+                    if isinstance(message, wire.AdoptWeights) and message.announce:
+                        self._answers.append((name, *relay_offer(message)))
                     self._answers.append((name, *self._truth(name, send)))
 
     def _use_devices(self, name: str, message: wire.Down) -> None:
@@ -337,7 +353,8 @@ class Fuzzer:
             case wire.AdoptWeights(lease=lease, version=wanted):
                 if lease in self._held[name]:
                     self._versions[name] = wanted
-                lies = message.source in (f"rollout-{number}" for number in range(2, self.liars["rollout"] + 1))
+                source = message.relays[0] if message.relays else message.source
+                lies = source in self._holds_lies or (source.startswith("rollout") and source not in HONEST)
                 if name in HONEST:
                     (self._holds_lies.add if lies else self._holds_lies.discard)(name)
                 self.kinds["pulls_of_lies"] += lies
@@ -446,6 +463,8 @@ class Fuzzer:
             message, buffers = self._heartbeat(name), ()
             if command is not None:
                 message, buffers = self._truth(name, command)
+                if isinstance(command.message, wire.AdoptWeights) and rng.random() < ANNOUNCED:
+                    message, buffers = relay_offer(command.message)
             kind = rng.random()
             if command is not None and kind < PLAUSIBLE:
                 message, buffers = plausible((message, buffers), command.message, command.buffers, rng)

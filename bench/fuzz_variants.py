@@ -30,8 +30,10 @@ COLOCATED: Final = replace(
     PLAIN, colocate=True, lease_s=6.0,
     timeouts=LeaseTimeouts(generate_s=20.0, score_s=20.0, teach_s=20.0, publish_s=20.0, adopt_s=20.0, sleep_s=5.0),
 )  # fmt: skip
+RELAYS: Final = replace(PLAIN, relay_from_bytes=0, sync_every=0, max_staleness=2)
 VARIANTS: Final = {
     "plain": PLAIN,
+    "relays": RELAYS,
     "filtered": replace(PLAIN, dynamic_sampling=True),
     "small": replace(PLAIN, dynamic_sampling=True, prompts_per_step=2, filter_limit=8),
     "truncated": TRUNCATED,
