@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import datasets
 import huggingface_hub.constants
 import pytest
+from datasets.packaged_modules.arrow.arrow import Arrow
 from datasets.packaged_modules.csv.csv import Csv
+from datasets.packaged_modules.hdf5.hdf5 import HDF5
+from datasets.packaged_modules.json.json import Json
 
 from starling.common.errors import ConfigError
+from starling.controller.data.archives import Checked, prepare
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import check_hub_files, check_hub_versions, load_rows
 
@@ -166,15 +171,20 @@ def test_arrow_file_with_offsets_beyond_its_end_is_refused(folder: Path, how: st
     # The library would give what lies there in the memory of the process, also its keys, as the text of a row.
     save(folder)
     (path,) = folder.glob("*.arrow")
+    damage(path)
+    if how == "rows":
+        (folder / "state.json").unlink()
+    with pytest.raises(ConfigError, match=r"data-00000-of-00001\.arrow is damaged"):
+        questions(folder)
+
+
+def damage(path: Path) -> None:
+    """Let the offsets of an Arrow file that `save` wrote lead beyond its end."""
     content = bytearray(path.read_bytes())
     begin = content.find(b"".join(offset.to_bytes(4, "little") for offset in (0, 36, 37, 38)))
     assert begin > 0
     content[begin : begin + 16] = b"".join(offset.to_bytes(4, "little") for offset in (0, 3000, 3000, 3000))
     path.write_bytes(content)
-    if how == "rows":
-        (folder / "state.json").unlink()
-    with pytest.raises(ConfigError, match=r"data-00000-of-00001\.arrow is damaged"):
-        questions(folder)
 
 
 def test_saved_dataset_and_arrow_files_are_read(folder: Path) -> None:
@@ -209,3 +219,80 @@ def test_hub_dataset_in_the_cache_is_read_offline(folder: Path, monkeypatch: pyt
     place = folder.parent / "cache" / "somebody___rows" / "default" / "0.0.0" / "0123456789abcdef"
     builder.download_and_prepare(str(place))
     assert questions(Path("somebody/rows")) == ["honest"]
+
+
+def member(archive: tarfile.TarFile, name: str, kind: bytes, target: str = "") -> None:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode = kind, target, 0o755
+    archive.addfile(info)
+
+
+def write_archive(path: Path, attempt: str) -> None:
+    """Write a tar file by which the library would read or write outside of the folder to which it unpacks it."""
+    victim = str(path.parent.parent)[1:]
+    with tarfile.open(path, "w") as archive:
+        if attempt == "fifo":
+            return member(archive, "a.csv", tarfile.FIFOTYPE)
+        # `s/t/t/../..` is the folder itself as it reads, and the one above it as it is followed.
+        member(archive, "s", tarfile.DIRTYPE)
+        member(archive, "s/t", tarfile.SYMTYPE, ".")
+        up = "s/" + "t/" * 20 + "../" * 21
+        if attempt == "read":
+            return member(archive, "a.csv", tarfile.SYMTYPE, f"{up}{victim}/secret.csv")
+        short = ""
+        for letter in "abcdefghijklmnop":  # together too long for the library to follow
+            member(archive, short + "d" * 254, tarfile.DIRTYPE)
+            member(archive, short + letter, tarfile.SYMTYPE, "d" * 254)
+            short += f"{letter}/"
+        member(archive, f"{short}s", tarfile.DIRTYPE)
+        member(archive, f"{short}s/t", tarfile.SYMTYPE, ".")
+        member(archive, f"{short}x", tarfile.SYMTYPE, up)
+        return member(archive, f"{short}x/{victim}/written", tarfile.REGTYPE)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("attempt", ["read", "write", "fifo"])
+@pytest.mark.parametrize("name", ["train.csv", "train.json"])
+def test_archive_under_the_name_of_rows_is_not_unpacked(folder: Path, attempt: str, name: str) -> None:
+    write_archive(folder / name, attempt)
+    with pytest.raises(ConfigError):
+        questions(folder)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["secret.csv", "set"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("attempt", ["read", "write", "fifo"])
+def test_archive_of_the_hub_with_links_or_pipes_is_refused(folder: Path, attempt: str) -> None:
+    write_archive(folder / "train.csv", attempt)
+    builder = Csv(cache_dir=str(folder / "cache"), data_files={"train": [str(folder / "train.csv")]})
+    with pytest.raises(ConfigError, match="which is neither a file nor a folder"):
+        prepare(builder, Checked)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["secret.csv", "set"]
+
+
+def test_archive_of_the_hub_with_files_is_read(folder: Path) -> None:
+    (folder / "a.json").write_text('{"question": "honest"}\n')
+    with tarfile.open(folder / "train.json", "w") as archive:
+        archive.add(folder / "a.json", "rows/a.json")
+    builder = Json(cache_dir=str(folder / "cache"), data_files={"train": [str(folder / "train.json")]})
+    prepare(builder, Checked)
+    assert builder.as_dataset(split="train")["question"][:] == ["honest"]
+
+
+def test_damaged_arrow_file_of_the_hub_is_refused(folder: Path) -> None:
+    save(folder)
+    (path,) = folder.glob("*.arrow")
+    builder = Arrow(cache_dir=str(folder / "cache"), data_files={"train": [str(path)]})
+    prepare(builder, Checked)
+    assert builder.as_dataset(split="train")["question"][:] == ["A" * 36, "b", "c"]
+    damage(path)
+    builder = Arrow(cache_dir=str(folder / "other"), data_files={"train": [str(path)]})
+    with pytest.raises(ConfigError, match=r"data-00000-of-00001\.arrow is damaged"):
+        prepare(builder, Checked)
+
+
+def test_hub_dataset_of_files_that_name_others_is_refused(folder: Path) -> None:
+    (folder / "a.h5").touch()
+    builder = HDF5(cache_dir=str(folder), data_files={"train": [str(folder / "a.h5")]})
+    with pytest.raises(ConfigError, match="files of the kind 'hdf5', which are not read"):
+        check_hub_files("a/b", builder)

@@ -30,6 +30,11 @@ from starling.controller.data.settings import DataSettings
 SOURCES = "a path to a .jsonl or .parquet file, hf:NAME, reasoning_gym:TASK, or MODULE:FACTORY"
 _BATCH: Final = 1000
 """Rows of a Hugging Face dataset that are read at a time."""
+_HUB_KINDS: Final = frozenset(
+    {"csv", "json", "parquet", "arrow", "text", "imagefolder", "videofolder", "webdataset", "cache"}
+)
+"""Readers of the library for datasets of the hub, and for those in its cache. Files of others, such as HDF5 or Iceberg,
+can name further files and URLs, which nothing here would check."""
 LINE_BYTES: Final = 900_000_000
 """Longest line of a .jsonl: the journal stores no larger row, and a file without line ends is not read as a whole."""
 
@@ -188,6 +193,8 @@ def _load_folder(path: Path, settings: DataSettings, cache: Path) -> Any:
     """Return the dataset in a local folder, for which the library writes only into `cache`."""
     import datasets
 
+    from starling.controller.data.archives import AsTheyAre, prepare
+
     if any((path / file).exists() for file in (STATE, DICT)):
         check_saved(path)
         loaded = datasets.load_from_disk(str(path))
@@ -197,7 +204,7 @@ def _load_folder(path: Path, settings: DataSettings, cache: Path) -> Any:
             raise ValueError(f"it has no split {settings.split!r}; {nearest(settings.split, loaded)}")
         return loaded[settings.split]
     builder = builder_of(path, settings.config, cache)
-    builder.download_and_prepare()
+    prepare(builder, AsTheyAre)
     return builder.as_dataset(split=settings.split)
 
 
@@ -205,12 +212,14 @@ def _load_from_hub(name: str, settings: DataSettings) -> Any:
     """Return a dataset of the hub, or of the library's cache."""
     import datasets
 
+    from starling.controller.data.archives import Checked, prepare
+
     described = datasets.load.dataset_module_factory(name).builder_configs_parameters.builder_configs
     check_hub_versions(name, described or [])
     builder = datasets.load_dataset_builder(name, settings.config or None)
     check_hub_versions(name, [builder.config])
     check_hub_files(name, builder)
-    builder.download_and_prepare()
+    prepare(builder, Checked)
     return builder.as_dataset(split=settings.split)
 
 
@@ -218,8 +227,14 @@ def check_hub_files(name: str, builder: Any) -> None:
     """Check that a builder reads only files of the dataset `name` of the hub: its README may name any others.
 
     Raises:
-        ConfigError: naming the other file.
+        ConfigError: naming the other file, or the kind of files where it is one that can name others itself.
     """
+    kind = type(builder).__module__.rpartition(".")[2]
+    if kind not in _HUB_KINDS:
+        raise ConfigError(
+            f"the Hugging Face dataset {name!r} has files of the kind {kind!r}, which are not read; known: "
+            f"{', '.join(sorted(_HUB_KINDS))}"
+        )
     for files in (builder.config.data_files or {}).values():
         for file in files:
             if not str(file).startswith(f"hf://datasets/{name}@"):
