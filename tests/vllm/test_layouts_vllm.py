@@ -21,13 +21,13 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from workers import engine_config, in_workers
 
 from starling.rollout.engine.vllm.cpu import do_without_torchvision
-from starling.rollout.engine.vllm.worker.recorded import PublishedModel, record_worker
 from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.parameters import in_terms_of
 from starling.weightsync.layouts.strided import BoxCopy, Strided, merged
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.plan.layout import Layout, item_bytes
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.vllm.recorded import PublishedModel, record_worker
 
 do_without_torchvision()
 

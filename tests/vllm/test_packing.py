@@ -25,7 +25,6 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from workers import DEADLINE_S, engine_config, in_workers
 
 from starling.common.errors import WeightsError
-from starling.rollout.engine.vllm import cpu
 from starling.rollout.engine.vllm.quantised import overrides, recipe_of
 from starling.rollout.engine.vllm.worker import cpu_kernels
 from starling.rollout.engine.vllm.worker.packing import Packer, packed_layout
@@ -36,6 +35,7 @@ from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.quantise.layouts import packing_bytes
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.vllm.cpu import keep_weights
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -81,7 +81,7 @@ def load_quantised(folder: Path, config: VllmConfig) -> torch.nn.Module:
 
 def build_random(config: VllmConfig) -> torch.nn.Module:
     """Build the model with random weights, like a rollout that waits for its first version, in a process of its own."""
-    cpu.keep_weights()
+    keep_weights()
     cpu_kernels.install_kernels()
     module = initialize_model(config)
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(module, config.model_config)

@@ -21,11 +21,11 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from workers import engine_config, in_workers
 
 from starling.common.errors import WeightsError
-from starling.rollout.engine.vllm.worker.recorded import PartLoader, PublishedModel, record_worker
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.vllm.recorded import PartLoader, PublishedModel, record_worker
 
 
 def loaded(config: VllmConfig, file: Path) -> torch.nn.Module:

@@ -31,14 +31,15 @@ from starling.rollout.engine.vllm import async_llm, cpu, launch
 from starling.rollout.engine.vllm.engine import VllmEngine
 from starling.rollout.engine.vllm.processes import engine_processes
 from starling.rollout.settings import VllmSettings
+from starling.weightsync.vllm import versions
 
 
 def test_check_version_rejects_unsupported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.check_version().startswith("vllm")
-    monkeypatch.setattr(launch, "TOO_NEW", (0, 32))
-    with pytest.raises(ConfigError, match=r"needs vllm >=0.32,<0.32, and vllm\S* 0.\d+.* is installed"):
+    monkeypatch.setattr(versions, "TOO_NEW", (0, 32))
+    with pytest.raises(ConfigError, match=r"needs vllm >=0.32,<0.34, and vllm\S* 0.\d+.* is installed"):
         launch.check_version()
-    monkeypatch.setattr(launch, "DISTRIBUTIONS", ("no-such-engine",))
+    monkeypatch.setattr(versions, "DISTRIBUTIONS", ("no-such-engine",))
     with pytest.raises(ConfigError, match=r"none is installed; install starling-rollout\[vllm\]"):
         launch.check_version()
 

