@@ -199,6 +199,13 @@ def test_sampling_arguments_list_every_stop_token() -> None:
     assert (found["max_tokens"], found["logprobs"]) == (4, 0)
 
 
+@pytest.mark.parametrize(("listens", "interval"), [(True, 1), (False, 8)])
+def test_vllm_outputs_each_token_only_to_a_listener(listens: bool, interval: int) -> None:
+    listener = (lambda *_: None) if listens else None
+    state = VllmGroup(0, GroupRequest("g", [1], 1, Sampling(max_tokens=4), listener=listener), 32)
+    assert sampling_arguments(state, state.completions[0], (2,))["stream_interval"] == interval
+
+
 def report(seconds: float, size: int, address: str) -> PullReport:
     rest = dict.fromkeys(("prepare_s", "read_s", "unpack_s", "digest_s", "wait_s", "confirm_s"), 0.0)
     counts: dict[str, Any] = {"num_buckets": 1, "num_retries": 0, "num_deltas": 0, "buffer_bytes": 5}

@@ -27,6 +27,8 @@ STATUS = {"stop": Status.OK, "length": Status.TRUNCATED}
 """By vLLM's finish reason; any other reason is an interruption."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this to it."""
+OUTPUT_TOKENS = 8
+"""Tokens of a completion in one output of vLLM, if nobody listens to each token; the first one comes at once."""
 NO_LOGPROBS, WITH_LOG_MASS, WITH_KEPT_TOKENS = 0, 1, -1
 """Log-probabilities to ask for besides that of the sampled token: see `worker/sampler.py`."""
 
@@ -160,7 +162,10 @@ class VllmGroup:
 
     @property
     def num_cached(self) -> int:
-        """Tokens in the KV cache of running completions; a shared prompt counts for each of them."""
+        """Tokens in the KV cache of running completions; a shared prompt counts for each of them.
+
+        The newest tokens of a completion, fewer than `OUTPUT_TOKENS`, may be missing.
+        """
         prompt = len(self.request.prompt_ids)
         return sum(
             prompt + completion.num_resumed + len(completion.token_ids)
@@ -268,6 +273,7 @@ def sampling_arguments(group: VllmGroup, completion: VllmCompletion, eos_token_i
         "flat_logprobs": True,
         "detokenize": False,
         "skip_clone": True,
+        "stream_interval": 1 if group.request.listener is not None else OUTPUT_TOKENS,
     }
 
 
