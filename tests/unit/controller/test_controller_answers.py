@@ -16,7 +16,6 @@ from starling.common.kinds import GENERATE, INFER, REPLAY, SERVE, RunKind
 from starling.common.wire import messages as wire
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
-    CheckpointRead,
     Event,
     Fetched,
     FinishRun,
@@ -88,10 +87,6 @@ class AnswerRun(Script):
         lines = super()._step(event)
         self.pending_stores += [command for command in self.commands if isinstance(command, Store)]
         return lines
-
-    def reads_checkpoint(self, digest: str) -> list[str]:
-        """The controller has read the model's folder; an empty digest: it cannot be read."""
-        return self._step(CheckpointRead(self.now, digest))
 
     @property
     def checkpoints(self) -> list[tuple[str, str]]:

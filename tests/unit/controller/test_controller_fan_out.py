@@ -88,6 +88,18 @@ def test_digest_of_the_policys_folder_is_journaled_and_holds_for_its_next_incarn
     assert not script.state.replicas.membership.num("policy")
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_rollout_that_joins_before_the_policy_does_not_decide_about_its_checkpoint(*, reads: bool) -> None:
+    """One that lies would keep the policy out, also after the run is resumed."""
+    script = answering(reads_checkpoint=reads)
+    joins_with(script, "rollout-0", OTHER)
+    if reads:
+        script.reads_checkpoint("")
+    joins_with(script, "policy-0", DIGEST)
+    assert script.state.replicas.membership.num("policy") == 1
+    assert script.state.weights.checkpoint == DIGEST
+
+
 def test_policy_of_a_run_whose_rollouts_read_the_folder_is_refused() -> None:
     script = answering(fans_out=False)
     lines = script.joins("policy-0")

@@ -224,6 +224,34 @@ def test_relay_that_answers_only_after_its_reader_is_accused_nevertheless(answer
     assert "rollout-1" in script.state.replicas.membership.members
 
 
+def test_reader_accuses_one_rollout_at_most() -> None:
+    """Also if it complains of pulls of two versions before either is over."""
+    script = fleet(4)
+    announces(script, "rollout-0")
+    takes(script, "rollout-1", FALSE)
+    script.advance_time(1.1)
+    takes(script, "rollout-1")
+    announces(script, "rollout-2")
+    for name in ("rollout-2", "rollout-3"):
+        takes(script, name)
+    script.complete_groups("generate:t0:0", "generate:t1:0")
+    script.trains(1)
+    script.publishes(1)
+    script.fails("rollout-1", order_of(script, "rollout-1").message.lease)
+    for name in ("rollout-2", "rollout-3"):
+        announces(script, name)
+    script.advance_time(1.1)
+    assert order_of(script, "rollout-1").message.relays == ("rollout-3",)
+    takes(script, "rollout-1", FALSE)
+    script.advance_time(1.1)
+    takes(script, "rollout-1")
+    for name in ("rollout-3", "rollout-0"):
+        takes(script, name)
+    membership = script.state.replicas.membership
+    assert list(membership.accused) == ["rollout-3"]
+    assert membership.members["rollout-0"].may_relay
+
+
 def test_failed_pulls_from_a_rollout_are_known_after_it_has_left() -> None:
     """It would leave in time, and lie again."""
     weights, pairs = Publications(), [("rollout-0", "rollout-1"), ("rollout-0", "")]

@@ -14,6 +14,7 @@ from starling.common.wire import messages as wire
 from starling.common.wire.tensors import TEACHER_TENSORS
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import (
+    CheckpointRead,
     Command,
     Event,
     Fetch,
@@ -317,6 +318,10 @@ class Script:
     def saves_state(self, step: int) -> list[str]:
         """The policy has saved a state that it can resume from."""
         return self.receive("policy-0", wire.CheckpointSaved(lease=f"save:{step}:0", step=step, path="/s", state=True))
+
+    def reads_checkpoint(self, digest: str) -> list[str]:
+        """The controller has read the model's folder; an empty digest: it cannot be read."""
+        return self._step(CheckpointRead(self.now, digest))
 
     def fetched(self, step: int) -> list[str]:
         """The journal returns the groups of `step`."""

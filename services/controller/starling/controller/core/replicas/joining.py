@@ -56,7 +56,7 @@ def on_hello(state: ControllerState, event: Received, message: wire.Hello) -> No
     state.outbox.write(MemberJoined(name=name, role=member.role, epoch=incarnation, limits=limits))
     state.outbox.note("joined", replica=name, role=member.role, host=message.host, pid=message.pid)
     welcome(state, member)
-    if not state.plan.kind.trains and not state.weights.is_reading_checkpoint:
+    if not state.weights.is_reading_checkpoint and _brings_checkpoint(state, member):
         _set_checkpoint(state, message.checkpoint, name)
     if member.role == "rollout":
         set_held_version(state, member, member.version)
@@ -115,19 +115,27 @@ def _check(
 
 
 def on_checkpoint_read(state: ControllerState, digest: str) -> None:
-    """Take the digest of the checkpoint that the controller has read; empty: the first rollout that joined decides.
+    """Take the digest of the checkpoint that the controller has read; empty: the first replica that brings one decides.
 
-    Rollouts that have joined meanwhile are compared with it.
+    Replicas that have joined meanwhile are compared with it.
     """
     state.weights.is_reading_checkpoint, state.dirty = False, Dirty.ALL
     _set_checkpoint(state, digest, "controller")
     membership = state.replicas.membership
     for member in [*membership.of("policy"), *membership.adopters()]:
         problem = _checkpoint_problem(state, member.name, member.checkpoint)
-        if problem is None:
-            _set_checkpoint(state, member.checkpoint, member.name)
-        else:
+        if problem is not None:
             evict(state, member, problem)
+        elif _brings_checkpoint(state, member):
+            _set_checkpoint(state, member.checkpoint, member.name)
+
+
+def _brings_checkpoint(state: ControllerState, member: Member) -> bool:
+    """Say whether the run's checkpoint may be the one that a replica has loaded.
+
+    Where a policy publishes it, only that one: rollouts pull its weights, and one that lies would keep the policy out.
+    """
+    return not state.plan.kind.trains and member.role == ("policy" if state.plan.fans_out else "rollout")
 
 
 def _set_checkpoint(state: ControllerState, digest: str, name: str) -> None:

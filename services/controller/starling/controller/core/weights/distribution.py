@@ -505,9 +505,14 @@ def _judge(state: ControllerState, reader: Member, source: str, version: int, *,
 
 
 def _accuse(state: ControllerState, reader: str, rollout: Member, version: int) -> None:
-    """Have nobody read from a rollout, because `reader` got something else from it than was published."""
+    """Have nobody read from a rollout, because `reader` got something else from it than was published.
+
+    Not if it has accused another one: complaints of pulls that were not over may be decided late, and several at once.
+    """
     weights, membership = state.weights, state.replicas.membership
-    membership.accusers.setdefault(reader, False)
+    if reader in membership.accusers:
+        return
+    membership.accusers[reader] = False
     weights.suspects[reader] = (rollout.name, rollout.incarnation)
     rollout.can_offer = rollout.may_relay = False
     weights.withdraw(rollout.name)
