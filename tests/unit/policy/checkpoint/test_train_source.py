@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import model_digest, write_digests
+from starling.policy.train.checkpoint import storage
 from starling.policy.train.checkpoint.source import whole_model
 from starling.policy.train.model.load import load_model
 
@@ -118,3 +120,39 @@ def test_unreachable_store_is_one_sentence(options: dict[str, Any], local: Path,
     impatient = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {"max_attempts": 1}}}
     text = refusal(local, {**options, **impatient}, tmp_path / "place")
     assert f"{URL} cannot be listed (" in text
+
+
+def test_only_weights_are_fetched(options: dict[str, Any], model: Path, local: Path, tmp_path: Path) -> None:
+    # Whoever may write there must not decide what code or configuration a policy runs.
+    (local / "modeling_tiny.py").write_text("ours = True")
+    (local / "tokenizer.json").write_text("{}")
+    for name in ("modeling_tiny.py", "configuration_tiny.py", "adapter_config.json", "tokenizer.json"):
+        _upload(model / name, options, b"theirs = True")
+    with whole_model(local, URL, options, tmp_path / "place") as folder:
+        _upload(model / "config.json", options, b'{"attn_implementation": "owner/kernel"}')  # after it was compared
+        weights = {file.name for file in model.glob("*.safetensors*")}
+        others = {file.name for file in local.iterdir() if file.name.endswith((".json", ".py"))}
+        assert {file.name for file in folder.iterdir()} == weights | others | {"starling-digests.json"}
+        assert (folder / "modeling_tiny.py").read_text() == "ours = True"
+        assert (folder / "config.json").read_bytes() == (local / "config.json").read_bytes()
+
+
+def test_configuration_without_end_is_refused(
+    options: dict[str, Any], model: Path, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "MAX_SMALL_BYTES", 1000)
+    _upload(model / "config.json", options, b" " * 1001)
+    _upload(model / "starling-digests.json", options, b"{}")
+    assert "config.json cannot be read (it has more than 1000 bytes)" in refusal(local, options, tmp_path / "place")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.timeout(60)
+def test_weights_that_are_no_files_are_refused(model: Path, local: Path, tmp_path: Path, kind: str) -> None:
+    name = max(file.name for file in model.glob("*.safetensors"))
+    (model / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(model / name)
+    else:
+        (model / name).symlink_to("/dev/zero")
+    assert f"{name} cannot be read (" in refusal(local, {}, tmp_path / "place", str(model))

@@ -1,7 +1,7 @@
-"""Model folders elsewhere than on this machine, such as in S3: fetched into a temporary folder while they are loaded.
+"""Weights of a model elsewhere than on this machine, such as in S3: in a temporary folder while they are loaded.
 
-Only a policy reads weights. The configuration and the tokenizer that all replicas read come from `model.path`, so the
-fetched folder has to have the same configuration.
+Only a policy reads weights. Configuration, tokenizer and code are those of `model.path`, which all replicas read: to
+write where the weights are is not to decide what the policy runs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ CONFIG: Final = "config.json"
 _WEIGHTS: Final = (".safetensors", ".bin")
 """Endings of files of weights, in the order of preference."""
 _OTHERS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+"""Endings of a configuration, a tokenizer and code."""
+_INDEX: Final = ".index.json"
+"""Ending, after that of the weights, of a file that says which tensor is in which file of weights."""
 
 
 @contextmanager
 def whole_model(path: Path, url: str, options: Mapping[str, Any], place: Path) -> Iterator[Path]:
-    """Lend the folder from which a model is loaded: `path`, or a copy of the one at `url`, if that is not empty.
+    """Lend the folder from which a model is loaded: `path`, or one with the weights at `url`, if that is not empty.
 
     Args:
         path: the model's folder on this machine, with its configuration.
         url: a folder, or ``protocol://...`` of fsspec, with the whole model.
         options: of fsspec.
-        place: a name for the copy, which is removed at the end; what is there already is a leftover, and removed too.
+        place: a name for the folder, which is removed at the end; what is there already is a leftover, and removed too.
 
     Raises:
         ConfigError: the folder cannot be read, has no weights, is of another model, or a file differs from its digest.
@@ -45,14 +48,19 @@ def whole_model(path: Path, url: str, options: Mapping[str, Any], place: Path) -
         yield path
         return
     storage = Storage(url, options)
-    names = _files_of(storage)
+    names, digests = _weights_of(storage)
     _check_config(storage, path)
     _remove(place)
     try:
         with storage.explained("copied"):
             place.mkdir(parents=True)
+            for file in path.iterdir():
+                if file.name.endswith(_OTHERS) and not file.name.endswith(_INDEX) and file.name != DIGESTS:
+                    (place / file.name).symlink_to(file.absolute())
         for name in names:
             _fetch(storage, name, place / name)
+        if digests is not None:
+            (place / DIGESTS).write_bytes(digests)
         check_digests(place, source=url)
         log.info("weights_fetched", source=storage.url(), num_files=len(names))
         yield place
@@ -60,8 +68,11 @@ def whole_model(path: Path, url: str, options: Mapping[str, Any], place: Path) -
         _remove(place)
 
 
-def _files_of(storage: Storage) -> list[str]:
-    """Return the names of the files that a model is loaded from. Raises ConfigError if there are no weights."""
+def _weights_of(storage: Storage) -> tuple[list[str], bytes | None]:
+    """Return the names of the files of weights, and the file of their digests, if there is one.
+
+    Raises ConfigError if there are no weights.
+    """
     names = storage.names()
     kind = next((kind for kind in _WEIGHTS if any(name.endswith(kind) for name in names)), None)
     if CONFIG not in names or kind is None:
@@ -69,19 +80,22 @@ def _files_of(storage: Storage) -> list[str]:
         raise ConfigError(
             f"policy.weights_from = {storage.url()!r} has no {missing}; give the folder of a whole Hugging Face model"
         )
-    listed = _with_digests(storage) if DIGESTS in names else set()
-    return [name for name in names if name.endswith((kind, *_OTHERS)) or name in listed]
+    endings = (kind, kind + _INDEX)
+    digests = storage.read(DIGESTS) if DIGESTS in names else None
+    return [name for name in names if name.endswith(endings)], digests and _only(digests, endings)
 
 
-def _with_digests(storage: Storage) -> set[str]:
-    """Return the names of the files that have digests; nothing if those are damaged, which `check_digests` reports."""
+def _only(digests: bytes, endings: tuple[str, ...]) -> bytes:
+    """Return the digests of the files of weights; damaged ones as they are, which `check_digests` reports."""
     try:
-        return set(json.loads(storage.read(DIGESTS) or b""))
-    except (ValueError, TypeError, RecursionError):
-        return set()
+        listed = json.loads(digests).items()
+        return json.dumps({name: digest for name, digest in listed if name.endswith(endings)}).encode()
+    except (ValueError, AttributeError, RecursionError):
+        return digests
 
 
 def _check_config(storage: Storage, path: Path) -> None:
+    """Refuse weights beside another configuration: they are of another model. Raises ConfigError."""
     with open_regular(path / CONFIG) as file:
         own = file.read()
     if storage.read(CONFIG) != own:

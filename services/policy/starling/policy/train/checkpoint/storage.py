@@ -31,6 +31,8 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.files import open_regular, sync_folder, sync_tree
 
 MANIFEST: Final = "state.json"
+MAX_SMALL_BYTES: Final = 64 << 20
+"""Largest manifest or other description of a folder."""
 _CHUNK: Final = 1 << 20
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -101,13 +103,19 @@ class Storage:
         return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
 
     def read(self, *names: str) -> bytes | None:
-        """Return the bytes of a small file; None if it does not exist."""
+        """Return the bytes of a small file; None if it does not exist.
+
+        Raises:
+            ConfigError: the storage fails, or the file has more than `MAX_SMALL_BYTES`.
+        """
         with self.explained("read", *names):
             try:
                 with open_file(self.fs, self.path(*names)) as file:
-                    data: bytes = file.read()
+                    data: bytes = file.read(MAX_SMALL_BYTES + 1)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            if len(data) > MAX_SMALL_BYTES:
+                raise ValueError(f"it has more than {MAX_SMALL_BYTES} bytes")
         return data
 
     def digest(self, *names: str) -> str | None:
