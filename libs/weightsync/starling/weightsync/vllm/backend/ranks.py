@@ -87,18 +87,23 @@ class TrainerRanks:
         if self._group is None:
             return [data]
         distributed: Any = torch.distributed
+        content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
         try:
-            size = torch.tensor([len(data)])
-            sizes = [torch.zeros_like(size) for _ in range(self.num_ranks)]
-            distributed.all_gather(sizes, size, group=self._group)
-            most = max(int(one) for one in sizes)
-            mine = torch.zeros(most, dtype=torch.uint8)
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            into = [torch.empty_like(mine) for _ in range(self.num_ranks)] if self.leads else None
-            distributed.gather(mine, into, dst=0, group=self._group)
+            if not self.leads:
+                distributed.send(torch.tensor([len(data)]), 0, group=self._group)
+                distributed.send(content, 0, group=self._group)
+                return []
+            return [data, *(self._received(rank) for rank in range(1, self.num_ranks))]
         except RuntimeError as error:
             raise WeightsError(f"A rank of the trainer does not answer: {_first_line(error)}") from error
-        return [one[: int(size)].numpy().tobytes() for one, size in zip(into or (), sizes, strict=bool(into))]
+
+    def _received(self, rank: int) -> bytes:
+        distributed: Any = torch.distributed
+        size = torch.zeros(1, dtype=torch.int64)
+        distributed.recv(size, rank, group=self._group)
+        content = torch.zeros(max(1, int(size)), dtype=torch.uint8)
+        distributed.recv(content, rank, group=self._group)
+        return content.numpy().tobytes()[: int(size)]
 
     def _broadcast(self, data: bytes) -> bytes:
         """Return the data of rank 0."""
