@@ -274,6 +274,48 @@ def test_cancelled_relay_is_replaced_by_the_source(transport: Transport) -> None
         world.close()
 
 
+@pytest.mark.parametrize("transport", SERVED)
+def test_relay_that_fails_in_mid_transfer_leaves_what_has_arrived(transport: Transport) -> None:
+    world = World(transport)
+    relay = Puller(world.destination, serving=ServingOptions(transport, "127.0.0.1"))
+    announced: list[Offer] = []
+    was_announced, fails = threading.Event(), threading.Event()
+
+    def announce(offer: Offer) -> None:
+        announced.append(offer)
+        was_announced.set()
+
+    def asked_by_relay() -> bool:
+        """Receive a part; then wait until the reader has some of it, and fail."""
+        return bool(relay._sent) and fails.wait(DEADLINE_S)
+
+    def asked_by_reader() -> bool:
+        if world.puller._sent:
+            fails.set()
+        return False
+
+    try:
+        offer = world.publish(0)
+        with ThreadPoolExecutor(1) as pool:
+            failing = pool.submit(
+                relay.pull, offer, world.plan, deadline_s=DEADLINE_S, announce=announce, cancelled=asked_by_relay
+            )
+            assert was_announced.wait(DEADLINE_S)
+            report = world.pull(offer, relays=announced, relays_first=True, cancelled=asked_by_reader)
+            with pytest.raises(WeightsError, match="Cancelled"):
+                failing.result(DEADLINE_S)
+        relayed = report.bytes_by_source[announced[0].ranks[0].address]
+        assert 0 < relayed < report.size_bytes
+        assert sum(report.bytes_by_source.values()) == report.size_bytes
+        world.puller.switch(world.live)
+        assert world.holds(0)
+        assert world.puller.attest(world.live, offer) == offer.root
+    finally:
+        fails.set()
+        relay.close()
+        world.close()
+
+
 def test_relay_of_another_version_is_refused(world: World) -> None:
     old = world.publish(0)
     with pytest.raises(WeightsError, match="A relay offers version 0, not 1"):

@@ -18,6 +18,7 @@ from transport_peers import (
     ServedSource,
     content,
     needs_nixl,
+    opening,
     piece,
     read_target,
     reader,
@@ -28,8 +29,9 @@ from transport_peers import (
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.tickets import ticket
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
-from starling.weightsync.transports.base import ConnectionLost, ReadTarget
-from starling.weightsync.transports.messages import OpenSnapshot
+from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
+from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes
+from starling.weightsync.transports.source import PendingBoxes, ReaderSession
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 MIB = 1 << 20
@@ -266,6 +268,41 @@ def test_read_of_a_revoked_snapshot_is_refused(transport: AnyTransport) -> None:
         answer, _ = slow.read([PIECES[2]])
         assert "revoked while it was read" in answer.reason
         assert "revoked" in slow.release().reason or "ticket first" in slow.ask(slow.request([PIECES[2]])).reason
+
+
+def test_source_that_waits_itself_says_so_until_it_answers(transport: AnyTransport) -> None:
+    if transport == "local":
+        pytest.skip("its readers do not wait for what has not arrived")
+    wanted = PIECES[3]
+    with serving(transport, PIECES[:4]) as made, reader(transport) as one:
+        made.source.pending = PendingBoxes([(3, wanted.box)])  # a relay that has not received it yet
+        assert not one.connect(made.offer).reason
+        array = np.zeros(wanted.box.size, np.uint8)
+        request = one.request([wanted])
+        one.client.ask("source", request, read_target([array]))
+        for _ in range(2):
+            event = one.event()
+            assert isinstance(event, AnswerReceived)
+            assert (event.answer.number, event.answer.waiting) == (request.number, True)
+        made.source.pending.arrived(3, wanted.box)
+        made.server.wake()
+        while (event := one.event()) is not None and isinstance(event, AnswerReceived) and event.answer.waiting:
+            pass
+        assert isinstance(event, AnswerReceived)
+        assert not event.answer.reason
+        assert np.array_equal(array, content(wanted, wanted.box.size))
+
+
+def test_box_is_refused_when_its_snapshot_is_revoked_while_it_is_digested(transport: AnyTransport) -> None:
+    """Its digest may be of other bits, which it would prove."""
+    with serving(transport, PIECES[:4]) as made:
+        session = ReaderSession(made.source)
+        session.grant(opening(made.offer))
+        grant = session.grant(ReadBoxes(number=2, tag=2, segments=(1,), boxes=(PIECES[3],), digests="full", salt=0))
+        assert not grant.answer(2).reason
+        made.arena.revoke_all()
+        assert "revoked while it was read" in grant.answer(2).reason
+        session.close()
 
 
 def test_release_ends_the_lease(transport: AnyTransport) -> None:

@@ -352,17 +352,19 @@ class BucketFetcher:
                     self._handle(source, event)
         self.stats.wait_s += time.perf_counter() - before
         self._settle_all()
-        now = time.monotonic()
         for source in owing:
-            stalled = source.num_outstanding and now - source.last_answer_at > self._options.stall_s
-            if stalled and self._has_fallback(source):
-                self._mark_dead(source, f"{source.offer.address} has not answered for {self._options.stall_s:g} s")
+            stalled_s = source.stalled_s(self._options.stall_s)
+            if stalled_s and self._has_fallback(source):
+                self._mark_dead(source, f"{source.offer.address} has not answered for {stalled_s:.1f} s")
 
     def _handle(self, source: SourceConnection, event: AnswerReceived | ConnectionLost) -> None:
         if isinstance(event, ConnectionLost):
             self._mark_dead(source, f"The connection to {source.offer.address} broke: {event.reason}.")
             return
         answer = event.answer
+        if answer.waiting:
+            source.last_sign_at = time.monotonic()
+            return
         source.answered()
         bucket = self._requested.pop(answer.number, None)
         measuring = self._measuring.pop(answer.number, None)
@@ -376,8 +378,7 @@ class BucketFetcher:
             self._mark_dead(source, f"{source.offer.address} answered a request that was not sent")
         elif answer.reason:
             self._mark_dead(source, answer.reason)
-            if not self._num_left:
-                raise WeightsError(answer.reason)
+            self._check_confirmed(answer.reason)
         else:
             source.state = "open" if source.state == "opening" else "connected"
             source.bases = answer.bases
@@ -483,8 +484,15 @@ class BucketFetcher:
                 self._retry(measuring.index, source, reason)
         for number in [number for number, asked in self._control.items() if asked is source]:
             del self._control[number]
-            if not self._num_left:
-                raise WeightsError(reason)
+            self._check_confirmed(reason)
+
+    def _check_confirmed(self, reason: str) -> None:
+        """Raise WeightsError if all has arrived, and a source does not confirm that its snapshot stood still.
+
+        Full digests prove each bucket: the snapshot stood still when they were computed.
+        """
+        if not self._num_left and self._options.digests != "full":
+            raise WeightsError(reason)
 
     def _abandon(self) -> None:
         """Drop every source and wait for each thread that still reads buffers or writes the destination.

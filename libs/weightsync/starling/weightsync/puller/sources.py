@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer
@@ -16,6 +16,10 @@ from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.endpoints import most_connections
 from starling.weightsync.transports.messages import Request
 from starling.weightsync.transports.registry import make_client
+
+WAITING_STALLS: Final = 3
+"""A relay whose source has stalled turns to another one after `stall_s`. Its own readers wait for that, so that only
+one of a chain turns to the policy; but not for ever."""
 
 ConnectionState = Literal["new", "connected", "opening", "open", "dead"]
 
@@ -38,18 +42,29 @@ class SourceConnection:
     """Requests not yet answered."""
     last_answer_at: float = 0.0
     """Monotonic time of its last answer, or of the first request after it had answered all."""
+    last_sign_at: float = 0.0
+    """The same, or when it said last that it waits itself."""
 
     def ask(self, request: Request, target: ReadTarget, proof: TicketProof | None = None) -> None:
         """Send a request; `proof` is the one in an `OpenSnapshot`."""
         if not self.num_outstanding:
-            self.last_answer_at = time.monotonic()
+            self.last_answer_at = self.last_sign_at = time.monotonic()
         self.num_outstanding += 1
         self.client.ask(self.key, request, target, proof)
 
     def answered(self) -> None:
         """Record an answer."""
         self.num_outstanding -= 1
-        self.last_answer_at = time.monotonic()
+        self.last_answer_at = self.last_sign_at = time.monotonic()
+
+    def stalled_s(self, stall_s: float) -> float:
+        """Return for how many seconds it has owed an answer if that is too long, else 0.
+
+        Too long is `stall_s` without any sign, and `WAITING_STALLS` times as long while it says that it waits itself.
+        """
+        now = time.monotonic()
+        is_silent = now - self.last_sign_at > stall_s or now - self.last_answer_at > WAITING_STALLS * stall_s
+        return now - self.last_answer_at if self.num_outstanding and is_silent else 0.0
 
 
 class SourceConnections:

@@ -15,6 +15,8 @@ LONGEST_WAIT_S: Final = 0.05
 """Longest uninterrupted wait, so that a cancellation is noticed."""
 IDLE_TIMEOUT_S: Final = 10.0
 """How long a connection may last without a valid ticket, and how long a peer may accept none of what is sent."""
+WAITING_INTERVAL_S: Final = 0.5
+"""How often a source tells a reader that what it has requested has not arrived yet; see `SourceAnswer.waiting`."""
 MAX_CONNECTIONS: Final = 1024
 """Maximum number of connections of one server."""
 MAX_SHARE: Final = 128

@@ -93,6 +93,8 @@ class SourceAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """To an `OpenSnapshot`: versions against which there may be deltas."""
     sizes: tuple[int, ...] = ()
     """To a `MeasureDeltas`: bytes of each box's delta; 0 where there is none."""
+    waiting: bool = False
+    """Whether this is no answer yet: what was requested has not arrived at the source itself."""
 
 
 class StoreEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,11 @@ _store_entries: Final = msgspec.msgpack.Decoder(StoreEntry)
 def refusal(number: int, reason: str) -> SourceAnswer:
     """Return a refusal; `reason` is cut so that it fits an answer."""
     return SourceAnswer(number=number, reason=reason[:_REASON_CHARACTERS])
+
+
+def still_waiting(number: int) -> SourceAnswer:
+    """Return the message by which a source shows, every `WAITING_INTERVAL_S`, that it is alive and waits itself."""
+    return SourceAnswer(number=number, waiting=True)
 
 
 def with_length(message: Message) -> bytes:

@@ -23,6 +23,7 @@ from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of
 from starling.weightsync.offers.tickets import SPENT, TicketProof, reading_cost
 from starling.weightsync.plan.boxes import contains, intersection
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
+from starling.weightsync.transports.endpoints import WAITING_INTERVAL_S
 from starling.weightsync.transports.messages import (
     MeasureDeltas,
     OpenSnapshot,
@@ -30,6 +31,7 @@ from starling.weightsync.transports.messages import (
     ReleaseSnapshot,
     Request,
     SourceAnswer,
+    refusal,
 )
 
 MAX_LATE: Final = 3
@@ -225,6 +227,21 @@ def _always() -> bool:
     return True
 
 
+class WaitingNotice:
+    """The times at which the source of one connection says that it waits itself."""
+
+    def __init__(self) -> None:
+        self._number, self._due_at = -1, 0.0
+
+    def is_due(self, number: int) -> bool:
+        """Return whether to say so now of the oldest request that waits, which has this number."""
+        now = time.monotonic()
+        if number == self._number and now < self._due_at:
+            return False
+        is_first, self._number, self._due_at = number != self._number, number, now + WAITING_INTERVAL_S
+        return not is_first
+
+
 def _no_sizes() -> tuple[int, ...]:
     return ()
 
@@ -244,6 +261,8 @@ class Grant:
     """Computes the sizes of deltas."""
     ready: Callable[[], bool] = _always
     """Returns whether all boxes are there. Raises WeightsError when they will never be."""
+    valid: Callable[[], bool] = _always
+    """Returns whether the snapshot has not been revoked until now. Thread-safe."""
 
     def pack(
         self,
@@ -269,8 +288,13 @@ class Grant:
 
     def answer(self, number: int) -> SourceAnswer:
         """Return the answer, computing the digests that are not cached: call it after `pack`. Thread-safe once it is
-        `ready`."""
-        return SourceAnswer(number=number, digests=self._digests(), bases=self.bases, sizes=self.sizes())
+        `ready`.
+
+        It is a refusal if the snapshot was revoked meanwhile: the digests may be of other bits. Otherwise they are of
+        the snapshot, and so is a payload that has them, whatever happens to the snapshot while it is sent.
+        """
+        answer = SourceAnswer(number=number, digests=self._digests(), bases=self.bases, sizes=self.sizes())
+        return answer if self.valid() else refusal(number, REVOKED)
 
     def _digests(self) -> bytes:
         if self.cache is None:
@@ -339,6 +363,7 @@ class ReaderSession:
             keys=tuple((pieces[index].names[0], box, request.digests, salt) for index, box in boxes),
             cache=self._source.cache(self._snapshot),
             ready=self._arrival_check(boxes),
+            valid=self._validity(),
         )
 
     def _with_deltas(
@@ -377,6 +402,11 @@ class ReaderSession:
             return all(pending.has(index, box) for index, box in boxes)
 
         return ready
+
+    def _validity(self) -> Callable[[], bool]:
+        lease, snapshot = self._lease, self._snapshot
+        assert lease is not None
+        return lambda: lease.valid() and self._snapshot == snapshot
 
     def release(self) -> None:
         """Give the lease back."""

@@ -77,6 +77,8 @@ class _Connection:
     """Name of its agent, once its metadata is known."""
     metadata: bytes = b""
     sent: dict[int, _SentRequest] = field(default_factory=dict)
+    waiting: dict[int, SourceAnswer] = field(default_factory=dict)
+    """By number: that the source waits itself, to be reported by the next `poll`."""
     fault: str = ""
     """Why it can no longer be read, to be reported by the next `poll`."""
     broken: bool = False
@@ -193,7 +195,8 @@ class NixlClient:
         connection.channel.flush()
         for kind, body in connection.channel.receive():
             self._handle(connection, kind, body)
-        done: list[SourceAnswer] = []
+        done = list(connection.waiting.values())
+        connection.waiting = {}
         for number, item in list(connection.sent.items()):
             if item.read is not None and item.read.done():
                 item.read.release()
@@ -212,6 +215,9 @@ class NixlClient:
             item = connection.sent.get(answer.number)
             if item is None or item.answer is not None:
                 raise WeightsError("the source answered another request")
+            if answer.waiting:
+                connection.waiting[answer.number] = answer
+                return
             if isinstance(item.request, ReadBoxes) and item.blocks is None and not answer.reason:
                 raise WeightsError("the source did not send the location of its payload")
             item.answer = answer

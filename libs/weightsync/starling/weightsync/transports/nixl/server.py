@@ -32,6 +32,7 @@ from starling.weightsync.transports.messages import (
     decode_request,
     encode_message,
     refusal,
+    still_waiting,
     with_checksum,
 )
 from starling.weightsync.transports.nixl.agent import NixlAgent
@@ -39,7 +40,13 @@ from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATI
 from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
-from starling.weightsync.transports.source import AllowanceSpentError, Grant, ReaderSession, SnapshotSource
+from starling.weightsync.transports.source import (
+    AllowanceSpentError,
+    Grant,
+    ReaderSession,
+    SnapshotSource,
+    WaitingNotice,
+)
 
 NUM_THREADS: Final = 4
 """Maximum number of threads of a server that pack and digest."""
@@ -99,6 +106,7 @@ class _Connection:
         self.channel = NonBlockingChannel(connection, REQUEST_BYTES, MAX_QUEUED_BYTES)
         self._session = ReaderSession(server.source)
         self._waiting: deque[_Reply] = deque()
+        self._notice = WaitingNotice()
         self._replies: dict[int, _Reply] = {}
         self._generation = 0
         self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
@@ -121,6 +129,8 @@ class _Connection:
                 self._handle(kind, body)
             while self._waiting and self._begin(self._waiting[0]):
                 self._waiting.popleft()
+            if self._waiting and self._notice.is_due(self._waiting[0].request.number):
+                self._answer(still_waiting(self._waiting[0].request.number))
             for number in [number for number, reply in self._replies.items() if self._finish(reply)]:
                 del self._replies[number]
             if time.monotonic() > min(self._ends_at, *(reply.ends_at for reply in self._replies.values()), math.inf):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -14,8 +15,15 @@ from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import RankOffer
 from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, EventQueue, ReadTarget
-from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, split_address
-from starling.weightsync.transports.messages import ANSWER_BYTES, OpenSnapshot, ReadBoxes, Request, decode_answer
+from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, WAITING_INTERVAL_S, split_address
+from starling.weightsync.transports.messages import (
+    ANSWER_BYTES,
+    OpenSnapshot,
+    ReadBoxes,
+    Request,
+    SourceAnswer,
+    decode_answer,
+)
 from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadCarrier
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, connect, framed
 from starling.weightsync.transports.sockets.records import channel_keys
@@ -104,9 +112,7 @@ class _Connection:
                 request, target, proof = self._expected.get(timeout=LONGEST_WAIT_S)
             except queue.Empty:
                 continue
-            answer = decode_answer(channel.receive_message(ANSWER_BYTES))
-            if answer.number != request.number:
-                raise WeightsError("the source answered another request")
+            answer = self._answer(channel, request.number)
             if isinstance(request, ReadBoxes) and not answer.reason:
                 carrier.receive(target.buffers)
             if isinstance(request, OpenSnapshot):
@@ -117,6 +123,19 @@ class _Connection:
                     carrier.opened()
                 self._open_answered.set()
             self._events.put(AnswerReceived(self._name, answer), self._stop)
+
+    def _answer(self, channel: Channel, number: int) -> SourceAnswer:
+        """Return the next answer, which must be of this request; report now and then that the source waits."""
+        reported_at = 0.0
+        while True:
+            answer = decode_answer(channel.receive_message(ANSWER_BYTES))
+            if answer.number != number:
+                raise WeightsError("the source answered another request")
+            if not answer.waiting:
+                return answer
+            if time.monotonic() - reported_at >= WAITING_INTERVAL_S / 2:  # else a source could fill the queue
+                reported_at = time.monotonic()
+                self._events.put(AnswerReceived(self._name, answer), self._stop)
 
 
 class SocketClient:

@@ -28,12 +28,19 @@ from starling.weightsync.transports.messages import (
     Request,
     decode_request,
     refusal,
+    still_waiting,
 )
 from starling.weightsync.transports.sockets.carrier import MakeCarrier, PayloadCarrier
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, framed
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.records import channel_keys
-from starling.weightsync.transports.source import AllowanceSpentError, Grant, ReaderSession, SnapshotSource
+from starling.weightsync.transports.source import (
+    AllowanceSpentError,
+    Grant,
+    ReaderSession,
+    SnapshotSource,
+    WaitingNotice,
+)
 
 RELAY_POLL_S: Final = 0.002
 """How often a connection checks whether a relay has received the requested boxes."""
@@ -172,7 +179,11 @@ class SocketServer:
                     if buffer is None:
                         raise ChannelStopped
                     segments = grant.pack(groups, buffer)
-                    carrier.send(framed(grant.answer(request.number)), segments)
+                    answer = grant.answer(request.number)
+                    if answer.reason:
+                        channel.send([framed(answer)])
+                    else:
+                        carrier.send(framed(answer), segments)
                     del segments
                 continue
             channel.send([framed(grant.answer(request.number))])
@@ -188,9 +199,14 @@ class SocketServer:
             return self._packing.setdefault(reader, SharedBufferPool(MAX_PACKING_BYTES))
 
     def _grant(self, session: ReaderSession, request: Request, channel: Channel) -> Grant:
-        """Wait until all that is requested is there. Raises ChannelStopped, and WeightsError for a refusal."""
-        grant = session.grant(request)
+        """Wait until all that is requested is there, and tell the reader so.
+
+        Raises ChannelStopped, OSError, and WeightsError for a refusal.
+        """
+        grant, notice = session.grant(request), WaitingNotice()
         while not grant.ready():
+            if notice.is_due(request.number):
+                channel.send([framed(still_waiting(request.number))])
             if self._stop.wait(RELAY_POLL_S) or channel.ended:
                 raise ChannelStopped
         return grant

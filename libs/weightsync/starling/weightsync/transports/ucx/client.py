@@ -54,6 +54,8 @@ class _Connection:
     held: list[tuple[Request, ReadTarget]] = field(default_factory=list)
     """Requests to be sent after that answer: only then it is known whether there is an endpoint to receive by."""
     sent: dict[int, _SentRequest] = field(default_factory=dict)
+    waiting: dict[int, SourceAnswer] = field(default_factory=dict)
+    """By number: that the source waits itself, to be reported by the next `poll`."""
     lanes: tuple[str, ...] = ()
     broken: bool = False
     """Whether its loss was reported."""
@@ -170,7 +172,8 @@ class UcxClient:
             self._handle(connection, kind, body)
         if connection.endpoint is not None:
             self._worker.check_alive(connection.endpoint)
-        done: list[SourceAnswer] = []
+        done = list(connection.waiting.values())
+        connection.waiting = {}
         for number, item in list(connection.sent.items()):
             while item.arriving and item.arriving[0].completed:
                 item.arriving.popleft().check()
@@ -191,6 +194,9 @@ class UcxClient:
         item = connection.sent.get(answer.number)
         if item is None or item.answer is not None:
             raise WeightsError("the source answered another request")
+        if answer.waiting:
+            connection.waiting[answer.number] = answer
+            return
         item.answer = answer
         if answer.number == connection.opening:
             connection.opening = 0

@@ -30,11 +30,18 @@ from starling.weightsync.transports.messages import (
     decode_request,
     encode_message,
     refusal,
+    still_waiting,
 )
 from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
-from starling.weightsync.transports.source import AllowanceSpentError, Grant, ReaderSession, SnapshotSource
+from starling.weightsync.transports.source import (
+    AllowanceSpentError,
+    Grant,
+    ReaderSession,
+    SnapshotSource,
+    WaitingNotice,
+)
 from starling.weightsync.transports.ucx.protocol import ANSWER, EMPTY_SEGMENT, REQUEST, WORKER, WORKER_BYTES
 from starling.weightsync.transports.ucx.worker import UcxRequest, UcxWorker
 
@@ -83,6 +90,7 @@ class _Connection:
         self._endpoint: Any = None
         """None until the reader has proven a ticket."""
         self._waiting: deque[_Reply] = deque()
+        self._notice = WaitingNotice()
         self._replies: list[_Reply] = []
         self._refusals: deque[UcxRequest] = deque()
         self._packing = GrowingBufferPool(0)
@@ -107,6 +115,8 @@ class _Connection:
                 self._worker.check_alive(self._endpoint)
             while self._waiting and self._begin(self._waiting[0]):
                 self._waiting.popleft()
+            if self._waiting and self._notice.is_due(self._waiting[0].request.number):
+                self._answer(still_waiting(self._waiting[0].request.number))
             self._replies = [reply for reply in self._replies if not self._finish(reply)]
             while self._refusals and self._refusals[0].completed:
                 self._refusals.popleft().check()
