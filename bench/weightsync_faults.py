@@ -1,11 +1,13 @@
-"""A thousand faults during weight transfers: the state of the destination after each, and leaked resources.
+"""A thousand faults during weight transfers: the state of the destinations after each, and leaked resources.
 
     OMP_NUM_THREADS=1 python bench/weightsync_faults.py [--num 1000] [--seed 0]
 
-Publishers run in child processes, over every transport that is available. A fault is survived when the destination
-then holds a complete and attested version, the new one or every bit of the old one, or reports that it is torn, and
-when the next pull heals it. The kinds of fault are in `tests/unit/weightsync/fault_kinds.py`. Ends with 1 unless every
-fault was survived and nothing was leaked.
+Publishers and relays run in child processes, over every transport that is available. A fault is survived when the
+destination then holds a complete and attested version, the new one or every bit of the old one, or reports that it is
+torn, and when the next pull heals it (`tests/unit/weightsync/fault_kinds.py`). A fault of a relay, in a chain of a
+publisher, two relays and a destination, is survived when all others hold the new version, and only the reader behind
+the relay has read from the publisher: the buckets that had not arrived (`tests/unit/weightsync/relay_faults.py`). Ends
+with 1 unless every fault was survived and nothing was leaked.
 """
 
 from __future__ import annotations

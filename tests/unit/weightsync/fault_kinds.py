@@ -122,8 +122,8 @@ def flip_snapshot(pair: FaultPair) -> Outcome:
     content = weights(offer.version)[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     require(_flip_bit_of_arena(pair, content), f"{name} of version {offer.version} is not in the snapshot")
     outcome = pair.pull(offer, in_place=_coin(pair))
-    if outcome == "adopted" and pair.num_deltas:  # the flipped bit was in no delta, and did not travel
-        return outcome
+    if outcome == "adopted" and pair.report is not None and pair.report.num_deltas:
+        return outcome  # the flipped bit was in no delta, and did not travel
     return pair.expect(outcome, "stale", "torn")
 
 

@@ -1,7 +1,8 @@
-"""Loop of random faults, drawn by a seed, against real publishers in child processes.
+"""Loop of random faults, drawn by a seed, against real publishers and relays in child processes.
 
 After every fault the destination must hold a complete and attested version, the new one or the unchanged old one, or
-report that it is torn. Then a pull without faults must succeed. Leaked resources are counted at the end.
+report that it is torn; after a fault of a relay it must hold the new one. Then a pull without faults must succeed.
+Leaked resources are counted at the end.
 
 Each pair of a transport and a kind of fault comes once, in random order, before any is repeated.
 """
@@ -17,15 +18,25 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
+from fault_chain import FaultChain
 from fault_kinds import FAULTS, Kind
-from fault_pair import SECOND_SOCKETS, FaultPair, resource_counts
+from fault_pair import SECOND_SOCKETS, FaultPair, Outcome, resource_counts
+from relay_faults import RELAY_FAULTS, RelayKind
 from transport_peers import served_transports
 
 from starling.weightsync.offers.offer import Transport
 
 TRANSPORTS: Final[tuple[Transport, ...]] = ("local", *served_transports())
+ALL_FAULTS: Final[dict[str, Callable[[Any], Outcome]]] = {**FAULTS, **RELAY_FAULTS}
+"""By kind: of a pair, or of a chain."""
+FIXTURES: Final[tuple[type[FaultPair], ...]] = (FaultPair, FaultChain)
+DECK: Final[tuple[tuple[Transport, Kind | RelayKind], ...]] = (
+    *((t, kind) for t in TRANSPORTS for kind in FAULTS if t == "tcp" or kind != "wire flipped"),
+    *((t, kind) for t in TRANSPORTS for kind in RELAY_FAULTS if FaultChain.serves(t)),
+)
+"""Each kind over each transport that has it: a proxy flips bytes of tcp only."""
 
 
 @dataclass
@@ -53,28 +64,29 @@ def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lam
     warm_up(draw)
     before, files, begin = resource_counts("self"), shared_files(), time.monotonic()
     others = set(mp.active_children())
-    pairs = {transport: FaultPair(transport, draw) for transport in TRANSPORTS}
+    fixtures = {(t, made): made(t, draw) for t in TRANSPORTS for made in FIXTURES if made.serves(t)}
     opened = resource_counts("self")
     try:
-        deck: list[tuple[Transport, Kind]] = []
+        deck: list[tuple[Transport, Kind | RelayKind]] = []
         for done in range(num):
             if not deck:
-                deck = [(t, kind) for t in TRANSPORTS for kind in FAULTS if t == "tcp" or kind != "wire flipped"]
+                deck = list(DECK)
                 draw.shuffle(deck)
             transport, kind = deck.pop()
-            if not _survives(pairs[transport], kind, report):
-                pairs[transport].close()
-                pairs[transport] = FaultPair(transport, draw)
+            key = transport, FaultChain if kind in RELAY_FAULTS else FaultPair
+            if not _survives(fixtures[key], kind, report):
+                fixtures[key].close()
+                fixtures[key] = key[1](transport, draw)
             report_progress(done + 1)
-        for transport in TRANSPORTS:
-            report.leaks += pairs[transport].leaks()
+        for key in fixtures:  # no name may keep a fixture, whose descriptors would then count as leaked
+            report.leaks += fixtures[key].leaks()
         grown = resource_counts("self")
         grown.subtract(opened)
-        grown["descriptors"] -= sum(SECOND_SOCKETS.get(transport, 0) for transport in TRANSPORTS)
+        grown["descriptors"] -= sum(SECOND_SOCKETS.get(transport, 0) for transport, _ in fixtures)
         report.leaks["descriptors of pullers"] += max(0, grown["descriptors"])
     finally:
-        while pairs:
-            pairs.popitem()[1].close()
+        while fixtures:
+            fixtures.popitem()[1].close()
     gc.collect()
     left = resource_counts("self")
     left.subtract(before)
@@ -90,6 +102,7 @@ def warm_up(draw: random.Random) -> None:
     """Make the libraries open what they keep open for the life of the process."""
     for transport in TRANSPORTS:
         FaultPair(transport, draw).close()
+    FaultChain("tcp", draw).close()
     gc.collect()
 
 
@@ -98,7 +111,7 @@ def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "starling"))}
 
 
-def _survives(pair: FaultPair, kind: Kind, report: Report) -> bool:
+def _survives(pair: FaultPair, kind: Kind | RelayKind, report: Report) -> bool:
     """Inject one fault and heal; record the outcome."""
     report.injected[kind] += 1
     report.transports[pair.transport] += 1
@@ -106,8 +119,8 @@ def _survives(pair: FaultPair, kind: Kind, report: Report) -> bool:
     try:
         if kind == "source killed":
             report.leaks += pair.leaks()
-        outcome = FAULTS[kind](pair)
-        pair.adopt(pair.source.publish())
+        outcome = ALL_FAULTS[kind](pair)
+        pair.heal()
     except Exception as error:  # noqa: BLE001 - any exception is a finding
         where = "" if isinstance(error, AssertionError) else traceback.format_exc()
         reason = f"fault {number} ({kind}, {pair.transport}): {type(error).__name__}: {error} {where}"

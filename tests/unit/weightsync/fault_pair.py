@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -16,11 +16,14 @@ from weights_peers import ANSWER_S, BUCKET_BYTES, Source, blank, same, weights
 
 from starling.common.errors import WeightsError
 from starling.weightsync.offers.offer import Offer, Transport
+from starling.weightsync.offers.offer import layout_root as root_of_layout
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.puller.puller import Puller
+from starling.weightsync.puller.report import PullReport
 from starling.weightsync.tensors.modules import layout_of
 
-Outcome = Literal["adopted", "stale", "torn"]
+Outcome = Literal["adopted", "stale", "torn", "unproven"]
+"""`unproven`: the destination holds what its source sent, and found that it is not what was published."""
 
 SETTLE_S: Final = 5.0
 """Time within which a publisher must notice that its readers have disconnected."""
@@ -79,16 +82,18 @@ class Trigger:
 class FaultPair:
     """A publisher in a child process, and its destination in this one."""
 
-    def __init__(self, transport: Transport, draw: random.Random) -> None:
+    def __init__(self, transport: Transport, draw: random.Random, *, stall_s: float = 10.0) -> None:
         self.transport, self.draw = transport, draw
         self.source = self._start(-1)
         self.tensors = blank()
         self.version = -1
-        self.num_deltas = 0
-        """Boxes that arrived as deltas in the last successful pull."""
+        self.forged = False
+        """Whether it holds something else than was published as this version."""
+        self.report: PullReport | None = None
+        """Of the last successful pull."""
         layout = layout_of(self.tensors, "rollout-0")
         self.plan = make_plan(self.source.layout, layout, bucket_bytes=BUCKET_BYTES)
-        self.puller = Puller(layout)
+        self.puller = Puller(layout, stall_s=stall_s)
         self.sent: dict[Direction, int] = {"requests": 0, "answers": 0}
         offer = self.source.publish()
         if transport == "tcp":
@@ -101,6 +106,15 @@ class FaultPair:
         """About how often a pull checks whether it is cancelled."""
         self.publisher_before = resource_counts(self.source.process.pid)
 
+    @classmethod
+    def serves(cls, transport: Transport) -> bool:
+        """Return whether there is one with this transport."""
+        return True
+
+    def heal(self) -> None:
+        """Pull the next version without a fault, which must succeed."""
+        self.adopt(self.source.publish())
+
     def pull(
         self,
         offer: Offer,
@@ -108,28 +122,44 @@ class FaultPair:
         in_place: bool,
         deadline_s: float = ANSWER_S,
         cancelled: Callable[[], bool] = lambda: False,
+        relays: Sequence[Offer] = (),
+        layout_root: str = "",
     ) -> Outcome:
         """Pull, switch if it was not in place, and check what the destination holds, successful or not.
+
+        `relays` are read first. With `layout_root`, that of the version, they may send other bits with their digests.
 
         Raises:
             Violation: it holds what it must not hold, or says what is not so.
         """
         try:
-            into = self.tensors if in_place else None
-            report = self.puller.pull(offer, self.plan, deadline_s=deadline_s, cancelled=cancelled, into=into)
+            self.report = self.puller.pull(
+                offer,
+                self.plan,
+                deadline_s=deadline_s,
+                cancelled=cancelled,
+                into=self.tensors if in_place else None,
+                relays=relays,
+                relays_first=True,
+            )
         except WeightsError as error:
             return self._check_failed(in_place, str(error))
         if not in_place:
             require(self.puller.state == "staged", f"{self.puller.state} after a pull into staging")
             require(self.puller.version == self.version, "another version before the switch")
-            require(self.version < 0 or same(self.tensors, weights(self.version)), "other bits before the switch")
+            require(self.version < 0 or self.holds(), "other bits before the switch")
             self.puller.switch(self.tensors)
-        self.num_deltas = report.num_deltas
         require(self.puller.state == "current", f"{self.puller.state} after adoption")
         require(self.puller.version == offer.version, f"version {self.puller.version}, not {offer.version}")
+        roots = self.puller.attest_roots(self.tensors, offer)
+        require(roots.root == offer.root, "another root than the offer's")
+        is_published = same(self.tensors, weights(offer.version))
         self.version = offer.version
-        require(self.puller.attest(self.tensors, offer) == offer.root, "another root than the offer's")
-        require(same(self.tensors, weights(offer.version)), "other bits than were published, though attested")
+        self.forged = bool(layout_root) and root_of_layout([roots.rank_root]) != layout_root
+        if self.forged:
+            require(not is_published, "the bits that were published, but another layout root")
+            return "unproven"
+        require(is_published, "other bits than were published, though attested")
         return "adopted"
 
     def adopt(self, offer: Offer, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -143,8 +173,8 @@ class FaultPair:
         return outcome
 
     def holds(self) -> bool:
-        """Return whether the destination holds the version that it claims."""
-        return self.puller.version == self.version and same(self.tensors, weights(self.version))
+        """Return whether the destination holds the version that it claims, or knows that it does not."""
+        return self.puller.version == self.version and same(self.tensors, weights(self.version)) is not self.forged
 
     def restart(self) -> None:
         """Replace a killed publisher."""
@@ -157,13 +187,17 @@ class FaultPair:
 
     def leaks(self) -> Counter[str]:
         """Return the resources of the publisher beyond those when its first reader was connected."""
+        return self.beyond("publisher", self.source.process.pid, self.publisher_before)
+
+    def beyond(self, name: str, pid: int | None, before: Counter[str]) -> Counter[str]:
+        """Return the resources that a process has kept beyond those `before`."""
         end = time.monotonic() + SETTLE_S
         while True:
-            more = resource_counts(self.source.process.pid)
-            more.subtract(self.publisher_before)
+            more = resource_counts(pid)
+            more.subtract(before)
             more["threads"] -= POOL_THREADS
             more["descriptors"] -= SECOND_SOCKETS.get(self.transport, 0)
-            found = Counter({f"publisher {name}": num for name, num in (+more).items()})
+            found = Counter({f"{name} {kind}": num for kind, num in (+more).items()})
             if not found or time.monotonic() > end:
                 return found
             time.sleep(0.02)
@@ -193,7 +227,7 @@ class FaultPair:
             raise Violation(f"switched to what had not arrived whole: {reason}")
         require(state == "stale", f"{state} after a pull that failed: {reason}")
         require(self.puller.version == self.version, "another version after a pull that failed")
-        require(same(self.tensors, weights(self.version)), "other bits after a pull that failed")
+        require(self.holds(), "other bits after a pull that failed")
         return "stale"
 
 

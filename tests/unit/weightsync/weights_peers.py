@@ -109,11 +109,16 @@ def _publish(transport: Transport, read_timeout_s: float, device: str, pipe: Con
     if device != "cpu":
         torch.cuda.set_device(device)
     layout = layout_of(weights(0), "policy-0")
+    plans = {"": make_plan(layout, layout_of(blank(), "rollout-0"), bucket_bytes=BUCKET_BYTES)}
     with Publisher(layout, transport=transport, read_timeout_s=read_timeout_s, delta_versions=2) as publisher:
         pipe.send_bytes(encode(layout))
-        while (version := pipe.recv()) is not None:
+        while (order := pipe.recv()) is not None:
+            version, with_root = order
             tensors = {name: tensor.to(device) for name, tensor in weights(version).items()}
-            pipe.send_bytes(encode(publisher.publish(version, tensors)))
+            snapshot = publisher.snapshot(version, tensors, plans if with_root else None)
+            pipe.send_bytes(encode(snapshot.offer()))
+            if with_root:
+                pipe.send_bytes(snapshot.layout_roots()[""].encode())
 
 
 class Source:
@@ -140,8 +145,14 @@ class Source:
     def publish(self) -> Offer:
         """Publish the next version; its tensors are `weights(version)`."""
         self.version += 1
-        self._pipe.send(self.version)
+        self._pipe.send((self.version, False))
         return decode_offer(self._answer())
+
+    def publish_with_root(self) -> tuple[Offer, str]:
+        """Publish the next version; return its layout root, too, for tensors like `blank()` in these buckets."""
+        self.version += 1
+        self._pipe.send((self.version, True))
+        return decode_offer(self._answer()), self._answer().decode()
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
