@@ -166,3 +166,18 @@ def test_s3_unreachable_store_is_one_sentence(store: Store) -> None:
         write(StateStore(storage), 1)
     with pytest.raises(ConfigError, match=rf"{store.url} cannot be listed \(.+\): check policy.saving"):
         newest_state(storage)
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "inner/../../escaped", "..", "/escaped"])
+def test_folder_with_keys_that_lead_out_of_it_is_not_fetched(store: Store, tmp_path: Path, name: str) -> None:
+    checkpoints = store.storage("checkpoints")
+    checkpoints.fs.pipe_file(checkpoints.path("step-2", "inner", "config.json"), b"{}")
+    target = tmp_path / "a" / "target"
+    target.mkdir(parents=True)
+    checkpoints.fetch(target, "step-2")
+    assert (target / "inner" / "config.json").read_bytes() == b"{}"
+    checkpoints.fs.pipe_file(checkpoints.path("step-2", name), b"hostile")
+    checkpoints.fs.invalidate_cache()
+    with pytest.raises(ConfigError, match="which is no file in it"):
+        checkpoints.fetch(target, "step-2")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [target / "inner" / "config.json"]

@@ -174,8 +174,8 @@ def export_newest(
         export_state(state, out, settings, seed=seed, ema=ema, shard_mb=shard_mb)
         return ExportedModel(state.state.version, state.url)
     name = f"{CHECKPOINT}{version}"
-    with whole_folder(out) as temporary, checkpoints.explained("read", name):
-        checkpoints.fs.get(f"{checkpoints.path(name)}/", f"{temporary}/", recursive=True)
+    with whole_folder(out) as temporary:
+        checkpoints.fetch(temporary, name)
         check_digests(temporary, source=checkpoints.url(name))
     return ExportedModel(version, checkpoints.url(name))
 

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import xxhash
@@ -186,6 +186,22 @@ class Storage:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for file in sorted(files, key=lambda file: file.name == last):
             self.fs.put_file(str(file), self.path(name, *file.relative_to(folder).parts))
+
+    def fetch(self, target: Path, *names: str) -> None:
+        """Copy the files of a folder, at any depth, into the local folder `target`.
+
+        Raises:
+            ConfigError: the storage fails, or a file would leave `target`: a key of an object store may be any text.
+        """
+        with self.explained("read", *names):
+            folder = self.path(*names)
+            for path in map(str, self.fs.find(folder)):
+                inner = PurePosixPath(path.removeprefix(f"{folder}/"))
+                if inner.is_absolute() or ".." in inner.parts or not path.startswith(f"{folder}/"):
+                    raise ValueError(f"it has {path!r:.255}, which is no file in it")
+                place = target / inner
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self.fs.get_file(path, str(place))
 
     @contextmanager
     def explained(self, done: str, *names: str) -> Iterator[None]:
