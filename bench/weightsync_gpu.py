@@ -3,10 +3,11 @@
     python bench/weightsync_gpu.py [--quick]
 
 Weights of 4 GiB (bfloat16, 64 tensors) are published by each policy of snapshots and pulled in place into other tensors
-of the same device by each transport. Every ratio is to the time of copying the same tensors on the device, measured in
-the same round: of the seconds that `snapshot` takes from training, and of the seconds of a pull, which contain digests.
-Five rounds after a warm-up; a figure is the ratio of medians. Without a CUDA device each figure is null. `--quick` is
-the same with 32 MiB on whatever device there is, to see that it works.
+of the same device by each transport; `local` copies within the device, where the version stays. Every ratio is to the
+time of copying the same tensors on the device, measured in the same round: of the seconds that `snapshot` takes from
+training, and of the seconds of a pull, which contain digests. Five rounds after a warm-up; a figure is the ratio of
+medians. Without a CUDA device each figure is null. `--quick` is the same with 32 MiB on whatever device there is, to
+see that it works.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def copy_s(device: str, source: dict[str, torch.Tensor], target: dict[str, torch
     return timed(device, begin)
 
 
-def measure(device: str, size_bytes: int, policy: SnapshotPlace, transport: Transport) -> dict[str, list[float]]:
-    """Return the seconds of each round: of `copy`, of the `snapshot` and of the `pull`."""
+def measure(
+    device: str, size_bytes: int, policy: SnapshotPlace, transport: Transport
+) -> tuple[dict[str, list[float]], tuple[str, ...]]:
+    """Return the seconds of each round, of `copy`, of the `snapshot` and of the `pull`; and the lanes of the pull."""
     shape = (size_bytes // 2 // NUM_TENSORS // 1024, 1024)
     source = {f"w{index}": torch.randn(shape, device=device).bfloat16() for index in range(NUM_TENSORS)}
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
@@ -75,14 +78,14 @@ def measure(device: str, size_bytes: int, policy: SnapshotPlace, transport: Tran
             snapshot = timed(device, begin) if policy == "device" else time.perf_counter() - begin
             offer = published.offer()
             begin = time.perf_counter()
-            puller.pull(offer, plan, deadline_s=DEADLINE_S, into=target)
+            report = puller.pull(offer, plan, deadline_s=DEADLINE_S, into=target)
             pulled = timed(device, begin)
             if version:
                 for name, value in (("copy", copied), ("snapshot", snapshot), ("pull", pulled)):
                     seconds[name].append(value)
         assert all(torch.equal(target[name], source[name]) for name in source)
     puller.close()
-    return seconds
+    return seconds, report.lanes
 
 
 def show(figure: str, part: str, seconds: dict[str, list[float]] | None, detail: dict[str, object]) -> None:
@@ -106,12 +109,12 @@ def main() -> None:
         detail["reason"] = "there is no CUDA device"
     for policy in POLICIES:
         progress(f"snapshots: {policy}")
-        seconds = measure(device, size, policy, "local") if runs else None
+        seconds, _ = measure(device, size, policy, "local") if runs else (None, ())
         show(f"snapshot_{policy}_over_device_copy", "snapshot", seconds, detail)
     for transport in transports():
         progress(f"pull: {transport}")
-        seconds = measure(device, size, "device", transport) if runs else None
-        show(f"pull_{transport}_over_device_copy", "pull", seconds, detail)
+        seconds, lanes = measure(device, size, "device", transport) if runs else (None, ())
+        show(f"pull_{transport}_over_device_copy", "pull", seconds, {**detail, "lanes": lanes})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from starling.weightsync.memory.device_memory import SnapshotPolicy
 from starling.weightsync.offers.offer import Offer, Transport, decode_offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
 from starling.weightsync.plan.planner import make_plan
@@ -104,13 +105,16 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def _publish(transport: Transport, read_timeout_s: float, device: str, pipe: Connection) -> None:
+def _publish(
+    transport: Transport, read_timeout_s: float, device: str, snapshots: SnapshotPolicy, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(device)
     layout = layout_of(weights(0), "policy-0")
     plans = {"": make_plan(layout, layout_of(blank(), "rollout-0"), bucket_bytes=BUCKET_BYTES)}
-    with Publisher(layout, transport=transport, read_timeout_s=read_timeout_s, delta_versions=2) as publisher:
+    options: dict[str, Any] = {"read_timeout_s": read_timeout_s, "snapshots": snapshots, "delta_versions": 2}
+    with Publisher(layout, transport=transport, **options) as publisher:
         pipe.send_bytes(encode(layout))
         while (order := pipe.recv()) is not None:
             version, with_root = order
@@ -130,12 +134,13 @@ class Source:
         read_timeout_s: float = 60.0,
         start_method: str = "forkserver",
         device: str = "cpu",
+        snapshots: SnapshotPolicy = "auto",
     ) -> None:
         context: Any = mp.get_context(start_method)
         self._pipe: Connection
         self._pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=_publish, args=(transport, read_timeout_s, device, theirs), daemon=True
+            target=_publish, args=(transport, read_timeout_s, device, snapshots, theirs), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -171,10 +176,14 @@ class Source:
 
 @contextmanager
 def source(
-    transport: Transport, read_timeout_s: float = 60.0, start_method: str = "forkserver", device: str = "cpu"
+    transport: Transport,
+    read_timeout_s: float = 60.0,
+    start_method: str = "forkserver",
+    device: str = "cpu",
+    snapshots: SnapshotPolicy = "auto",
 ) -> Iterator[Source]:
     """Run a publisher in a child process, which is killed afterwards."""
-    peer = Source(transport, read_timeout_s, start_method, device)
+    peer = Source(transport, read_timeout_s, start_method, device, snapshots)
     try:
         yield peer
     finally:

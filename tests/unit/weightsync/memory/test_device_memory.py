@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from starling.weightsync.memory.arrays import allocate
-from starling.weightsync.memory.device_memory import CpuAllocator, ProtectedMemory
+from starling.weightsync.memory.device_memory import CpuAllocator
+from starling.weightsync.memory.protected_pages import ProtectedMemory
 
 SIZE = 3 * 4096 + 17
 
@@ -43,7 +44,7 @@ def test_device_memory_is_copied_to_the_host(size: int) -> None:
 def test_device_memory_touched_as_memory_of_the_host_ends_the_process(touch: str) -> None:
     done = run_python(
         "import numpy as np\n"
-        "from starling.weightsync.memory.device_memory import ProtectedMemory\n"
+        "from starling.weightsync.memory.protected_pages import ProtectedMemory\n"
         "memory, host = ProtectedMemory(8192), np.zeros(8192, np.uint8)\n"
         "with memory.opened() as flat: flat[:] = 7; kept = flat\n"
         f"{touch}"

@@ -16,7 +16,8 @@ from weights_peers import blank, publish_while_training, weights
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
-from starling.weightsync.memory.device_memory import ROOM, CpuAllocator, ProtectedMemory, SnapshotPolicy
+from starling.weightsync.memory.device_memory import ROOM, CpuAllocator, SnapshotPolicy
+from starling.weightsync.memory.protected_pages import ProtectedMemory
 from starling.weightsync.offers.offer import Transport
 from starling.weightsync.plan.layout import pieces_of
 from starling.weightsync.plan.planner import make_plan
@@ -117,7 +118,7 @@ class Written:
         self.tensor = torch.arange(1000, dtype=torch.int32)
         layout = layout_of({"a": self.tensor}, "policy-0")
         self.arena = Arena(pieces_of(layout, 0))
-        self.writer = SnapshotWriter(layout, 0, self.arena, policy, lambda _: device)
+        self.writer = SnapshotWriter(layout, 0, self.arena, policy, allocator_of=lambda _: device)
 
     def write(self, slot: int, value: int) -> object:
         self.tensor.fill_(value)

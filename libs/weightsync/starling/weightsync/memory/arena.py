@@ -3,7 +3,8 @@
 An arena is a memfd: it has no name, so nothing stays behind however its process ends, and other processes of the same
 user map it through ``/proc/<pid>/fd/<n>``, for reading only. It has a page of header, the slots, and a list of the
 pieces in each slot. Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's
-secret, and whether the digests of its pieces, which follow the pieces, are there yet.
+secret, whether the digests of its pieces, which follow the pieces, are there yet, and the handle of a copy of it in
+memory of a device, if there is one. So the handle is open to those who may read the snapshot, and to nobody else.
 
 A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
 end. The kernel drops it when its holder dies, and a lease on a revoked snapshot blocks no one. A writer takes the
@@ -14,11 +15,9 @@ they have read, and the digests catch what a reordering of memory accesses hides
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
-import re
 import secrets
 import struct
 import time
@@ -32,7 +31,9 @@ import numpy.typing as npt
 from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, PAGE_BYTES, slot_bytes
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.memory.device_handles import DeviceHandle, decode_handle, encode_handle
 from starling.weightsync.memory.huge_pages import collapse, map_shared
+from starling.weightsync.memory.memory_files import address_of, create_file, open_file, seal
 from starling.weightsync.offers.tickets import TicketProof, accept
 from starling.weightsync.plan.layout import MAX_LAYOUT_BOXES, UNDECODABLE, ShardPiece, packed_offsets
 
@@ -48,10 +49,11 @@ MAX_LIST_BYTES: Final = 32 << 20
 split, lists them in 15 MiB."""
 _NUM_SLOTS_AT, _EXTENT_AT, _LIST_BYTES_AT, _IDS_AT, _DIGESTED_AT = 1, 2, 3, 8, 12  # words of the header
 _SECRETS_AT: Final = 256
+_HANDLES_AT: Final = 512
+_HANDLE_BYTES: Final = 256
+"""Per slot: the length of its encoded handle in a word, 0 for none, and the handle."""
 _LOCKS_AT: Final = 1 << 60
 _RETRY_S: Final = 0.0005
-_F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1
-_ADDRESS: Final = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 _pieces: Final = msgspec.msgpack.Decoder(Annotated[tuple[ShardPiece, ...], msgspec.Meta(max_length=MAX_LAYOUT_BOXES)])
 
@@ -82,40 +84,17 @@ def _lock(fd: int, kind: int, snapshot: int) -> bool:
     return True
 
 
-def _keeps_size(fd: int) -> bool:
-    """Return whether no process can make a file smaller."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # its file system has no seals
-        return False
-
-
 class ArenaMapping:
     """An arena of this or another process, mapped for reading, with one lease at a time."""
 
     def __init__(self, address: str) -> None:
-        if not _ADDRESS.fullmatch(address):
-            raise WeightsError(f"{address!r} is not the address of an arena.")
         self._address = address
+        self._fd, size = open_file(address, "an arena", PAGE_BYTES)
         try:
-            self._fd = os.open(address, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise WeightsError(
-                f"The arena {address} cannot be opened ({error.strerror}): did its process end?"
-            ) from error
-        try:
-            size = os.fstat(self._fd).st_size
-            if size < PAGE_BYTES:
-                raise WeightsError(f"{address} is not an arena: it has {size} bytes.")
-            if not _keeps_size(self._fd):  # reading what was cut off would end this process
-                raise WeightsError(f"{address} is not an arena: it can be made smaller.")
             memory = map_shared(self._fd, size, writable=False)
         except OSError as error:
             os.close(self._fd)
             raise WeightsError(f"The arena {address} cannot be mapped: {error}.") from error
-        except WeightsError:
-            os.close(self._fd)
-            raise
         self._header: npt.NDArray[np.uint64] | None = memory[:PAGE_BYTES].view(np.uint64)
         self._bytes: Memory | None = memory
         self.proof: TicketProof | None = None
@@ -173,6 +152,22 @@ class ArenaMapping:
             raise
         return self._bytes[PAGE_BYTES + self._slot * self._extent :][: self._extent]
 
+    def device_handle(self, least_bytes: int) -> DeviceHandle | None:
+        """Return the handle of the copy of the opened snapshot in memory of a device; None if there is none.
+
+        `least_bytes`: what the pieces of the arena take.
+
+        Raises:
+            WeightsError: it is malformed, or of another process, or of less memory than that.
+        """
+        assert self._bytes is not None
+        begin = _HANDLES_AT + self._slot * _HANDLE_BYTES
+        entry = self._bytes[begin : begin + _HANDLE_BYTES].tobytes()  # a copy, which its process cannot change
+        length = int.from_bytes(entry[:8], "little")
+        if not length or not self.valid():
+            return None
+        return decode_handle(entry[8 : 8 + length], self._address, least_bytes)
+
     def valid(self) -> bool:
         """Return whether the snapshot opened last is still readable."""
         return self._header is not None and self._leased > 0 and int(self._header[_IDS_AT + self._slot]) == self._leased
@@ -208,13 +203,13 @@ class Arena:
         listed = msgspec.msgpack.encode(pieces)
         extent = slot_bytes(pieces)
         end = PAGE_BYTES + num_slots * extent
-        self._fd = os.memfd_create("starling-snapshots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, end + len(listed))  # out of memory is an error here, and not a SIGBUS later
+            self._fd = create_file("starling-snapshots", end + len(listed))
+        except OSError as error:
+            raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error
+        try:
             self._bytes: Memory = map_shared(self._fd, end + len(listed), writable=True)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            with contextlib.suppress(OSError):  # an older kernel
-                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)  # this mapping stays the only writer
+            seal(self._fd)
         except OSError as error:
             os.close(self._fd)
             raise WeightsError(f"No {end} bytes of memory for {num_slots} snapshots: {error.strerror}.") from error
@@ -231,7 +226,7 @@ class Arena:
     @property
     def address(self) -> str:
         """Path by which other processes of this user map the arena."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        return address_of(self._fd)
 
     def collapse(self, stopped: Callable[[], bool]) -> None:
         """Collapse the arena into huge pages, for reads through the kernel, until `stopped`. Thread-safe."""
@@ -266,8 +261,15 @@ class Arena:
         self._revoke(slots[0])
         return slots[0]
 
-    def commit(self, slot: int) -> tuple[int, str]:
-        """Make the claimed slot readable. Return the new snapshot's id and secret."""
+    def commit(self, slot: int, handle: DeviceHandle | None = None) -> tuple[int, str]:
+        """Make the claimed slot readable. Return the new snapshot's id and secret.
+
+        `handle`: of a copy of it in memory of a device, in which the pieces lie as in the slot.
+        """
+        encoded = b"" if handle is None else encode_handle(handle)
+        entry = len(encoded).to_bytes(8, "little") + encoded
+        begin = _HANDLES_AT + slot * _HANDLE_BYTES
+        self._bytes[begin : begin + len(entry)] = np.frombuffer(entry, np.uint8)
         self._count += 1
         snapshot = self._num_slots * self._count + slot
         secret = secrets.token_bytes(SECRET_BYTES)

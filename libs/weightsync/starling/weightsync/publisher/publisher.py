@@ -35,6 +35,8 @@ from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import SnapshotSource
 
 CLOSE_TIMEOUT_S: Final = 5.0
+FROM_DEVICE: Final[tuple[Transport, ...]] = ("local",)
+"""Transports whose readers copy from memory of the source's device."""
 DELTA_VERSIONS: Final = 2
 MIN_ROOT_S: Final = 2.0
 ROOT_SHARE: Final = 6.0
@@ -88,7 +90,8 @@ class Publisher:
             the snapshots of the same versions in the same order, and `layout` is that of all ranks.
         encrypt: encrypt what readers get; the transport must be ``tcp``.
         snapshots: where a version is copied while training waits, see `SnapshotPolicy`. Each version that goes by way
-            of a device takes as much of its memory as this rank publishes, until it has moved to the host.
+            of a device takes as much of its memory as this rank publishes, until it has moved to the host. With
+            ``device`` and ``local`` it stays: two versions, until the publisher is closed.
 
     Raises:
         WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available or
@@ -120,7 +123,8 @@ class Publisher:
         pieces = pieces_of(layout, rank)
         self._holds = holds_of(pieces)
         self._arena: Arena | None = Arena(pieces)
-        self._writer = SnapshotWriter(layout, rank, self._arena, snapshots)
+        stays = snapshots == "device" and transport in FROM_DEVICE
+        self._writer = SnapshotWriter(layout, rank, self._arena, snapshots, stays=stays)
         self._arrays = tuple(packed_arrays(pieces, slot) for slot in self._arena.slots)
         source = SnapshotSource(self._arena, pieces)
         self._readers = source.readers
@@ -207,7 +211,7 @@ class Publisher:
         if self._comparison is not None:
             self._comparison.interrupt()
         moved = self._writer.write(slot, fill, device)
-        snapshot, secret = self._arena.commit(slot)
+        snapshot, secret = self._arena.commit(slot, self._writer.handle(slot))
         base = before.version if before.slot not in (-1, slot) else -1
         self._newest = _NewestVersion(version, snapshot, slot)
         if self._comparison is not None:
@@ -237,7 +241,7 @@ class Publisher:
                 digesting.futures.append(future)
 
     def settle(self) -> None:
-        """Wait until no snapshot is in memory of a device, which others may then use.
+        """Wait until no snapshot is in memory of a device, which others may then use, but for those that stay there.
 
         Raises:
             WeightsError: one did not move to the host in time.
@@ -259,13 +263,13 @@ class Publisher:
         for digesting in self._digesting.values():
             digesting.end.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._writer.close()
         self._arrays = ()
         self._digesting.clear()
         try:
             self._serving.server.close(deadline_s)
         finally:
-            arena.close()
+            arena.close()  # first, so that readers who still copy from the device find it revoked
+            self._writer.close()
 
     def _await_digests(self, slot: int) -> None:
         """Wait until the digesting thread no longer reads the slot, whose layout roots are needed no more."""

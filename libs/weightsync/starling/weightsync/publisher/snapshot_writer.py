@@ -2,7 +2,8 @@
 
 Training waits for `write`. Through the device it waits for a copy within the device only; a thread moves the bytes to
 the slot, from which readers get them. The memory on the device is allocated for each version and freed as
-soon as it has moved, so nothing of it is left while training or an engine needs the device.
+soon as it has moved, so nothing of it is left while training or an engine needs the device. Or it stays, for readers
+that copy from there: then each slot has its own, which the slot's next version overwrites when the slot was claimed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
-from starling.weightsync.memory.device_memory import ROOM, DeviceAllocator, DeviceMemory, SnapshotPlace, SnapshotPolicy
+from starling.weightsync.memory.device_handles import DeviceHandle
+from starling.weightsync.memory.device_memory import (
+    ROOM,
+    DeviceAllocator,
+    DeviceMemory,
+    SharedDeviceMemory,
+    SnapshotPlace,
+    SnapshotPolicy,
+)
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.tensors.cuda_memory import allocator_of
 from starling.weightsync.tensors.views import packed_views
@@ -39,6 +48,7 @@ class SnapshotWriter:
         rank: which rank of the layout this process is.
         arena: its slots.
         policy: where a version is copied while training waits.
+        stays: whether a version that goes by way of the device also stays there.
         allocator_of: returns the allocator of a device, None for a device that has none.
     """
 
@@ -48,6 +58,8 @@ class SnapshotWriter:
         rank: int,
         arena: Arena,
         policy: SnapshotPolicy,
+        *,
+        stays: bool = False,
         allocator_of: Callable[[torch.device], DeviceAllocator | None] = allocator_of,
     ) -> None:
         self._layout, self._rank, self._policy, self._allocator_of = layout, rank, policy, allocator_of
@@ -61,6 +73,9 @@ class SnapshotWriter:
         self._on_device = False
         """Whether versions are copied through the device, if there is room."""
         self._is_prepared = False
+        self._stays = stays
+        self._shared: dict[int, SharedDeviceMemory] = {}
+        """Memory that stays, by slot."""
         self._pool: ThreadPoolExecutor | None = None
         self._moving: Future[None] | None = None
 
@@ -97,7 +112,7 @@ class SnapshotWriter:
         """
         self.prepare(device)
         self.settle()
-        memory = self._device_memory()
+        memory = self._memory_of(slot)
         self.place = "device" if memory is not None else "pinned" if self._pinned else "host"
         with torch.no_grad():
             if memory is None:
@@ -107,15 +122,22 @@ class SnapshotWriter:
                 with memory.opened() as flat:
                     fill(packed_views(self._layout, self._rank, flat))
             except BaseException:  # whatever it is: free the memory, and re-raise
+                self._shared.pop(slot, None)
                 memory.free()
                 raise
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-move")
-        self._moving = self._pool.submit(_move, memory, self._slots[slot][: self._extent_bytes])
+        stays = slot in self._shared
+        self._moving = self._pool.submit(_move, memory, self._slots[slot][: self._extent_bytes], stays=stays)
         return self._moving
 
+    def handle(self, slot: int) -> DeviceHandle | None:
+        """Return the handle of the memory in which the version in a slot stays; None where it does not."""
+        memory = self._shared.get(slot)
+        return None if memory is None else memory.handle
+
     def settle(self) -> None:
-        """Wait until no version is in memory of the device.
+        """Wait until no version is in memory of the device, but for those that stay there.
 
         Raises:
             WeightsError: one did not move within `MOVE_TIMEOUT_S`.
@@ -130,9 +152,11 @@ class SnapshotWriter:
         self._moving = None
 
     def close(self) -> None:
-        """End the moves and unlock the slots."""
+        """End the moves, unlock the slots, and free what stays on the device. Its readers must have been told."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        while self._shared:
+            self._shared.popitem()[1].free()
         if self._pinned and self._allocator is not None:
             for slot in self._slots:
                 self._allocator.unpin(slot)
@@ -148,22 +172,38 @@ class SnapshotWriter:
                 raise
         self._pinned = True
 
-    def _device_memory(self) -> DeviceMemory | None:
-        """Return memory of the device for a version; None where there is no room, or the policy wants none."""
+    def _memory_of(self, slot: int) -> DeviceMemory | None:
+        """Return memory of the device for a version in a slot; None where there is no room, or the policy wants none.
+
+        The claimed slot has no readers, or they find that it was revoked.
+        """
         if not self._on_device or self._allocator is None or not self._extent_bytes:
             return None
         if self._policy == "auto" and self._allocator.available_bytes() < ROOM * self._extent_bytes:
             return None
+        if self._stays and slot not in self._shared:
+            self._share(self._allocator, slot)
+        if slot in self._shared:
+            return self._shared[slot]
         try:
             return self._allocator.allocate(self._extent_bytes)
         except WeightsError as error:
             log.warning("training waits until a snapshot is in memory of the host: %s", error)
             return None
 
+    def _share(self, allocator: DeviceAllocator, slot: int) -> None:
+        """Allocate the memory in which the versions of a slot stay; without it none stays any more."""
+        try:
+            self._shared[slot] = allocator.allocate_shared(self._extent_bytes)
+        except WeightsError as error:
+            self._stays = False
+            log.warning("readers copy snapshots from memory of the host: %s", error)
 
-def _move(memory: DeviceMemory, slot: Memory) -> None:
-    """Copy a version from the device to its slot, and free it there."""
+
+def _move(memory: DeviceMemory, slot: Memory, *, stays: bool) -> None:
+    """Copy a version from the device to its slot, and free it there unless it stays."""
     try:
         memory.copy_to(slot)
     finally:
-        memory.free()
+        if not stays:
+            memory.free()

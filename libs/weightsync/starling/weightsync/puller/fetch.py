@@ -91,6 +91,8 @@ class FetchOptions:
     """How long a source may owe an answer before a fallback source is tried, if there is one."""
     place: Callable[[BucketRead, int, Array], None]
     """Writes the box of that index from an array, where numpy cannot reach the destination's memory."""
+    tensor: Callable[[BucketRead, int], object]
+    """Returns the part of a live tensor that such a box fills."""
     arrived: Callable[[int, bytes, Sequence[ReceivedDelta]], None]
     """Called with each read that is complete, by its index in the schedule, with the digests of its boxes and the
     deltas among them, whose memory is reused afterwards."""
@@ -113,6 +115,8 @@ class _RequestedBucket:
     buffer: Memory
     target: ReadTarget
     digests: bytes = b""
+    placed: bool = False
+    """Whether boxes on a device are there already."""
 
     def deltas(self) -> list[ReceivedDelta]:
         """Return the deltas among the boxes."""
@@ -281,7 +285,7 @@ class BucketFetcher:
         if any(travels.direct):
             self._bases[index] = -1
         number = self._numbers(len(travels.segments))
-        target = _read_target(travels, buffer, scatters=source.client.scatters)
+        target = _read_target(travels, buffer, self._options, scatters=source.client.scatters)
         self._requested[number] = _RequestedBucket(index, source, travels, sizes, base, buffer, target)
         request = ReadBoxes(
             number=number,
@@ -370,6 +374,7 @@ class BucketFetcher:
         measuring = self._measuring.pop(answer.number, None)
         if bucket is not None:
             source.in_flight -= 1
+            bucket.placed = event.placed
             self._unpack(bucket, answer)
         elif measuring is not None:
             source.in_flight -= 1
@@ -532,7 +537,7 @@ class BucketFetcher:
         self._options.report(PullProgress(bytes_done=done, bytes_total=total, seconds_left=left))
 
 
-def _read_target(read: BucketRead, buffer: Memory, *, scatters: bool) -> ReadTarget:
+def _read_target(read: BucketRead, buffer: Memory, options: FetchOptions, *, scatters: bool) -> ReadTarget:
     """Return where the payload of a read goes: in place, or into `buffer`."""
     arrays: list[Array] = []
     buffers: list[Memory] = []
@@ -549,7 +554,11 @@ def _read_target(read: BucketRead, buffer: Memory, *, scatters: bool) -> ReadTar
         begin += aligned(size)
         blocks = iter(packed_arrays(boxes, buffers[-1]))
         arrays += [next(blocks) if target is None or not scatters else target for target in targets]
-    return ReadTarget(tuple(arrays), tuple(buffers))
+    tensors: tuple[object, ...] = ()
+    if scatters and any(array is None for array in read.arrays):
+        on_device = (array is None for array in read.arrays)
+        tensors = tuple(options.tensor(read, index) if there else None for index, there in enumerate(on_device))
+    return ReadTarget(tuple(arrays), tuple(buffers), tensors)
 
 
 def _unpack(read: BucketRead, bucket: _RequestedBucket, options: FetchOptions) -> _UnpackedBucket:
@@ -574,7 +583,8 @@ def _unpack(read: BucketRead, bucket: _RequestedBucket, options: FetchOptions) -
                 return _UnpackedBucket(bucket, index, None, unpack_s, time.perf_counter() - begin - unpack_s)
         before = time.perf_counter()
         if target is None:
-            options.place(read, index, block)
+            if not bucket.placed:
+                options.place(read, index, block)
         elif target is not block:
             np.copyto(target, block)
         unpack_s += time.perf_counter() - before

@@ -306,10 +306,13 @@ class Puller:
         if relay is not None:
             relay.begin(offer, schedule, self._digests, deadline, announce, bases)
 
-        def place(read: BucketRead, index: int, array: Array) -> None:
+        def tensor(read: BucketRead, index: int) -> torch.Tensor:
             assert live is not None
             shard = read.shards[index]
-            place_array(tensor_part(live[shard], self._pieces[shard].box, read.boxes[index].box), array)
+            return tensor_part(live[shard], self._pieces[shard].box, read.boxes[index].box)
+
+        def place(read: BucketRead, index: int, array: Array) -> None:
+            place_array(tensor(read, index), array)
 
         def arrived(index: int, digests: bytes, deltas: Sequence[ReceivedDelta]) -> None:
             self._sent[index] = digests
@@ -326,6 +329,7 @@ class Puller:
             rank=self._rank,
             stall_s=self._stall_s,
             place=place,
+            tensor=tensor,
             arrived=arrived,
             delta_bytes=plan.peak_bytes(self._rank, in_place=True),
             report=progress,

@@ -1,4 +1,4 @@
-"""Memory of CUDA devices for snapshots, from torch's allocator."""
+"""Memory of CUDA devices for snapshots, from torch's allocator; what is shared is from CUDA's own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.memory.device_handles import DeviceHandle
 from starling.weightsync.memory.device_memory import CpuAllocator, DeviceAllocator
+from starling.weightsync.tensors import cuda_ipc
 
 
 class CudaMemory:
     """A `DeviceMemory` of a CUDA device. Copies to the host run on a stream of their own, beside training."""
 
-    def __init__(self, size_bytes: int, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._device, self._stream = device, stream
-        try:
-            self._flat: torch.Tensor | None = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise WeightsError(f"No {size_bytes} bytes of memory on {device}.") from error
+    def __init__(self, flat: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = flat.device, stream
+        self._flat: torch.Tensor | None = flat
         self._filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -47,6 +46,24 @@ class CudaMemory:
         self._flat = None
 
 
+class SharedCudaMemory(CudaMemory):
+    """A `SharedDeviceMemory` of a CUDA device."""
+
+    def __init__(self, allocation: cuda_ipc.Allocation, stream: torch.cuda.Stream) -> None:
+        super().__init__(allocation.flat, stream)
+        self._allocation = allocation
+
+    @property
+    def handle(self) -> DeviceHandle:
+        """See `SharedDeviceMemory.handle`."""
+        return self._allocation.handle
+
+    def free(self) -> None:
+        """See `DeviceMemory.free`."""
+        super().free()
+        self._allocation.free()
+
+
 class CudaAllocator:
     """The `DeviceAllocator` of one CUDA device."""
 
@@ -61,7 +78,15 @@ class CudaAllocator:
 
     def allocate(self, size_bytes: int) -> CudaMemory:
         """See `DeviceAllocator.allocate`."""
-        return CudaMemory(size_bytes, self._device, self._stream)
+        try:
+            flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise WeightsError(f"No {size_bytes} bytes of memory on {self._device}.") from error
+        return CudaMemory(flat, self._stream)
+
+    def allocate_shared(self, size_bytes: int) -> SharedCudaMemory:
+        """See `DeviceAllocator.allocate_shared`."""
+        return SharedCudaMemory(cuda_ipc.allocate(size_bytes, self._device), self._stream)
 
     def pin(self, memory: Memory) -> None:
         """See `DeviceAllocator.pin`."""

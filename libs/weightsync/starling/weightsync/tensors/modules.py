@@ -20,6 +20,7 @@ from starling.weightsync.layouts.parameters import Parameter, Table, shards_of, 
 from starling.weightsync.layouts.placements import REPLICATE, Held, Placement, Sharded, held_boxes, local_shape
 from starling.weightsync.places.machine import find_machine
 from starling.weightsync.plan.layout import CPU, ITEM_BYTES, Layout, Place, RankLayout, Shard, TensorSpec, check_layout
+from starling.weightsync.tensors.cuda_ipc import uuid_of
 
 if TYPE_CHECKING:  # their import takes half a second, see `is_distributed`
     from torch.distributed.device_mesh import DeviceMesh
@@ -205,14 +206,13 @@ def detect_place(tensors: Iterable[torch.Tensor]) -> Place:
     device = next((tensor.device for tensor in tensors), torch.device(CPU))
     if device.type != "cuda":
         return machine.place() if device.type == CPU else msgspec.structs.replace(machine.place(), device=str(device))
-    return machine.place_on(machine.gpu(*_identity(device)))
+    return machine.place_on(machine.gpu(uuid_of(device), _address_of(device)))
 
 
-def _identity(device: torch.device) -> tuple[str, str]:
-    """Return the UUID and the PCI address of a GPU. Its number is another one in a process that sees other GPUs."""
+def _address_of(device: torch.device) -> str:
+    """Return the PCI address of a GPU."""
     found: Any = torch.cuda.get_device_properties(device)  # torch's types lack the address
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return f"GPU-{found.uuid}", address
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def folder_tensors(folder: Folder) -> dict[str, torch.Tensor]:

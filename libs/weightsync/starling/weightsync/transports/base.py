@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from starling.weightsync.memory.arrays import Array, Memory
 from starling.weightsync.offers.offer import RankOffer
@@ -40,6 +40,8 @@ class AnswerReceived:
 
     source: str
     answer: SourceAnswer
+    placed: bool = False
+    """Whether the boxes with a tensor in `ReadTarget.tensors` are there, and not in their arrays."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class ReadTarget:
     """For each requested box the array that it fills, any strides."""
     buffers: Sequence[Memory] = ()
     """For each segment contiguous memory to receive it in; the box itself where the segment is one contiguous box."""
+    tensors: Sequence[Any] = ()
+    """For each box the tensor of a device that it is for, None where it is for its array; empty where all are. A
+    transport that reaches the device may fill the tensors instead of the arrays, of one request all or none."""
 
 
 class TransportClient(Protocol):

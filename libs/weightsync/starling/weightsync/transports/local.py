@@ -3,23 +3,33 @@
 One copy, whatever the strides, and no work for the source: whether it dies or stops meanwhile does not matter. The
 digest of a box is computed over the source's memory during the copy, while it is in the cache; where a box is a whole
 piece it must equal the digest that the publisher stored with the piece.
+
+A snapshot that stays in memory of a device is copied from there to boxes on a device that reaches it, over the plan's
+strides too. No bytes pass by a processor then: the digests are those of the snapshot in the arena, and the attestation
+compares them with what has arrived.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, chunks_of, packed_arrays, part_of
+from starling.weightsync.memory.device_handles import OpenedMemory
 from starling.weightsync.memory.digests import Hasher, digest_of_array
 from starling.weightsync.offers.offer import DIGEST_BYTES, RankOffer
 from starling.weightsync.offers.tickets import TicketProof
+from starling.weightsync.plan.layout import ShardPiece
 from starling.weightsync.transports.base import AnswerReceived, Event, EventQueue, ReadTarget
+from starling.weightsync.transports.device_copies import DeviceCopy
 from starling.weightsync.transports.messages import (
     OpenSnapshot,
     ReadBoxes,
@@ -31,13 +41,22 @@ from starling.weightsync.transports.messages import (
 from starling.weightsync.transports.source import NOT_OPENED, REVOKED, PiecesByName, SnapshotSource
 
 
+class _Filled(NamedTuple):
+    """What a read has filled."""
+
+    answer: SourceAnswer
+    placed: bool = False
+    """As in `AnswerReceived`."""
+
+
 @dataclass
 class _Connection:
     mapping: ArenaMapping
     pieces: PiecesByName
     memory: Memory | None = None
     arrays: tuple[Array, ...] = ()
-    jobs: set[Future[SourceAnswer]] = field(default_factory=set)
+    device: DeviceCopy | None = None
+    jobs: set[Future[_Filled]] = field(default_factory=set)
     dropped: threading.Event = field(default_factory=threading.Event)
 
 
@@ -96,6 +115,7 @@ class LocalClient:
             if isinstance(request, OpenSnapshot):
                 connection.memory = connection.mapping.open(request.snapshot, request.proof)
                 connection.arrays = packed_arrays(connection.pieces.pieces, connection.memory)
+                connection.device = DeviceCopy(connection.mapping, connection.pieces.extent_bytes)
             elif isinstance(request, ReleaseSnapshot):
                 _check(connection)
                 _release(connection)
@@ -115,7 +135,9 @@ class LocalClient:
 
     def lanes(self, source: str) -> tuple[str, ...]:
         """See `TransportClient.lanes`."""
-        return ("shared memory",)
+        connection = self._connections.get(source)
+        device = "" if connection is None or connection.device is None else connection.device.lane
+        return ("shared memory", device) if device else ("shared memory",)
 
     def hang_up(self, source: str) -> None:
         """See `TransportClient.hang_up`."""
@@ -140,13 +162,13 @@ class LocalClient:
         for source in list(self._connections):
             self.drop(source)
 
-    def _done(self, source: str, connection: _Connection, number: int, job: Future[SourceAnswer]) -> None:
+    def _done(self, source: str, connection: _Connection, number: int, job: Future[_Filled]) -> None:
         connection.jobs.discard(job)
         if job.cancelled():
             return
         error = job.exception()
-        answer = job.result() if error is None else refusal(number, str(error))
-        self._events.put(AnswerReceived(source, answer), connection.dropped)
+        filled = job.result() if error is None else _Filled(refusal(number, str(error)))
+        self._events.put(AnswerReceived(source, filled.answer, filled.placed), connection.dropped)
 
 
 def _check(connection: _Connection) -> None:
@@ -158,11 +180,59 @@ def _check(connection: _Connection) -> None:
 
 def _release(connection: _Connection) -> None:
     connection.memory, connection.arrays = None, ()
+    device, connection.device = connection.device, None
+    if device is not None:
+        device.close()
     connection.mapping.release()
 
 
-def _read(connection: _Connection, request: ReadBoxes, target: ReadTarget) -> SourceAnswer:
+def _read(connection: _Connection, request: ReadBoxes, target: ReadTarget) -> _Filled:
     _check(connection)
+    device = connection.device
+    assert device is not None
+    places = _places(target)
+    copy = device.memory_for(places)
+    if copy is not None:
+        digests = _copy_on_device(connection, request, copy, places)
+    else:
+        digests = _copy_from_host(connection, request, target)
+    _check(connection)
+    return _Filled(SourceAnswer(number=request.number, digests=b"".join(digests)), copy is not None)
+
+
+def _places(target: ReadTarget) -> list[Any]:
+    """Return what each box is for: a tensor of a device, or else its array."""
+    pairs = itertools.zip_longest(target.arrays, target.tensors)
+    return [array if tensor is None else tensor for array, tensor in pairs]
+
+
+def _copy_on_device(
+    connection: _Connection, request: ReadBoxes, memory: OpenedMemory, places: Sequence[Any]
+) -> list[bytes]:
+    """Copy boxes within the device, or from one to another, and return their digests."""
+    pieces = connection.pieces
+    indices = [pieces.find(box) for box in request.boxes]
+    with memory.copying() as copy:
+        for index, box, place in zip(indices, request.boxes, places, strict=True):
+            if connection.dropped.is_set():
+                raise WeightsError("The connection was dropped.")
+            copy(pieces.pieces[index], pieces.offsets[index], box.box, place)
+    return [
+        _digest_in_arena(connection, request, index, box) for index, box in zip(indices, request.boxes, strict=True)
+    ]
+
+
+def _digest_in_arena(connection: _Connection, request: ReadBoxes, index: int, box: ShardPiece) -> bytes:
+    """Return the digest of a box of the opened snapshot: the stored one of a whole piece, else a computed one."""
+    piece, memory = connection.pieces.pieces[index], connection.memory
+    assert memory is not None
+    if request.digests == "full" and box.box == piece.box and connection.mapping.digested():
+        return _stored_digest(connection.pieces, memory, index)
+    return digest_of_array(part_of(connection.arrays[index], piece.box, box.box), request.digests, request.salt)
+
+
+def _copy_from_host(connection: _Connection, request: ReadBoxes, target: ReadTarget) -> list[bytes]:
+    """Copy boxes from the arena to their arrays, and return their digests."""
     memory = connection.memory
     assert memory is not None
     digests: list[bytes] = []
@@ -178,8 +248,7 @@ def _read(connection: _Connection, request: ReadBoxes, target: ReadTarget) -> So
         else:
             _copy(connection, source, array, digest=False)
             digests.append(digest_of_array(source, request.digests, request.salt))
-    _check(connection)
-    return SourceAnswer(number=request.number, digests=b"".join(digests))
+    return digests
 
 
 def _copy(connection: _Connection, source: Array, target: Array, *, digest: bool) -> bytes:
@@ -197,7 +266,11 @@ def _copy(connection: _Connection, source: Array, target: Array, *, digest: bool
 
 def _check_digest(held: PiecesByName, memory: Memory, index: int, digest: bytes) -> None:
     """Raise unless the digest equals the one that the publisher stored with the piece."""
-    begin = held.extent_bytes + index * DIGEST_BYTES
-    if memory[begin : begin + DIGEST_BYTES].tobytes() != digest:
+    if _stored_digest(held, memory, index) != digest:
         piece = held.pieces[index]
         raise WeightsError(f"Box {piece.box} of {piece.names[0]} has another digest than when it was published.")
+
+
+def _stored_digest(held: PiecesByName, memory: Memory, index: int) -> bytes:
+    begin = held.extent_bytes + index * DIGEST_BYTES
+    return memory[begin : begin + DIGEST_BYTES].tobytes()

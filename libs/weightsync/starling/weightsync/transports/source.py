@@ -90,7 +90,7 @@ class PiecesByName:
 
     def __init__(self, pieces: Sequence[ShardPiece]) -> None:
         self.pieces = tuple(pieces)
-        _, self.extent_bytes = packed_offsets(piece.size_bytes for piece in self.pieces)
+        self.offsets, self.extent_bytes = packed_offsets(piece.size_bytes for piece in self.pieces)
         """Size of the pieces in a snapshot; their digests follow."""
         self._by_name: dict[str, list[int]] = {}
         for index, piece in enumerate(self.pieces):

@@ -62,7 +62,10 @@ class PolicySettings(SettingsSection):
     snapshots: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where weights are copied while training waits for a publication: `device`, into memory of the model's device,
     from where they move to the host while training goes on; `pinned`, into page-locked memory of the host; `host`,
-    into any. `auto`: `host` on CPUs; on GPUs `device` while four copies fit into the free memory, else `pinned`."""
+    into any. `auto`: `host` on CPUs; on GPUs `device` while four copies fit into the free memory, else `pinned`.
+
+    With `device` and `policy.transport = "local"` two versions stay on the device, also while a colocated policy
+    sleeps: rollouts on this machine that pull in place on a GPU (`rollout.double_buffer = false`) copy from there."""
     publish_timeout_s: Seconds = 30.0
     """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one.
 
