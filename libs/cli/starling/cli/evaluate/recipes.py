@@ -78,7 +78,7 @@ def prompt_column(path: Path) -> str:
         with path.open() as lines:
             first = next((line for line in lines if line.strip()), "{}")
         columns = json.loads(first)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return PROMPT_COLUMNS[0]  # the loader of the file reports what is wrong with it
     found = next((name for name in PROMPT_COLUMNS if name in columns), None) if isinstance(columns, dict) else None
     if path.suffix == ".jsonl" and found is None:

@@ -125,7 +125,7 @@ def _reference_of_math(path: Path) -> str:
     with path.open() as lines:
         try:
             first = json.loads(next(lines, "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return "answer"  # the loader of the file reports the line
     return "solution" if isinstance(first, dict) and "answer" not in first and "solution" in first else "answer"
 
@@ -135,7 +135,7 @@ def _of_file(path: Path, options: TaskOptions) -> EvaluationTask:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the task {path}: {error.strerror}; correct the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the task {path} is not valid TOML: {error}; correct the file") from None
     if not isinstance(tree.get("data"), dict):
         raise ConfigError(f"the task {path} has no section [data]; add one, as in a recipe")

@@ -323,7 +323,7 @@ def _config(model: str) -> Mapping[str, Any]:
         raise ConfigError(f"{model!r} is neither a file nor a known model; known: {', '.join(sorted(PRESETS))}")
     try:
         config = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}, not a configuration")

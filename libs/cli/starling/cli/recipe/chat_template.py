@@ -53,7 +53,7 @@ def _has_template(recipe: Recipe) -> bool:
         return True  # a missing tokenizer is reported by the process that reads it
     try:
         return bool(json.loads(file.read_bytes()).get("chat_template"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return True
 
 

@@ -179,5 +179,5 @@ def read_private(path: Path, kind: Any) -> Any:
         raise ConfigError(
             f"the key file {path} cannot be read ({error.strerror}); make keys with `starling keys`"
         ) from None
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a key file ({error}); make keys with `starling keys`") from None

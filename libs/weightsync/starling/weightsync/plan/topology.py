@@ -131,7 +131,7 @@ def decode_topology(text: str) -> Topology:
     """
     try:
         topology = msgspec.convert(tomllib.loads(text), Topology)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise WeightsError(f"This is not a topology: {error}.") from error
     if sum(host.count * max(host.gpus, 1, sum(nic.count for nic in host.nics)) for host in topology.hosts) > MAX_RANKS:
         raise WeightsError(f"The topology has more than {MAX_RANKS} GPUs or cards.")

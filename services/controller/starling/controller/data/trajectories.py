@@ -31,6 +31,7 @@ from starling.common.ranges import MAX_TEMPERATURE, MAX_WHOLE, MIN_TEMPERATURE
 from starling.common.wire.messages import Prompt
 from starling.controller.core.groups.validation import InvalidResultError, check_stored
 from starling.controller.core.records import CompletionsStored, JournalEntry, RewardsStored, StoredGroup
+from starling.weightsync.plan.layout import UNDECODABLE
 
 TRAJECTORIES: Final = "trajectories:"
 """Prefix of a `data.source` that is a folder of trajectory files."""
@@ -104,7 +105,7 @@ def read_index(folder: Path) -> list[IndexEntry]:
             break
         try:
             line = _lines.decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise ConfigError(f"line {number} of {path} cannot be decoded: {error}; restore the file") from None
         if not _NAMES.fullmatch(line.file) or not 0 <= line.num_usable <= line.num_groups <= MAX_WHOLE:
             raise ConfigError(
@@ -120,7 +121,7 @@ def intact_lines(folder: Path) -> list[IndexEntry]:
     lines = []
     for text in (folder / INDEX).read_bytes().splitlines(keepends=True):
         if text.endswith(b"\n"):
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            with suppress(*UNDECODABLE):
                 lines.append(_lines.decode(text))
     return lines
 
@@ -130,7 +131,7 @@ def line_of_file(path: Path, run: str) -> IndexEntry | None:
     content = path.read_bytes()
     try:
         file = _files.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         return None
     if (file.format, file.version, file.run) != (FORMAT, VERSION, run):
         return None
@@ -158,7 +159,7 @@ def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
         raise ConfigError(f"{path} does not match its checksum in {INDEX}; restore the file")
     try:
         file = _files.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path} cannot be decoded: {error}; read it with the version that wrote it") from None
     if (file.format, file.version) != (FORMAT, VERSION):
         raise ConfigError(

@@ -188,7 +188,7 @@ def as_config_error(path: Path) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
             raise ConfigError(f"{path} is not a journal; move the file away, or give the run another folder") from None
         raise ConfigError(f"the journal {path} cannot be read: {error}; restore it, or begin a new run") from None
-    except (msgspec.DecodeError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the journal {path} is damaged: {error}; restore it, or begin a new run") from None

@@ -224,7 +224,7 @@ def read_recording(source: RecordingPath) -> tuple[RecordingHeader, list[Journal
         frames = _decoded(bodies)
         before = [frame for _, frame in zip(range(header.num_before), frames, strict=False)]
         past = [entry_from(frame) for frame in before if isinstance(frame, JournalFrame)]
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} cannot be decoded: {error}; read it with the version that recorded it") from None
     if len(past) < header.num_before:
         raise ConfigError(
@@ -244,7 +244,7 @@ def _entries(source: RecordingPath, frames: Iterator[Frame]) -> Iterator[Entry]:
             if isinstance(entry, RecordingEnd):
                 return
             num += 1
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"entry {num + 1} of {source} cannot be decoded: {error}; read it with the version that recorded it"
         ) from None

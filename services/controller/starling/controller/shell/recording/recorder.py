@@ -142,7 +142,7 @@ class Recorder:
             return
         try:
             frame = encode_frame(item)
-        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             self._stop(f"a {type(item).__name__} cannot be encoded: {error}")
             return
         if self._written + len(self._buffer) + len(frame) > self._cap:

@@ -98,7 +98,7 @@ def read_header(storage: Storage, *names: str) -> StateHeader:
         if digest_of(bytes(sealed.state)) != sealed.digest:
             raise DamagedStateError(f"{MANIFEST} does not match its digest")
         state = msgspec.json.decode(sealed.state, type=StateHeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedStateError(f"{MANIFEST} cannot be decoded ({error})") from None
     for name in (state.parts, *state.digests):
         if "/" in name or "\0" in name or name == "..":

@@ -214,7 +214,7 @@ def _check_folder(folder: Path, init: str) -> None:
         raise ConfigError(f"the model folder {folder} has no config.json: it is not a Hugging Face model folder")
     try:
         json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}): replace it") from error
     if init != "random" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
         raise ConfigError(

@@ -280,6 +280,6 @@ def _json(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}): replace it") from error
     return found if isinstance(found, dict) else {}
