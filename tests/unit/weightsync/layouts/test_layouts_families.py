@@ -254,9 +254,9 @@ def test_presets_have_the_published_sizes(preset: str, billions: float) -> None:
 def test_invalid_configurations_are_refused() -> None:
     with pytest.raises(WeightsError, match="no table of tensors for model type 'gpt2'"):
         model_of({"model_type": "gpt2"})
-    with pytest.raises(WeightsError, match="needs a number in 'vocab_size', it has None"):
+    with pytest.raises(WeightsError, match="needs a number in 'vocab_size', at most 1073741824, it has None"):
         model_of({key: value for key, value in PRESETS["llama-3.1-8b"].items() if key != "vocab_size"})
-    with pytest.raises(WeightsError, match="needs a number in 'hidden_size', it has '4096'"):
+    with pytest.raises(WeightsError, match="needs a number in 'hidden_size', at most 1073741824, it has '4096'"):
         model_of({**PRESETS["llama-3.1-8b"], "hidden_size": "4096"})
     with pytest.raises(WeightsError, match="Element type int4 is not supported"):
         model_of(PRESETS["llama-3.1-8b"], "int4")

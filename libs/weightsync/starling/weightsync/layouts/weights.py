@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -58,6 +58,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return sum(math.prod(weight.spec.shape) for weight in self.weights if not weight.spec.same_as)
 
 
+MAX_SIZE: Final = 1 << 30
+"""Largest number of a configuration. The largest vocabularies have a thousandth of that."""
+
+
 class Entries:
     """Typed access to a configuration, with one error sentence for a missing entry."""
 
@@ -66,11 +70,13 @@ class Entries:
         self._config = config
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return a non-negative number. Raises WeightsError if there is none."""
+        """Return a number from 0 to `MAX_SIZE`. Raises WeightsError if there is none."""
         value = self._config.get(name)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise WeightsError(f"The model's configuration needs a number in {name!r}, it has {value!r}.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
+            raise WeightsError(
+                f"The model's configuration needs a number in {name!r}, at most {MAX_SIZE}, it has {value!r:.100}."
+            )
         return value
 
     def num_experts(self, name: str) -> int:
