@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -419,6 +420,50 @@ def test_pull_reads_no_more_than_a_few_times_what_it_needs(transport: Transport)
             assert not greedy.connect(other).reason
             assert not greedy.read([PIECE])[0].reason, "what others have read, and what it has before it was restarted"
             greedy.client.drop("source")
+
+
+def test_box_that_does_not_arrive_as_it_is_has_arrived_with_its_piece() -> None:
+    """To compare it with each box that is missing would take as long as there are boxes, at each look."""
+    halves = Box(offset=(0,), size=(500,)), Box(offset=(500,), size=(500,))
+    pending = PendingBoxes([(0, half) for half in halves])
+    part = Box(offset=(1,), size=(1,))
+    assert not any(pending.has(0, one) for one in (*halves, part))
+    pending.arrived(0, halves[0])
+    assert [pending.has(0, one) for one in (*halves, part)] == [True, False, False]
+    pending.arrived(0, halves[1])
+    assert all(pending.has(0, one) for one in (*halves, part))
+    assert pending.has(1, part), "a piece of which nothing is to arrive"
+
+
+class Counted(PendingBoxes):
+    """Boxes to arrive, with the number of looks at each."""
+
+    looks: Counter[Box]
+
+    def has(self, index: int, box: Box) -> bool:
+        """See `PendingBoxes`."""
+        self.looks[box] += 1
+        return super().has(index, box)
+
+
+def test_request_that_waits_looks_no_more_at_what_has_arrived() -> None:
+    """Each look takes time of the process that pulls, and of its engine: a reader may have many such requests."""
+    num_readers, parts = 4, [box_of((begin,), (250,)) for begin in (0, 250, 500, 750)]
+    with serving("tcp", [PIECE]) as made, ExitStack() as stack:
+        made.source.pending = pending = Counted([(0, one.box) for one in parts])
+        pending.looks = Counter()
+        for one in parts[:-1]:
+            pending.arrived(0, one.box)
+        peers = [stack.enter_context(reader("tcp")) for _ in range(num_readers)]
+        for rank, peer in enumerate(peers):
+            peer.client.connect("source", made.offer)
+            opening, proof = peer.opening(made.offer, rank)
+            assert not peer.ask(opening, proof=proof).reason
+            peer.client.ask("source", peer.request(parts), read_target([np.zeros(250, np.uint8) for _ in parts]))
+        assert all(peer.event(0.05) is None for peer in peers), "the last part is missing"
+        pending.arrived(0, parts[-1].box)
+        assert all(isinstance(peer.event(), AnswerReceived) for peer in peers)
+        assert [pending.looks[one.box] for one in parts[:-1]] == [num_readers] * 3
 
 
 @pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")

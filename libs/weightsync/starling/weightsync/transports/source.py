@@ -21,7 +21,7 @@ from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, packed_arrays, part_of
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
 from starling.weightsync.offers.tickets import SPENT, TicketProof, reading_cost
-from starling.weightsync.plan.boxes import contains, intersection
+from starling.weightsync.plan.boxes import contains
 from starling.weightsync.plan.layout import Box, ShardPiece, packed_offsets
 from starling.weightsync.transports.endpoints import WAITING_INTERVAL_S
 from starling.weightsync.transports.messages import (
@@ -119,16 +119,22 @@ class PendingBoxes:
         self._missing: dict[int, set[Box]] = {}
         for index, box in missing:
             self._missing.setdefault(index, set()).add(box)
+        self._arrived: dict[int, set[Box]] = {index: set() for index in self._missing}
 
     def arrived(self, index: int, box: Box) -> None:
         """Record that a box of a piece has arrived."""
         with self._lock:
             self._missing[index].discard(box)
+            self._arrived[index].add(box)
 
     def has(self, index: int, box: Box) -> bool:
-        """Return whether all of `box`, a part of a piece, has arrived."""
+        """Return whether all of `box`, a part of a piece, has arrived.
+
+        Of another box than those that arrive this is known when the whole piece is there. Readers of a relay have its
+        plan, and so its boxes; to compare others with each of these would take the time of the pull.
+        """
         with self._lock:
-            return all(intersection(box, missing) is None for missing in self._missing.get(index, ()))
+            return not self._missing.get(index) or box in self._arrived[index]
 
 
 class LateReaders:
@@ -395,11 +401,15 @@ class ReaderSession:
     def _arrival_check(self, boxes: Sequence[tuple[int, Box]]) -> Callable[[], bool]:
         lease, pending = self._lease, self._source.pending
         assert lease is not None
+        left = deque(boxes)
+        """Those of which it is not known that they have arrived: what has is there until the snapshot is revoked."""
 
         def ready() -> bool:
             if not lease.valid():
                 raise WeightsError(REVOKED)
-            return all(pending.has(index, box) for index, box in boxes)
+            while left and pending.has(*left[0]):
+                left.popleft()
+            return not left
 
         return ready
 

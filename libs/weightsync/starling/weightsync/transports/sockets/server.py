@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from starling.common.errors import WeightsError
@@ -43,7 +45,8 @@ from starling.weightsync.transports.source import (
 )
 
 RELAY_POLL_S: Final = 0.002
-"""How often a connection checks whether a relay has received the requested boxes."""
+"""How often a reader, over all its connections, looks whether a relay has received the requested boxes: with many
+connections it could otherwise take the time of the pull."""
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ class SocketServer:
         self._ending: list[_Connection] = []
         """Those that were ended for others, until their threads have ended."""
         self._carriers: set[PayloadCarrier] = set()
+        self._num_waiting: Counter[str] = Counter()
+        """By replica: connections that wait for boxes which a relay has not received."""
         self._packing: weakref.WeakValueDictionary[str, SharedBufferPool] = weakref.WeakValueDictionary()
         """By replica; freed with its last connection."""
         self._lock = threading.Lock()
@@ -204,9 +209,25 @@ class SocketServer:
         Raises ChannelStopped, OSError, and WeightsError for a refusal.
         """
         grant, notice = session.grant(request), WaitingNotice()
-        while not grant.ready():
-            if notice.is_due(request.number):
-                channel.send([framed(still_waiting(request.number))])
-            if self._stop.wait(RELAY_POLL_S) or channel.ended:
-                raise ChannelStopped
+        if grant.ready():
+            return grant
+        with self._waiting(session.reader):
+            while not grant.ready():
+                if notice.is_due(request.number):
+                    channel.send([framed(still_waiting(request.number))])
+                if self._stop.wait(RELAY_POLL_S * self._num_waiting[session.reader]) or channel.ended:
+                    raise ChannelStopped
         return grant
+
+    @contextlib.contextmanager
+    def _waiting(self, reader: str) -> Iterator[None]:
+        """Count a connection of a reader as one that waits."""
+        with self._lock:
+            self._num_waiting[reader] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting[reader] -= 1
+                if not self._num_waiting[reader]:
+                    del self._num_waiting[reader]
