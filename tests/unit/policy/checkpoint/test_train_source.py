@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -144,6 +145,18 @@ def test_configuration_without_end_is_refused(
     _upload(model / "config.json", options, b" " * 1001)
     _upload(model / "starling-digests.json", options, b"{}")
     assert "config.json cannot be read (it has more than 1000 bytes)" in refusal(local, options, tmp_path / "place")
+
+
+@pytest.mark.parametrize("form", ["{there}/{name}", "../whole/{name}"])
+def test_index_of_weights_elsewhere_is_refused(model: Path, tmp_path: Path, form: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    (index,) = copy.glob("*.index.json")
+    content = json.loads(index.read_text())
+    named = {tensor: form.format(there=model, name=name) for tensor, name in content["weight_map"].items()}
+    index.write_text(json.dumps({**content, "weight_map": named}))
+    with pytest.raises(ConfigError, match=r"index\.json names .*, which is no file beside it"):
+        load_model(copy)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
