@@ -23,7 +23,7 @@ from starling.controller.core.replicas.routing.slots import FreeSlots
 from starling.controller.core.state import Outbox
 from starling.controller.core.training.dynamic_settings import SettingChanges
 from starling.controller.core.training.metrics import MAX_NAMES, NAME_CHARACTERS, MetricNames
-from starling.controller.core.weights import publications
+from starling.controller.core.weights import plans
 from starling.controller.core.weights.publications import Publications
 from starling.controller.shell.status import MetricsHistory, snapshot
 from starling.sim.replicas.weights import adopted, encoded_layout, encoded_offer
@@ -97,7 +97,7 @@ def test_plans_to_a_departed_replica_are_dropped() -> None:
         script.disconnect("rollout-0")
         script.joins("rollout-0", incarnation=incarnation)
         assert script.state.replicas.leases.num("rollout-0", "adopt") == 1
-    assert size_of(script.state.weights._pairs) < 20
+    assert size_of(script.state.weights.plans._pairs) < 20
 
 
 def test_plans_from_a_departed_replica_are_dropped() -> None:
@@ -110,9 +110,9 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
             name=name, role="policy", incarnation=1, num_slots=0, heard_at=0.0, version=number, host="h", layout=source
         )
         weights.publish(member, number, encoded_offer(number), {})
-        weights.pair(source, here)
+        weights.plans.pair(source, here)
         weights.forget(name, source)
-    assert size_of(weights._pairs) < 20
+    assert size_of(weights.plans._pairs) < 20
 
 
 def test_layouts_of_departed_incarnations_are_dropped() -> None:
@@ -137,7 +137,7 @@ def test_layouts_of_departed_incarnations_are_dropped() -> None:
             script.adopts("rollout-9", 0, int(script.aliases.short(lease).rpartition(":")[2]))
     del layout, rank, other
     assert kept() - before <= 2
-    assert len(script.state.weights._plans._plans) <= 3
+    assert len(script.state.weights.plans._plans._plans) <= 3
 
 
 def test_rollout_has_no_more_boxes_than_the_model_of_the_policy_can_be_split_into(
@@ -200,11 +200,11 @@ def test_layouts_of_many_parts_are_decoded_seldom(
 
 
 def test_layout_keys_of_policies_that_never_offered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publications, "MAX_SOURCES", 10)
-    weights, here = Publications(), decode_layout(encoded_layout("rollout-0"))
+    monkeypatch.setattr(plans, "MAX_SOURCES", 10)
+    known, here = plans.LayoutPlans(), decode_layout(encoded_layout("rollout-0"))
     sources = [decode_layout(encoded_layout(f"policy-{number}")) for number in range(100)]
-    assert len({weights.layout_key(source, here) for source in sources}) == 1, "their boxes are the same"
-    assert size_of(weights._pairs) <= 11
+    assert len({known.key(source, here) for source in sources}) == 1, "their boxes are the same"
+    assert size_of(known._pairs) <= 11
 
 
 def test_former_members_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

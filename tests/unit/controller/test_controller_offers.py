@@ -17,7 +17,8 @@ from starling.controller.core.machine import Controller
 from starling.controller.core.plan import LeaseTimeouts
 from starling.controller.core.records import JournalEntry, VersionPublished
 from starling.controller.core.weights import publications
-from starling.controller.core.weights.distribution import MAX_BAD_PULLS, MAX_OFFER_BYTES, MAX_STOPPED, source_of
+from starling.controller.core.weights.accusations import MAX_BAD_PULLS, MAX_STOPPED
+from starling.controller.core.weights.distribution import MAX_OFFER_BYTES, source_of
 from starling.controller.core.weights.publications import RETRY_S, Publications
 from starling.sim.replicas.weights import adopted, content_of, encoded_layout, encoded_offer, layout_of, offer_of
 from starling.weightsync.offers.offer import Offer, decode_offer, digest_of, make_offer
@@ -282,9 +283,9 @@ def test_policy_computes_the_roots_of_the_most_frequent_layouts() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publications, "MAX_LAYOUTS", 2)
         plans = weights.root_plans(layouts[0], [layouts[0], layouts[2], layouts[2], layouts[1], layouts[1]])
-    assert list(plans) == [weights.layout_key(layouts[0], layout) for layout in (layouts[2], layouts[1])]
+    assert list(plans) == [weights.plans.key(layouts[0], layout) for layout in (layouts[2], layouts[1])]
     misfit = layout_of("rollout-9", (8,))
-    assert weights.root_plans(layouts[0], [misfit, layouts[1]]).keys() == {weights.layout_key(layouts[0], layouts[1])}
+    assert weights.root_plans(layouts[0], [misfit, layouts[1]]).keys() == {weights.plans.key(layouts[0], layouts[1])}
 
 
 def test_adoption_of_an_older_version_proves_nothing() -> None:

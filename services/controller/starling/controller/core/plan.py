@@ -85,6 +85,8 @@ class RunPlan:
     """Steps between two publications; 0 publishes when rollouts have no group left that they may start."""
     sync_every_s: float = 0.0
     """Seconds between two publications, unless training would wait for one."""
+    relay_from_bytes: int = 64 << 20
+    """Size of the weights from which rollouts on other hosts than the policy read them from each other."""
     max_tries: int = 2
     dynamic_sampling: bool = False
     """Filter groups out whose rewards are all equal, and take the next prompts in their place."""
@@ -99,8 +101,6 @@ class RunPlan:
     """Share of the rollouts, at least one, that an evaluation is pinned to; of a single one, half of its slots."""
     save_every: int = 0
     """Steps between two saved states of the policy; 0 saves only at a stop."""
-    relay_from_bytes: int = 64 << 20
-    """Size of the weights from which rollouts on other hosts than the policy read them from each other."""
     save_rest_s: float = 0.0
     """Minimum seconds between two saved states, for steps that take less time than a save."""
     samples_per_step: int = 0

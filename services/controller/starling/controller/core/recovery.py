@@ -18,7 +18,6 @@ from starling.controller.core.groups.admission import admit_prompts
 from starling.controller.core.groups.partial import PartialCompletions
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import JournalEntry
-from starling.controller.core.replicas.membership import Membership
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.alarms import from_fields
 
@@ -30,7 +29,25 @@ GroupRecord = (
     | records.GroupRequeued
     | records.GroupDiscarded
 )
-ReplicaRecord = records.MemberLeft | records.VersionAdopted | records.ReplicaCounted | records.SourceEvicted
+ReplicaRecord = (
+    records.MemberJoined
+    | records.MemberLeft
+    | records.VersionAdopted
+    | records.ReplicaCounted
+    | records.SourceEvicted
+    | records.FilterCountReset
+)
+TrainingRecord = (
+    records.GroupsOpened
+    | records.StepFrozen
+    | records.StepReopened
+    | records.StepCommitted
+    | records.SettingChanged
+    | records.CheckpointWritten
+)
+WeightsRecord = records.VersionPublished | records.CheckpointLoaded
+EvaluationRecord = records.EvaluationRequested | records.EvaluationOpened | records.EvaluationClosed
+LifecycleRecord = records.StopAsked | records.RunStopped | records.RunEnded
 
 MAX_LEASE_NUMBER: Final = 1 << 62
 """Greater than the number of any lease."""
@@ -66,29 +83,57 @@ def _fill(state: ControllerState, entry: JournalEntry) -> None:
 
 
 def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> None:
-    membership, training, lifecycle = state.replicas.membership, state.training, state.lifecycle
-    match entry.record:
-        case records.StateCompacted() as compacted:
-            restore_compacted(state, compacted)
+    """Apply the record of an entry that a controller of this incarnation wrote."""
+    record = entry.record
+    if isinstance(record, GroupRecord):
+        _apply_to_group(state, record, entry.payload)
+    elif isinstance(record, TrainingRecord):
+        _apply_to_training(state, record)
+    elif isinstance(record, ReplicaRecord):
+        _apply_to_replicas(state, record)
+    elif isinstance(record, WeightsRecord):
+        _apply_to_weights(state, record)
+    elif isinstance(record, EvaluationRecord):
+        _apply_to_evaluations(state, record)
+    elif isinstance(record, LifecycleRecord):
+        _apply_to_lifecycle(state, record)
+    elif isinstance(record, records.StateCompacted):
+        restore_compacted(state, record)
+    elif isinstance(record, records.DataRead) and record.is_changed:
+        _regenerate_all(state, (incarnation, MAX_LEASE_NUMBER))  # work on the prompts before is not reclaimed
+    # Others are only for readers of the journal.
+
+
+def _regenerate_all(state: ControllerState, floor: tuple[int, int]) -> None:
+    """Generate the groups of no step anew; leases up to `floor` are not reclaimed."""
+    state.buffer.regenerate_all(floor)
+    state.buffer.filtering.clear_row()
+    if state.evaluations.current is not None:
+        state.evaluations.current.regenerate_all(floor)
+
+
+def _apply_to_replicas(state: ControllerState, record: ReplicaRecord) -> None:
+    membership = state.replicas.membership
+    match record:
         case records.MemberJoined(name=name, epoch=epoch, limits=limits):
             membership.restore(name, epoch)
-            training.limits = limits or training.limits
-        case (
-            records.MemberLeft() | records.VersionAdopted() | records.ReplicaCounted() | records.SourceEvicted()
-        ) as record:
-            _apply_to_membership(membership, record)
-            if isinstance(record, records.MemberLeft):
-                state.buffer.filtering.counts.forget(record.name)
+            state.training.limits = limits or state.training.limits
+        case records.MemberLeft(name=name):
+            membership.awaited.discard(name)
+            membership.note_gone(name)
+            state.buffer.filtering.counts.forget(name)
+        case records.VersionAdopted(name=name, epoch=epoch, version=version):
+            membership.proven[name] = (epoch, version)
+        case records.ReplicaCounted(name=name, num=num):
+            membership.num_invalid[name] = num
+        case records.SourceEvicted(name=name, reader=reader):
+            membership.accused[name], membership.accusers[reader] = None, True
         case records.FilterCountReset(name=name):
             state.buffer.filtering.forget(name)
-        case records.CheckpointLoaded(digest=digest):
-            state.weights.checkpoint = digest
-        case records.DataRead(is_changed=True):
-            floor = incarnation, MAX_LEASE_NUMBER  # work on the prompts before is not reclaimed
-            state.buffer.regenerate_all(floor)
-            state.buffer.filtering.clear_row()
-            if state.evaluations.current is not None:
-                state.evaluations.current.regenerate_all(floor)
+
+
+def _apply_to_training(state: ControllerState, record: TrainingRecord) -> None:
+    match record:
         case records.GroupsOpened(first=first, num=num):
             assert first == state.buffer.num_admitted, "groups are opened in order"
             admit_prompts(state, num)
@@ -97,53 +142,12 @@ def _apply(state: ControllerState, entry: JournalEntry, incarnation: int) -> Non
             state.buffer.freeze(step, [group for group in groups if group is not None])
         case records.StepReopened(step=step):
             state.buffer.reopen(step)
-        case records.StepCommitted() as committed:
-            _commit(state, committed)
-        case records.VersionPublished() as published:
-            _publish(state, published)
+        case records.StepCommitted():
+            _commit(state, record)
         case records.SettingChanged(key=key, value=value, step=step, request=request):
-            training.change_setting(state.buffer, key, value, step, request)
+            state.training.change_setting(state.buffer, key, value, step, request)
         case records.CheckpointWritten(step=step, state=True):
-            training.saved.add(step)
-        case records.EvaluationRequested(request=request, num_completions=num_completions):
-            state.evaluations.requested.append(RequestEvaluation(request=request, num_completions=num_completions))
-        case records.StopAsked(reason=reason):
-            lifecycle.stopping, lifecycle.stop_is_journaled = reason, True
-        case records.RunStopped():
-            lifecycle.stopping, lifecycle.stop_is_journaled = "", False
-            membership.forgive()  # what was wrong may have been mended before the run is resumed
-        case records.RunEnded():
-            # Only the goodbyes are left to do. Replicas that have not received the drain get it with a heartbeat.
-            lifecycle.enter(RunStage.DRAINING)
-            lifecycle.drain_sent = True
-        case records.EvaluationOpened() as opened:
-            open_evaluation(state, opened, deadline=float("inf"))
-        case records.EvaluationClosed() as closed:
-            _close_evaluation(state, closed)
-        case (
-            records.CompletionsStored()
-            | records.PartialCompletionsStored()
-            | records.RewardsStored()
-            | records.TeacherLogprobsStored()
-            | records.GroupRequeued()
-            | records.GroupDiscarded()
-        ) as record:
-            _apply_to_group(state, record, entry.payload)
-        case _:
-            pass  # records that are only for readers of the journal
-
-
-def _apply_to_membership(membership: Membership, record: ReplicaRecord) -> None:
-    match record:
-        case records.MemberLeft(name=name):
-            membership.awaited.discard(name)
-            membership.note_gone(name)
-        case records.VersionAdopted(name=name, epoch=epoch, version=version):
-            membership.proven[name] = (epoch, version)
-        case records.ReplicaCounted(name=name, num=num):
-            membership.num_invalid[name] = num
-        case records.SourceEvicted(name=name, reader=reader):
-            membership.accused[name], membership.accusers[reader] = None, True
+            state.training.saved.add(step)
 
 
 def _commit(state: ControllerState, committed: records.StepCommitted) -> None:
@@ -157,11 +161,39 @@ def _commit(state: ControllerState, committed: records.StepCommitted) -> None:
     state.training.metrics.note_step(committed.metrics)
 
 
-def _publish(state: ControllerState, published: records.VersionPublished) -> None:
-    before = state.weights.version
-    state.weights.add_roots(published.version, published.root, published.layout_roots)
-    for step in range(before + 1, published.version + 1):
-        state.buffer.retire(step)
+def _apply_to_weights(state: ControllerState, record: WeightsRecord) -> None:
+    match record:
+        case records.CheckpointLoaded(digest=digest):
+            state.weights.checkpoint = digest
+        case records.VersionPublished(version=version):
+            before = state.weights.version
+            state.weights.add_roots(version, record.root, record.layout_roots)
+            for step in range(before + 1, version + 1):
+                state.buffer.retire(step)
+
+
+def _apply_to_evaluations(state: ControllerState, record: EvaluationRecord) -> None:
+    match record:
+        case records.EvaluationRequested(request=request, num_completions=num_completions):
+            state.evaluations.requested.append(RequestEvaluation(request=request, num_completions=num_completions))
+        case records.EvaluationOpened():
+            open_evaluation(state, record, deadline=float("inf"))
+        case records.EvaluationClosed():
+            _close_evaluation(state, record)
+
+
+def _apply_to_lifecycle(state: ControllerState, record: LifecycleRecord) -> None:
+    lifecycle = state.lifecycle
+    match record:
+        case records.StopAsked(reason=reason):
+            lifecycle.stopping, lifecycle.stop_is_journaled = reason, True
+        case records.RunStopped():
+            lifecycle.stopping, lifecycle.stop_is_journaled = "", False
+            state.replicas.membership.forgive()  # what was wrong may have been mended before the run is resumed
+        case records.RunEnded():
+            # Only the goodbyes are left to do. Replicas that have not received the drain get it with a heartbeat.
+            lifecycle.enter(RunStage.DRAINING)
+            lifecycle.drain_sent = True
 
 
 def _close_evaluation(state: ControllerState, closed: records.EvaluationClosed) -> None:

@@ -23,6 +23,7 @@ from starling.controller.core.records import Record
 from starling.controller.core.replicas.replicas import Replicas
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
 from starling.controller.core.training.step import Training
+from starling.controller.core.weights.plans import LayoutPlans
 from starling.controller.core.weights.publications import Publications
 
 MAX_TEXT_CHARACTERS: Final = 8192
@@ -136,7 +137,7 @@ class ControllerState:
         self.replicas = Replicas(plan, initial_version)
         self.weights = Publications(
             version=initial_version,
-            relay_from_bytes=plan.relay_from_bytes,
+            plans=LayoutPlans(plan.relay_from_bytes),
             is_reading_checkpoint=plan.reads_checkpoint,
         )
         self.training = Training(plan.begin_version, plan.sampling, plan.num_scorers)

@@ -14,7 +14,8 @@ from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.results import on_policy_version
-from starling.controller.core.weights.distribution import note_bad_pull, note_failed_adoption, source_of
+from starling.controller.core.weights.accusations import note_bad_pull
+from starling.controller.core.weights.distribution import note_failed_adoption, source_of
 from starling.controller.core.weights.versions import check_outdated
 
 MAX_FAILED_TOGETHER: Final = 16

@@ -14,17 +14,19 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.files import fetch_step, take_fetched
-from starling.controller.core.records import SourceEvicted, VersionAdopted, VersionPublished
+from starling.controller.core.records import VersionAdopted, VersionPublished
 from starling.controller.core.replicas.assignments import grant, take_back_groups
-from starling.controller.core.replicas.conduct import check_slow_offer, note_invalid, note_offered, stop_offering
+from starling.controller.core.replicas.conduct import check_slow_offer, note_invalid, note_offered
 from starling.controller.core.replicas.departure import distrust, evict
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training.dispatch import redispatch
+from starling.controller.core.weights.accusations import accuse, judge, note_good_pull
 from starling.controller.core.weights.pairs import noted_pairs
+from starling.controller.core.weights.plans import LayoutPair
 from starling.controller.core.weights.publications import MAX_FAILED_ADOPTIONS, PublishedOffer
-from starling.controller.core.weights.relays import ChainKey, Pull, RelayedOffer
+from starling.controller.core.weights.relays import ChainKey, RelayedOffer
 from starling.controller.core.weights.versions import (
     check_outdated,
     is_publication_due,
@@ -36,10 +38,6 @@ from starling.weightsync.offers.tickets import SPENT, offer_for
 from starling.weightsync.plan.layout import encode
 from starling.weightsync.transports.endpoints import check_offered_transports
 
-MAX_BAD_PULLS: Final = 3
-"""Number of consecutive failed pulls from a rollout after which it is no longer used as a source."""
-MAX_STOPPED: Final = 3
-"""Number of rollouts that are no longer used as a source because of the failed pulls of one reader."""
 MAX_OFFER_BYTES: Final = 4 << 20
 """An offer has some 250 bytes for each rank, of which a layout has at most 4,096; a MiB takes 70 ms to decode."""
 MAX_MEASURED: Final = 1 << 62
@@ -143,7 +141,7 @@ def adopt(state: ControllerState) -> None:
             continue  # it was evicted meanwhile
         version = target_version(state, member)
         policies_only = _of_policies_only(state, member, version)
-        wanted = version, policies_only, state.weights.layout_key(state.weights.policy_layout, member.layout)
+        wanted = version, policies_only, state.weights.plans.key(state.weights.policy_layout, member.layout)
         if wanted in unavailable or not state.weights.may_try(name, state.now):
             continue
         if policies_only and state.plan.fans_out:  # for those that join later, perhaps when the policy is gone
@@ -185,10 +183,10 @@ def _chain(state: ControllerState, member: Member, offer: PublishedOffer) -> Cha
     if is_near or member.layout is None or weights.policy_layout is None or state.plan.rollout_transport == "local":
         return None
     try:
-        pair = weights.pair(weights.policy_layout, member.layout)
+        pair = weights.plans.pair(weights.policy_layout, member.layout)
     except WeightsError:  # the pull finds it out, too
         return None
-    is_small = pair.size_bytes < weights.relay_from_bytes
+    is_small = pair.size_bytes < weights.plans.relay_from_bytes
     return None if is_small or weights.relays.avoided.get(member.name) == offer.version else (offer.version, pair.key)
 
 
@@ -222,17 +220,12 @@ def _pull(
     """
     version, relays = offer.version, state.weights.relays
     source = state.replicas.membership.members[offer.holder]
-    assert source.layout is not None, "a replica that offers weights joined with its layout"
-    assert member.layout is not None, "a replica that holds weights joined with its layout"
-    is_rollout = source.role == "rollout"
-    origin = state.weights.policy_layout if is_rollout else source.layout
-    assert origin is not None, "a rollout may prove a version only by the layout of a policy"
     try:
-        of_policy = state.weights.pair(origin, member.layout)
-        pair = state.weights.pair(source.layout, member.layout) if is_rollout else of_policy
+        pair, of_policy = _pairs_of_pull(state, source, member)
     except WeightsError as error:
         evict(state, member, str(error))  # no plan from a policy: a rollout offers only to readers to which it has one
         return
+    is_rollout = source.role == "rollout"
     key, plans = of_policy.key, (pair.plan, of_policy.plan) if is_rollout else (pair.plan,)
     layout_roots = () if member.role == "policy" else state.weights.known_layout_roots(version, key)
 
@@ -261,6 +254,23 @@ def _pull(
         relays.begin_directly(member.name)
     grant(state, member, "adopt", version, command, buffers)
     state.weights.outdated.pop(member.name, None)
+
+
+def _pairs_of_pull(state: ControllerState, source: Member, reader: Member) -> tuple[LayoutPair, LayoutPair]:
+    """Return the layouts of a pull with its plan, and those of the same pull from a policy, whose boxes are proven.
+
+    Both are the same unless the source is a rollout.
+
+    Raises:
+        WeightsError: there is no plan.
+    """
+    assert source.layout is not None, "a replica that offers weights joined with its layout"
+    assert reader.layout is not None, "a replica that holds weights joined with its layout"
+    weights = state.weights
+    origin = source.layout if source.role == "policy" else weights.policy_layout
+    assert origin is not None, "a rollout may prove a version only by the layout of a policy"
+    of_policy = weights.plans.pair(origin, reader.layout)
+    return (of_policy if origin is source.layout else weights.plans.pair(source.layout, reader.layout)), of_policy
 
 
 def on_relay_offered(state: ControllerState, member: Member, message: wire.RelayOffered, event: Received) -> None:
@@ -321,7 +331,7 @@ def _request_layout_roots(state: ControllerState, rollout: Member, version: int)
         return
     for member in replicas.current_policies(version):
         if not replicas.leases.num(member.name, "train"):
-            if weights.request_layout_root(version, weights.layout_key(weights.policy_layout, rollout.layout)):
+            if weights.request_layout_root(version, weights.plans.key(weights.policy_layout, rollout.layout)):
                 _request_offer(state, member, version)
             return
 
@@ -371,7 +381,7 @@ def _able_to_offer(
         can_offer = replicas.sharing.has_devices(member) and member.can_offer
         if not can_offer or not state.weights.may_try(name, state.now) or replicas.leases.num(name, "adopt"):
             continue
-        if reader is None or state.weights.has_plan(member.layout, reader.layout):
+        if reader is None or state.weights.plans.exists(member.layout, reader.layout):
             return member
     return None
 
@@ -402,11 +412,9 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
     )
     if proven:
         state.weights.note_success(member.name)
-        if state.weights.num_bad_pulls:
-            for reader in (member.name, ""):
-                state.weights.num_bad_pulls.pop((source, reader), None)
+        note_good_pull(state, source, member.name)
     if member.role == "rollout":
-        _judge(state, member, source, message.version, proven=proven)
+        judge(state, member, source, message.version, proven=proven)
     if proven and member.role == "policy":
         member.version = message.version
         state.dirty = Dirty.ALL
@@ -423,7 +431,7 @@ def on_adopted(state: ControllerState, member: Member, lease: Lease, message: wi
         set_held_version(state, member, -1)
         note_failed_adoption(state, member, lease, "it holds something else than was published")
     for reader in state.weights.relays.decide(member.name, lease.id, proven=proven):
-        _accuse(state, reader, member, message.version)
+        accuse(state, reader, member, message.version)
 
 
 def _within_range(measured: Number) -> Number:
@@ -478,80 +486,6 @@ def _is_proven(state: ControllerState, member: Member, lease: Lease, message: wi
     return source.startswith("policy-") and weights.is_root(version, message.root)
 
 
-def _judge(state: ControllerState, reader: Member, source: str, version: int, *, proven: bool) -> None:
-    """Find out who is at fault where `reader` pulled something else than was published, or says so.
-
-    A rollout that it was pulled from offers no more. The reader then pulls from a policy. If that proves the version,
-    the rollout is evicted, and never offers again; if not, the reader is at fault, and the rollout may offer again. A
-    reader that has accused a rollout pulls from policies from then on. So by false accusations one replica can have
-    no more than one other evicted, and none is evicted twice, whatever restarts the controller.
-
-    A relay whose pull was not proven may only have passed on what it got: it is not accused, unless it proves that pull
-    later.
-    """
-    weights, membership = state.weights, state.replicas.membership
-    if proven and reader.name not in weights.suspects:
-        return
-    rollout = membership.members.get(source)
-    if not proven and rollout is not None and rollout.role == "rollout":
-        pull = weights.relays.pull_read_by(reader.name)
-        if pull is None or weights.relays.is_proven(pull):
-            _accuse(state, reader.name, rollout, version)
-        else:
-            _stop_relay(state, reader, rollout, version, pull)
-        return
-    if source.startswith("policy-") and reader.name in weights.suspects:
-        _decide(state, reader.name, source, proven=proven)
-
-
-def _accuse(state: ControllerState, reader: str, rollout: Member, version: int) -> None:
-    """Have nobody read from a rollout, because `reader` got something else from it than was published.
-
-    Not if it has accused another one: complaints of pulls that were not over may be decided late, and several at once.
-    """
-    weights, membership = state.weights, state.replicas.membership
-    if reader in membership.accusers:
-        return
-    membership.accusers[reader] = False
-    weights.suspects[reader] = (rollout.name, rollout.incarnation)
-    rollout.can_offer = rollout.may_relay = False
-    weights.withdraw(rollout.name)
-    weights.relays.withdraw(rollout.name)
-    reason = f"{reader} pulled other weights from {rollout.name} than were published"
-    state.outbox.note("offers_no_more", replica=rollout.name, reason=reason)
-    member = membership.members.get(reader)
-    if member is not None and member.version == version:  # it has got the right ones from a policy meanwhile
-        _decide(state, reader, "a policy", proven=True)
-
-
-def _decide(state: ControllerState, reader: str, source: str, *, proven: bool) -> None:
-    """Evict the rollout that `reader` accuses, if it has proven the version from a policy; else let it offer again."""
-    weights, membership = state.weights, state.replicas.membership
-    name, incarnation = weights.suspects.pop(reader)
-    suspect = membership.members.get(name)
-    if suspect is None or suspect.incarnation != incarnation:
-        return
-    if proven:
-        reason = f"{reader} pulled other weights from {name} than were published, and the right ones from {source}"
-        membership.accused[name], membership.accusers[reader] = None, True
-        state.outbox.write(SourceEvicted(name=name, reader=reader))
-        distrust(state, suspect, reason)
-    elif (name, incarnation) not in weights.suspects.values():
-        suspect.can_offer, suspect.may_relay = suspect.serves, True
-
-
-def _stop_relay(state: ControllerState, reader: Member, relay: Member, version: int, pull: Pull) -> None:
-    """Have nobody read `version` from a relay that has not proven it, after `reader` got something else from there."""
-    relays = state.weights.relays
-    relays.withdraw(relay.name)
-    relays.avoided[reader.name] = version
-    if state.replicas.leases.get(pull[1]) is not None:
-        relays.complain(pull, reader.name)
-    reason = f"{reader.name} pulled other weights from {relay.name} than were published, before it had proven its own"
-    state.outbox.note("relays_no_more", replica=relay.name, version=version, reason=reason)
-    note_bad_pull(state, relay.name, reader.name)
-
-
 def source_of(lease: Lease) -> str:
     """Return the replica that a pull is from, the relay if there is one; empty for one of an earlier incarnation of the
     controller."""
@@ -565,26 +499,6 @@ def _command_of(lease: Lease) -> wire.AdoptWeights | None:
     """Return the command of an adoption; None if an earlier incarnation of the controller sent it."""
     message = lease.send.message if lease.send is not None else None
     return message if isinstance(message, wire.AdoptWeights) else None
-
-
-def note_bad_pull(state: ControllerState, source: str, reader: str) -> None:
-    """Count a pull that failed. A rollout that several such pulls in a row were from offers no more.
-
-    Those of one reader count by themselves as well: a source could fail it for ever, and serve others in between. But a
-    reader that has ended the offers of some pulls from policies from then on: it may be at fault itself, and would end
-    those of all.
-    """
-    member, num = state.replicas.membership.members.get(source), state.weights.num_bad_pulls
-    if member is None or member.role != "rollout":
-        return
-    for one in (reader, ""):
-        num[source, one] += 1
-    if (member.can_offer or member.may_relay) and max(num[source, reader], num[source, ""]) >= MAX_BAD_PULLS:
-        stop_offering(state, member, f"{MAX_BAD_PULLS} pulls in a row from {source} failed")
-        membership = state.replicas.membership
-        membership.num_stopped[reader] += 1
-        if membership.num_stopped[reader] >= MAX_STOPPED:
-            membership.accusers.setdefault(reader, False)  # it pulls from policies only
 
 
 # --- policies ---------------------------------------------------------------------------------------------------------

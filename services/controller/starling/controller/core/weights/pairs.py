@@ -59,7 +59,7 @@ def _forecast(state: ControllerState, reader: Member, command: wire.AdoptWeights
     Either source may have joined again with another layout since the command was sent. A relay then has other ranks
     than its reader, and other boxes than it has sent.
     """
-    members, weights = state.replicas.membership.members, state.weights
+    members, plans = state.replicas.membership.members, state.weights.plans
     source = members.get(command.source) if command is not None else None
     if command is None or source is None or source.layout is None or reader.layout is None:
         return None
@@ -70,9 +70,9 @@ def _forecast(state: ControllerState, reader: Member, command: wire.AdoptWeights
         return None
     try:
         if relay is source:
-            return weights.forecast(source.layout, reader.layout)
-        if weights.layout_key(source.layout, relay.layout) == command.layout:
-            return weights.relayed_forecast(source.layout, relay.layout, reader.layout)
+            return plans.forecast(source.layout, reader.layout)
+        if plans.key(source.layout, relay.layout) == command.layout:
+            return plans.relayed_forecast(source.layout, relay.layout, reader.layout)
     except WeightsError:  # there is no plan from the other layout
         pass
     return None

@@ -1,4 +1,4 @@
-"""Publications of weight versions: the newest, the replicas that offer, hold or still need a version, and the plans.
+"""Publications of weight versions: the newest, and the replicas that offer, hold or still need a version.
 
 Stops 9 and 10 of the walk. A policy offers a version, and computes its layout root for each distinct layout of the
 rollouts. Each rollout gets a plan and pulls for itself. Only a rollout that attests the layout root of its own layout
@@ -10,21 +10,17 @@ whose own root then counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.controller.core.records import WeightsSummary
 from starling.controller.core.replicas.membership import Member
+from starling.controller.core.weights.plans import LayoutPlans
 from starling.controller.core.weights.relays import Relays
-from starling.weightsync.costs.pairs import PullForecast, forecast_pull, forecast_relayed_pull, relative_places
 from starling.weightsync.offers.offer import Offer, decode_offer
-from starling.weightsync.offers.tickets import allowance, reading_cost
-from starling.weightsync.plan.fan_out import for_relays
-from starling.weightsync.plan.layout import Layout, Place, encode
-from starling.weightsync.plan.planner import Plan, PlanCache
+from starling.weightsync.plan.layout import Layout
 
 RETRY_S = 1.0
 """Seconds after which a failed adoption is retried the first time; each further failure in a row doubles them."""
@@ -38,14 +34,6 @@ MAX_VERSIONS = 1000
 MAX_LAYOUTS = 16
 """Number of distinct layouts of rollouts whose roots a policy computes: those of most rollouts. Each may take a pass
 over the weights; rollouts of further layouts pull from policies only."""
-
-MAX_SOURCES = 1024
-"""Sources of which the plans to one destination are kept: each policy that was started again is another one."""
-MAX_FORECASTS: Final = 1024
-"""Forecasts that are kept: each pair of different machines has another one."""
-
-Places = tuple[Place, ...]
-Forecast = Callable[[Plan, Places, Places], PullForecast]
 
 
 @dataclass(frozen=True)
@@ -63,35 +51,15 @@ class PublishedOffer:
     """Of the holder."""
 
 
-@dataclass(slots=True)
-class LayoutPair:
-    """The layouts of the source and of the destination of a pull, and what follows from both."""
-
-    source: Layout
-    destination: Layout
-    key: str
-    """Equal for pairs whose plans move the same boxes; the layout root is known under it. The size from which buckets
-    are cut for relays decides about these boxes, too."""
-    plan: bytes = b""
-    """The encoded plan; empty until it is needed."""
-    size_bytes: int = 0
-    """How much a pull by the plan moves."""
-    most_bytes: int = 0
-    """How much a pull by the plan may read from a source rank, as `allowance`."""
-    forecast: PullForecast | None = None
-    """Of a pull by the plan; None until it is needed."""
-
-
 @dataclass
 class Publications:
-    """The newest publication, the offers, the versions that rollouts hold and need, and the plans to pull by."""
+    """The newest publication, the offers, and the versions that rollouts hold and need."""
 
     version: int = -1
     """The newest version that was ever on offer."""
     published_at: float = float("-inf")
     """When this incarnation of the controller saw it on offer."""
-    relay_from_bytes: int = 1 << 62
-    """Size of the weights from which rollouts on other hosts than the policy read them from each other."""
+    plans: LayoutPlans = field(default_factory=LayoutPlans)
     requested: int = -1
     """The newest version that a policy has the command to publish."""
     roots: dict[int, set[str]] = field(default_factory=dict)
@@ -129,13 +97,6 @@ class Publications:
     _places: dict[int, dict[str, dict[str, PublishedOffer]]] = field(default_factory=dict)
     """The offers by version, host and holder: the time to find the nearest must not grow with their number."""
     _of_policies: dict[str, PublishedOffer] = field(default_factory=dict)
-    _plans: PlanCache = field(default_factory=PlanCache)
-    _sources: set[int] = field(default_factory=set)
-    """Identities of the source layouts in `_pairs`."""
-    _forecasts: dict[tuple[str, Forecast, bytes], PullForecast] = field(default_factory=dict)
-    """By the key of the layouts, the function that made it, and a digest of the places of the ranks at both ends."""
-    _pairs: dict[int, dict[int, LayoutPair]] = field(default_factory=dict)
-    """By the identities of the destination's layout and of the source's, which the entry keeps alive."""
 
     @property
     def awaits_checkpoint(self) -> bool:
@@ -159,7 +120,7 @@ class Publications:
             raise WeightsError(f"An offer of version {offered.version} came in the publication of version {version}.")
         if member.role != "policy" and version not in self.roots:
             raise WeightsError(f"No policy has published version {version}.")
-        self._withdraw(member.name)
+        self.withdraw(member.name)
         is_policy = member.role == "policy"
         published = PublishedOffer(member.name, member.host, is_policy, version, offered.root, offered, member.layout)
         self.offers[member.name] = published
@@ -193,87 +154,10 @@ class Publications:
         """Say whether a policy offered `version` under `root`: a replica that pulled it from a policy holds it."""
         return root in self.roots.get(version, ())
 
-    def layout_key(self, source: Layout | None, destination: Layout | None) -> str:
-        """Return the key of two layouts, under which their layout root is known; empty without either."""
-        return self._pair(source, destination).key if source is not None and destination is not None else ""
-
-    def forecast(self, source: Layout, destination: Layout) -> PullForecast:
-        """Return the forecast of a pull: computed once for equal machines, while neither layout changes.
-
-        Raises:
-            WeightsError: as `make_plan`.
-        """
-        pair = self._pair(source, destination)
-        if pair.forecast is None:
-            places = _places(source), _places(destination)
-            pair.forecast = self._forecast(pair, places, forecast_pull)
-        return pair.forecast
-
-    def relayed_forecast(self, origin: Layout, relay: Layout, destination: Layout) -> PullForecast:
-        """Return the forecast of a pull from a relay of what it pulls from `origin`.
-
-        Raises:
-            WeightsError: as `make_plan`.
-        """
-        places = _places(relay), _places(destination)
-        return self._forecast(self._pair(origin, destination), places, forecast_relayed_pull)
-
-    def _forecast(self, pair: LayoutPair, places: tuple[Places, Places], forecast: Forecast) -> PullForecast:
-        key = pair.key, forecast, relative_places(*places)
-        found = self._forecasts.get(key)
-        if found is None:
-            if len(self._forecasts) >= MAX_FORECASTS:
-                self._forecasts.clear()
-            found = self._forecasts[key] = forecast(self._plan(pair.source, pair.destination), *places)
-        return found
-
-    def pair(self, source: Layout, destination: Layout) -> LayoutPair:
-        """Return the plan between two replicas, its key and its allowance: computed once, while neither changes.
-
-        Raises:
-            WeightsError: as `make_plan`.
-        """
-        pair = self._pair(source, destination)
-        if not pair.plan:
-            plan = self._plan(source, destination)
-            cost = reading_cost(plan.total_bytes, plan.num_boxes)
-            distinct_cost = reading_cost(plan.distinct_bytes, plan.num_distinct_boxes)
-            pair.plan, pair.size_bytes = encode(plan), plan.total_bytes
-            pair.most_bytes = allowance(cost, distinct_cost)
-        return pair
-
-    def _plan(self, source: Layout, destination: Layout) -> Plan:
-        plan = self._plans.plan(source, destination)
-        return for_relays(plan) if plan.total_bytes >= self.relay_from_bytes else plan
-
-    def has_plan(self, source: Layout | None, destination: Layout | None) -> bool:
-        """Say whether there is a plan between two replicas with weights.
-
-        There may be none between two rollouts although there are plans from the policy to both: neither is at fault.
-        """
-        if source is None or destination is None:
-            return False
-        try:
-            self.pair(source, destination)
-        except WeightsError:
-            return False
-        return True
-
-    def _pair(self, source: Layout, destination: Layout) -> LayoutPair:
-        pairs = self._pairs.setdefault(id(destination), {})
-        found = pairs.get(id(source))
-        if found is None or found.source is not source or found.destination is not destination:
-            if len(pairs) >= MAX_SOURCES:
-                pairs.clear()
-            self._sources.add(id(source))
-            key = f"{self._plans.key(source, destination)}-{self.relay_from_bytes}"
-            found = pairs[id(source)] = LayoutPair(source, destination, key)
-        return found
-
     def known_layout_roots(self, version: int, key: str) -> tuple[str, ...]:
         """Return the layout roots that policies computed for this version and key.
 
-        None if one of them did not: where arithmetic is not deterministic, a policy that made the version again holds
+        Empty if one of them did not: where arithmetic is not deterministic, a policy that made the version again holds
         other bits than the rollouts that adopted it before.
         """
         by_key = self.layout_roots.get(version)
@@ -292,15 +176,11 @@ class Publications:
 
     def can_prove(self, destination: Member, version: int) -> bool:
         """Say whether `destination` can prove `version` without its source: whether it may pull from a rollout."""
-        return bool(self.known_layout_roots(version, self.layout_key(self.policy_layout, destination.layout)))
+        return bool(self.known_layout_roots(version, self.plans.key(self.policy_layout, destination.layout)))
 
     def is_offered_by_policy(self, version: int) -> bool:
         """Say whether a policy offers `version` now."""
         return any(offer.version == version for offer in self._of_policies.values())
-
-    def withdraw(self, name: str) -> None:
-        """Remove the offer of a replica."""
-        self._withdraw(name)
 
     def summary(self) -> WeightsSummary:
         """Return the newest publication and the known roots, which no replica can report."""
@@ -353,7 +233,7 @@ class Publications:
     def _serves(self, offer: PublishedOffer, destination: Member) -> bool:
         if offer.holder == destination.name:
             return False
-        return offer.is_policy or self.has_plan(offer.layout, destination.layout)
+        return offer.is_policy or self.plans.exists(offer.layout, destination.layout)
 
     def root_plans(self, source: Layout, destinations: Iterable[Layout]) -> dict[str, bytes]:
         """Return the encoded plans from `source` to the most frequent layouts of `destinations`, by key.
@@ -363,13 +243,13 @@ class Publications:
         examples: dict[str, Layout] = {}
         numbers: Counter[str] = Counter()
         for layout in destinations:
-            key = self.layout_key(source, layout)
+            key = self.plans.key(source, layout)
             examples.setdefault(key, layout)
             numbers[key] += 1
         plans: dict[str, bytes] = {}
         for key, _ in numbers.most_common(MAX_LAYOUTS):
             with suppress(WeightsError):
-                plans[key] = self.pair(source, examples[key]).plan
+                plans[key] = self.plans.pair(source, examples[key]).plan
         return plans
 
     # --- holders ----------------------------------------------------------------------------------------------------
@@ -419,17 +299,12 @@ class Publications:
         self.suspects.pop(name, None)
         for pair in [pair for pair in self.num_bad_pulls if name == pair[1]]:
             del self.num_bad_pulls[pair]
-        self._withdraw(name)
+        self.withdraw(name)
         self.relays.forget(name)
-        self._pairs.pop(id(layout), None)
-        if id(layout) in self._sources:  # also if it has lost its offer since
-            self._sources.discard(id(layout))
-            for pairs in self._pairs.values():
-                pairs.pop(id(layout), None)
-        if layout is not None and layout is not self.policy_layout:
-            self._plans.forget(layout)
+        self.plans.forget(layout, is_in_use=layout is self.policy_layout)
 
-    def _withdraw(self, name: str) -> PublishedOffer | None:
+    def withdraw(self, name: str) -> None:
+        """Remove the offer of a replica."""
         offered = self.offers.pop(name, None)
         if offered is not None:
             self._of_policies.pop(name, None)
@@ -439,8 +314,3 @@ class Publications:
                 del hosts[offered.host]
             if not hosts:
                 del self._places[offered.version]
-        return offered
-
-
-def _places(layout: Layout) -> Places:
-    return tuple(held.place for held in layout.ranks)
