@@ -1,4 +1,4 @@
-"""Links, files and modules in the documentation exist."""
+"""Links, files, modules and settings in the documentation exist."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import shards
 
+from starling.cli.recipe.schema import Recipe
+from starling.common.settings import iter_settings
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted(shards.tracked_files())
 PAGES = [name for name in FILES if name.endswith(".md")]
+SETTINGS = {one.key for one in iter_settings(Recipe)}
+SECTIONS = {".".join(key.split(".")[:end]) for key in SETTINGS for end in range(1, key.count(".") + 1)}
 MEMBERS = ("common", "weightsync", "algo", "cli", "sim", "controller", "policy", "rollout", "reward")
 
 
@@ -39,3 +44,15 @@ def test_named_dotted_modules_exist(page: str) -> None:
         parent = path.rsplit("/", 1)[0]
         found = any(file.endswith((f"/{path}.py", f"/{path}/__init__.py", f"/{parent}.py")) for file in FILES)
         assert found, f"{page} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_settings_exist(page: str) -> None:
+    """A setting is `section.key`, alone or with a value, or `--section.key` with hyphens."""
+    text = (ROOT / page).read_text()
+    names = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| = )", text)
+    flags = [flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+(?:\.[a-z0-9-]+)+)", text)]
+    for name in [*names, *flags]:
+        is_file = name.endswith((".json", ".md", ".png", ".py", ".toml"))
+        if name.partition(".")[0] in SECTIONS and not is_file and name != "model.generate":
+            assert name in SETTINGS | SECTIONS, f"{page} names {name}"

@@ -1,12 +1,12 @@
-"""Fan-out: pipelined relays by which several replicas of one layout get a version while the publisher sends one model.
+"""Fan-out: how several replicas of one layout serve each other, so that the publisher sends one model.
 
-The buckets of each rank are divided into as many parts as there are replicas. Each replica pulls a different part from
-the publisher, and the others from the replicas that have them, bucket by bucket: all links work at once, so R replicas
-take the time of one plus R buckets. If replicas form groups with slower links between them (hosts, switches, sites), a
-part crosses to another group once; the member that fetched it relays it inside the group.
+`make_fan_out` is what `starling plan` forecasts: the model is divided into as many parts as there are replicas, each
+replica pulls a different part from the publisher, and the others from the replicas that have them. All links work at
+once, so R replicas take the time of one plus R buckets. If replicas form groups with slower links between them (hosts,
+switches, sites), a part crosses to another group once; the member that fetched it relays it inside the group.
 
-The fan-out is data that follows from the places of the replicas. When one joins or leaves, it is planned again; a
-replica that waits for one that is gone reads from the publisher instead: a bucket has the same boxes from either.
+A run has chains instead, which take the same time with fewer connections (`docs/decisions/0044-chains-of-relays.md`);
+`for_relays` cuts the buckets of their plans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.boxes import Ints
 from starling.weightsync.plan.layout import Place
-from starling.weightsync.plan.moves import Bucket
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.plan.topology import Topology, distances
 
@@ -31,15 +30,6 @@ MIN_RELAY_BUCKET_BYTES: Final = 256 << 10
 """Size below which a bucket costs more in requests than it saves in waiting."""
 PUBLISHER: Final = -1
 """In place of a replica's number: the publisher of the version."""
-
-
-class RelayPull(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One bucket of a replica's rank, and its source."""
-
-    bucket: int
-    """Index into the buckets of the rank in the plan from the publisher."""
-    replica: int
-    """Source: `PUBLISHER`, or a replica that has pulled it before."""
 
 
 class FanOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,38 +101,6 @@ def parts_of(sizes: Ints, num_parts: int) -> Ints:
         parts[index] = part
         heapq.heapreplace(heap, (filled + size, part))
     return parts
-
-
-def relay_pulls(fan_out: FanOut, sizes: Ints, replica: int) -> tuple[RelayPull, ...]:
-    """Return what one rank of `replica` pulls, in order.
-
-    A bucket comes after its source has it, and at least one bucket of every other part later: a replica that follows
-    the order waits only briefly, and never in a cycle.
-
-    Args:
-        fan_out: the relay tree.
-        sizes: bytes of each bucket of the rank in the plan from the publisher.
-        replica: number of the replica.
-    """
-    parts = parts_of(sizes, fan_out.num_replicas)
-    order = np.argsort(parts, kind="stable")
-    wave = np.empty(len(parts), np.int64)
-    wave[order] = np.arange(len(parts)) - np.searchsorted(parts[order], parts[order], side="left")
-    depths = np.array([fan_out.depth(replica, part) for part in range(fan_out.num_replicas)], np.int64)
-    sources = fan_out.sources[replica]
-    turn = (parts - replica) % max(fan_out.num_replicas, 1)
-    return tuple(
-        RelayPull(bucket=index, replica=sources[parts[index]])
-        for index in np.lexsort((turn, wave + depths[parts])).tolist()
-    )
-
-
-def relayed(bucket: Bucket) -> Bucket:
-    """Return `bucket` as a relay of the same layout serves it: the same boxes, from the shards that it filled."""
-    transfers = tuple(
-        msgspec.structs.replace(transfer, source_shard=transfer.destination_shard) for transfer in bucket.transfers
-    )
-    return msgspec.structs.replace(bucket, source_rank=bucket.destination_rank, transfers=transfers)
 
 
 def _groups(replicas: Sequence[Sequence[Place]], topology: Topology | None) -> list[list[int]]:
