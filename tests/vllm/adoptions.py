@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from engines import (
-    CONTEXT,
     DEADLINE_S,
     FAMILIES,
     EngineDriver,
@@ -34,6 +33,7 @@ from engines import (
     read_model,
     request,
 )
+from tiny_sizes import CONTEXT
 
 from starling.common.settings import LoraSettings
 from starling.common.wire.messages import Status

@@ -7,39 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-CONTEXT = 256
-VOCAB = 96
-HIDDEN = 64
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.12,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-GROUPED: dict[str, Any] = {
-    **SMALL,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-WIDE: dict[str, Any] = {key: value for key, value in GROUPED.items() if key != "head_dim"} | {"hidden_size": 128}
-"""Heads of size 32 by the hidden size."""
-PLAIN: dict[str, Any] = {
-    key: value for key, value in GROUPED.items() if key not in ("head_dim", "num_key_value_heads")
-} | {"hidden_size": 128}
-"""One key-value head for each head, of size 32."""
+from tiny_sizes import CONTEXT, GROUPED, PLAIN, SMALL, WIDE
+
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-MAMBA: dict[str, Any] = {
-    **SMALL,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "state_size": 16,
+SHARED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
 }
+"""Routed experts beside a shared one, below a dense layer."""
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "afmoe": {
@@ -58,16 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "arcee": GROUPED,
     "cohere": {**PLAIN, "num_key_value_heads": 2},
     "cohere2": {**GROUPED, "sliding_window": 32},
-    "dots1": {
-        **GROUPED,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "dots1": {**GROUPED, **SHARED_EXPERTS},
     "ernie4_5": GROUPED,
     "ernie4_5_moe": {
         **GROUPED,
@@ -101,16 +72,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**GROUPED, "sliding_window": 32, "query_pre_attn_scalar": 32},
     "glm": GROUPED,
     "glm4": GROUPED,
-    "glm4_moe": {
-        **GROUPED,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "glm4_moe": {**GROUPED, **SHARED_EXPERTS},
     "gpt2": {**SMALL, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
     "gpt_bigcode": {**SMALL, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
     "gpt_neox": {**PLAIN, "rotary_pct": 0.5},
@@ -186,20 +148,14 @@ OTHER_NUMERICS: dict[str, dict[str, Any]] = {
     "bloom": {**SMALL, "hidden_size": 128, "n_layer": 2, "n_head": 4},
     "deepseek_v2": {
         **PLAIN,
+        **SHARED_EXPERTS,
         "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
         "kv_lora_rank": 512,
         "q_lora_rank": None,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
         "head_dim": 64,
-        "n_group": 1,
-        "topk_group": 1,
         "topk_method": "greedy",
     },
     "gemma2": {**GROUPED, "sliding_window": 32, "query_pre_attn_scalar": 32},

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_sizes import CONTEXT, GROUPED, VOCAB, WIDE
 from warm import process_context
 
 from starling.algo.architecture import auto_class
@@ -39,36 +40,19 @@ torch.set_num_threads(1)
 
 DEADLINE_S = 240.0
 """Deadline for operations that are slow on a busy machine."""
-VOCAB = 96
-CONTEXT = 256
-# Wide initial weights: attention and positions then decide the logits, and an error in either shows.
-COMMON: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.12,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", COMMON),
-    "qwen2": ("qwen2", {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 128}),
-    "qwen3": ("qwen3", {**COMMON, "tie_word_embeddings": True}),
+    "llama": ("llama", GROUPED),
+    "qwen2": ("qwen2", WIDE),
+    "qwen3": ("qwen3", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3_moe": (
         "qwen3_moe",
-        {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []},
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []},
     ),
     # Its experts fill no whole block of the kernels for CPUs.
     "qwen3_moe of odd sizes": (
         "qwen3_moe",
         {
-            **COMMON,
+            **GROUPED,
             "hidden_size": 96,
             "num_experts": 3,
             "num_experts_per_tok": 2,

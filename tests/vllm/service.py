@@ -15,9 +15,10 @@ import numpy as np
 import openai
 import torch
 import transformers
-from engines import COMMON, PublisherProcess, forward_logprobs, publisher_process, read_model
+from engines import PublisherProcess, forward_logprobs, publisher_process, read_model
 from fake_hub import DEADLINE_S, FakeHub
 from replica_processes import replica
+from tiny_sizes import GROUPED
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.wire import messages as wire
@@ -40,7 +41,7 @@ OWNED = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"
 
 def make_checkpoints(base: Path, num: int = 2) -> list[Path]:
     """Create checkpoints of one model with different random weights; each character and `CALL` are tokens."""
-    config = {name: value for name, value in COMMON.items() if name not in OWNED}
+    config = {name: value for name, value in GROUPED.items() if name not in OWNED}
     first = base / "tiny-0"
     make_model_folder(ScratchSettings(config=config, chat_template=CHAT, max_length=CONTEXT), first)
     tokenizer = transformers.AutoTokenizer.from_pretrained(first)

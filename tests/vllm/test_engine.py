@@ -14,9 +14,7 @@ import psutil
 import pytest
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
 from engines import (
-    CONTEXT,
     DEADLINE_S,
-    VOCAB,
     EngineDriver,
     PublisherProcess,
     checkpoint,
@@ -27,6 +25,7 @@ from engines import (
     read_model,
     request,
 )
+from tiny_sizes import CONTEXT, VOCAB
 
 from starling.common.errors import WeightsError
 from starling.rollout.engine.base import EngineLostError, GroupFailed, GroupRequest, RequestError

@@ -17,17 +17,7 @@ from starling.common.errors import ConfigError
 from starling.common.files import check_own
 from starling.common.ids import LEASE_KINDS
 from starling.common.wire.messages import Heartbeat, Hello, LeaseFailed, Leave
-from starling.controller.core.events import (
-    CheckpointRead,
-    Event,
-    Fetched,
-    NotSent,
-    Received,
-    ReplicaDisconnected,
-    StopRequested,
-    Stored,
-    Ticked,
-)
+from starling.controller.core import events
 from starling.controller.shell.recording.format import RecordingPath
 from starling.controller.shell.recording.replay import ReplayedController, replay
 from starling.controller.shell.status import MetricsHistory, snapshot
@@ -114,26 +104,26 @@ def state_view(replayed: ReplayedController) -> dict[str, Any]:
     }
 
 
-def describe_event(event: Event) -> str:
+def describe_event(event: events.Event) -> str:
     """Return an event in words."""
     match event:
-        case Received(sender=sender, message=message):
+        case events.Received(sender=sender, message=message):
             return f"{sender} sent {_describe_message(message)}"
-        case Ticked():
+        case events.Ticked():
             return "time passed"
-        case ReplicaDisconnected(peer=peer):
+        case events.ReplicaDisconnected(peer=peer):
             return f"the connection of {peer} closed"
-        case StopRequested(reason=reason):
+        case events.StopRequested(reason=reason):
             return f"a stop was requested: {reason}"
-        case Fetched(step=step, records=records, problem=problem):
+        case events.Fetched(step=step, records=records, problem=problem):
             if problem:
                 return f"step {step} cannot be read: {problem}"
             return f"{len(records)} records of step {step} were read"
-        case Stored(step=step):
+        case events.Stored(step=step):
             return f"the groups of step {step} are in a file"
-        case CheckpointRead(digest=digest):
+        case events.CheckpointRead(digest=digest):
             return f"the digest of the checkpoint is {digest}" if digest else "the checkpoint cannot be read"
-        case NotSent(peer=peer, lease=lease, reason=reason):
+        case events.NotSent(peer=peer, lease=lease, reason=reason):
             return f"{lease} was not sent to {peer}: {reason}"
 
 

@@ -169,15 +169,6 @@ def raise_ambient(*raised: int) -> None:
         _check(_libc.prctl(_PR_CAP_AMBIENT, 2, capability, 0, 0), "prctl(CAP_AMBIENT_RAISE)")
 
 
-def has_capability(capability: int) -> bool:
-    """Return whether this process has the capability in effect, in its user namespace."""
-    data = ctypes.create_string_buffer(24)
-    if _libc.capget(struct.pack("Ii", _CAPABILITIES_V3, 0), data) < 0:
-        return False
-    words = struct.unpack("IIIIII", data.raw)
-    return bool(words[3 * (capability // 32)] >> (capability % 32) & 1)
-
-
 # --- Landlock ----------------------------------------------------------------------------------------------------
 
 _READ: Final = 1 << 0 | 1 << 2 | 1 << 3

@@ -184,10 +184,6 @@ class Kind(IntEnum):
     BITMAP = 4
 
 
-CHANGED_KINDS: Final = (Kind.RUNS, Kind.WIDE, Kind.NARROW, Kind.BITMAP)
-"""Kinds of blocks with changed elements."""
-
-
 class DeltaSection(NamedTuple):
     """Position and size of a section, in bytes from the start of the encoded piece."""
 

@@ -25,7 +25,7 @@ from starling.algo.architecture import context_length, media_inputs
 from starling.algo.media import placeholder_ids
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
-from starling.common.wire.messages import Status
+from starling.common.wire.messages import MediaInputs, Status
 from starling.rollout.engine.base import (
     AdoptionReport,
     CacheMode,
@@ -134,22 +134,16 @@ class TransformersEngine:
         self._forward = Forward(model, kv_cache_mb << 20)
         if self._forward.cache.max_blocks == 0:
             raise ConfigError(f"kv_cache_mb is {kv_cache_mb}, less than one block of the model's KV cache; give more")
-        length = max_model_len if max_model_len is not None else context_length(model.config)
-        if length is None:
-            raise ConfigError("the model declares no context length; give max_model_len")
-        if length < 2:
-            raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
+        self._max_rows, self._kv_cache_mb = max_rows, kv_cache_mb
+        self._max_model_len = _sequence_length(model, max_model_len)
         self._model = model
         self._live: Mapping[str, torch.Tensor] | None = None
         """The live weights by name. To list them takes a millisecond, several times for each adoption."""
         self._weight_norms = cache_weight_norms(model)
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._eos_token_ids = tuple(int(token) for token in eos_token_ids)
-        self._media_inputs = inputs = media_inputs(model.config)
-        # A sampled placeholder token would need an image, at the latest in the trainer.
-        banned = [] if inputs is None else sorted(placeholder_ids(inputs).values())
-        self._banned_ids = torch.tensor(banned, device=self._forward.device) if banned else None
-        self._max_rows, self._max_model_len, self._kv_cache_mb = max_rows, length, kv_cache_mb
+        self._media_inputs = media_inputs(model.config)
+        self._banned_ids = _banned_ids(self._media_inputs, self._forward.device)
         self._exclusive = exclusive
         self._version = version
         self._waiting: deque[EmbeddedGroup] = deque()
@@ -513,6 +507,29 @@ class TransformersEngine:
     def close(self) -> None:
         """Stop the threads and connections of pulls."""
         self._weights.close()
+
+
+def _sequence_length(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """Return how many tokens a sequence may have: `max_model_len`, or the context length of the model.
+
+    Raises:
+        ConfigError: there is neither, or no room for a prompt token and a sampled one.
+    """
+    length = max_model_len if max_model_len is not None else context_length(model.config)
+    if length is None:
+        raise ConfigError("the model declares no context length; give max_model_len")
+    if length < 2:
+        raise ConfigError(f"max_model_len is {length}; give at least 2, a prompt token and a sampled one")
+    return length
+
+
+def _banned_ids(inputs: MediaInputs | None, device: torch.device) -> torch.Tensor | None:
+    """Return the tokens that are never sampled: a placeholder would need an image, at the latest in the trainer.
+
+    None if there are none.
+    """
+    banned = [] if inputs is None else sorted(placeholder_ids(inputs).values())
+    return torch.tensor(banned, device=device) if banned else None
 
 
 def _kept_tokens(drawn: Drawn, num_rows: int) -> KeptTokens | None:
