@@ -44,6 +44,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("weightsync_plan.py", "--quick"),
     ("weightsync_memory.py", "--quick"),
     ("weightsync_quantise.py", "--quick"),
+    ("weightsync_vllm.py", "--quick"),
     ("memory.py", "--quick"),
     ("attention.py", "--quick"),
     ("train_step.py", "--quick"),

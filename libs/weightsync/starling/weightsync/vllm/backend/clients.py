@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from starling.common.errors import WeightsError
+
+READY_CHECK_S: Final = 0.5
+"""Interval at which a server that starts is asked."""
+READY_ANSWER_S: Final = 5.0
 
 
 class LocalEngine:
@@ -83,6 +88,15 @@ class HttpEngines:
         """Go on after `pause`. Raises WeightsError as above."""
         self._post("resume")
 
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until all servers answer. Raises WeightsError if one does not within `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        for url in self._urls:
+            while not _is_ready(url):
+                if time.monotonic() > end:
+                    raise WeightsError(f"{url} is not ready after {timeout_s:g} s: start vLLM there, or see its log.")
+                time.sleep(READY_CHECK_S)
+
     def _post(self, route: str, body: Any = None) -> None:
         """Call a route of all servers at once."""
         with ThreadPoolExecutor(len(self._urls)) as pool:
@@ -100,3 +114,11 @@ class HttpEngines:
             raise WeightsError(f"{url} answered {error.code} {told[:500]}{hint}.") from error
         except OSError as error:
             raise WeightsError(f"{url} does not answer: {getattr(error, 'reason', error)}.") from error
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=READY_ANSWER_S).close()
+    except OSError:
+        return False
+    return True

@@ -28,15 +28,16 @@ class TrainerRanks:
     Args:
         rank: of this process.
         deadline_s: how long a step may take; a rank that waits longer for another one raises.
+        alone: other ranks take no part, and this one has everything.
 
     Raises:
         WeightsError: `rank` is not that of torch.distributed's default group.
     """
 
-    def __init__(self, rank: int, deadline_s: float) -> None:
+    def __init__(self, rank: int, deadline_s: float, *, alone: bool = False) -> None:
         self.rank, self._group = rank, None
         distributed: Any = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if alone or not (distributed.is_available() and distributed.is_initialized()):
             if rank:
                 raise WeightsError(f"rank is {rank}, and torch.distributed is not initialised: initialise it first.")
             self.num_ranks = 1

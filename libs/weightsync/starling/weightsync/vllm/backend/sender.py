@@ -103,15 +103,18 @@ class WeightSender:
         client: of the engines; used by rank 0 only.
         rank: of this process in the trainer.
         options: how weights are offered; host and transport may differ between ranks.
+        alone: other ranks of torch.distributed do not call here; this one has whole tensors.
 
     Raises:
         WeightsError: the host cannot be listened on, or the options contradict each other.
     """
 
-    def __init__(self, source: Source, client: EngineClient, *, rank: int = 0, options: SenderOptions) -> None:
+    def __init__(
+        self, source: Source, client: EngineClient, *, rank: int = 0, options: SenderOptions, alone: bool = False
+    ) -> None:
         self._source, self._client, self._options = source, client, options
         # Other ranks wait while rank 0 does up to three things, each within its own deadline.
-        self._ranks = TrainerRanks(rank, 3 * options.deadline_s + 4 * ANSWER_S)
+        self._ranks = TrainerRanks(rank, 3 * options.deadline_s + 4 * ANSWER_S, alone=alone)
         choice = choose_for_host(options.transport, options.host, encrypt=options.encrypt)
         self._transport, self._encrypted = choice.transport, choice.encrypted
         self._rendezvous = Rendezvous(options.host) if rank == 0 else None
