@@ -23,7 +23,7 @@ from controller_traffic import GROUP_SIZE, POLICY, Result, hear, lead_rollouts, 
 
 from starling.common.ids import lease_id
 from starling.common.net import curve
-from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.net.link import ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.net.settings import LinkSettings
 from starling.common.wire import codec, messages

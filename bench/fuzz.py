@@ -39,7 +39,7 @@ from starling.common.errors import WireError
 from starling.common.net import curve
 from starling.common.net.dealer import Dealer
 from starling.common.net.frames import receive
-from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.net.keyring import make_keys
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, RateLimits
 from starling.common.wire import codec, messages

@@ -22,7 +22,7 @@ from typing import Any, Final
 import psutil
 
 from starling.common.net import curve, keyring
-from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.wire import messages as wire
 from starling.weightsync.plan.layout import Layout, decode, encode
 from starling.weightsync.plan.planner import make_plan

@@ -38,7 +38,7 @@ from figure import machine, print_figure, progress, quantile, rounded, versions
 
 from starling.common.net import curve
 from starling.common.net.frames import receive, send
-from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.net.keyring import make_keys
 from starling.common.net.limits import RateLimits
 from starling.common.net.link import ControllerLink, LinkClosed, ReceivedCommand

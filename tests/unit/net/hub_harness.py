@@ -13,7 +13,7 @@ import zmq
 
 from starling.common.ids import Role
 from starling.common.net import curve
-from starling.common.net.hub import Hub, HubKeys, PeerDisconnected, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, PeerDisconnected, ReceivedMessage
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, RateLimits, role_of
 from starling.common.net.link import ControllerLink
 from starling.common.net.settings import LinkSettings

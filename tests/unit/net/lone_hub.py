@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from starling.common.net import curve
-from starling.common.net.hub import Hub, HubKeys, PeerDisconnected, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, PeerDisconnected, ReceivedMessage
 from starling.common.wire import messages as wire
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
+from starling.common.net.hub.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, rules_of
 
 

@@ -16,7 +16,8 @@ from hub_harness import NAMES, RUN, HubHarness, envelope, received, running_link
 from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError, RefusedError, UnreachableError
-from starling.common.net import curve, hub
+from starling.common.net import curve
+from starling.common.net.hub import hub
 from starling.common.net.keyring import make_keys
 from starling.common.net.limits import MAX_FRAMES
 from starling.common.net.link import LinkClosed, ReceivedCommand

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from starling.cli.main import main
 from starling.common.errors import ConfigError, RefusedError
-from starling.common.net import curve, hub
+from starling.common.net import curve
+from starling.common.net.hub import hub
 from starling.common.net.keyring import list_keys, make_keys, revoke_keys
 from starling.common.net.link import LinkClosed
 from starling.common.wire import codec

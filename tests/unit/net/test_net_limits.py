@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from starling.common.errors import RefusedError, WireError
-from starling.common.net import hub
-from starling.common.net.hub import SEND_HIGH_WATER, PeerDisconnected
+from starling.common.net.hub import hub
+from starling.common.net.hub.hub import SEND_HIGH_WATER, PeerDisconnected
 from starling.common.net.keyring import make_keys
 from starling.common.net.limits import MAX_BYTES, PEER_ROLES, PeerAllowance, RateLimits, role_of, rules_of
 from starling.common.net.link import LinkClosed, ReceivedCommand

@@ -14,7 +14,7 @@ from hub_harness import RUN, HubHarness, envelope, generated, received, running_
 
 from starling.common.errors import ConfigError, RefusedError
 from starling.common.net import link as link_module
-from starling.common.net.hub import MAX_RELEASES, Hub, PeerDisconnected
+from starling.common.net.hub.hub import MAX_RELEASES, Hub, PeerDisconnected
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.net.settings import LinkSettings
 from starling.common.net.telemetry import TelemetrySubscriber

@@ -12,7 +12,7 @@ import zmq
 from hub_harness import DEADLINE_S, HubHarness, envelope, socket_of
 
 from starling.common.net import curve
-from starling.common.net import hub as hub_module
+from starling.common.net.hub import hub as hub_module
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 

@@ -19,10 +19,11 @@ from hub_harness import DEADLINE_S, HubHarness, envelope, running_link, socket_o
 from structlog.testing import capture_logs
 from test_net_restart import hub_process
 
-from starling.common.net import connections, curve, traffic
+from starling.common.net import curve
+from starling.common.net.hub import connections, traffic
+from starling.common.net.hub.traffic import MAX_SUBSCRIBERS
 from starling.common.net.keyring import make_keys
 from starling.common.net.telemetry import TelemetrySubscriber
-from starling.common.net.traffic import MAX_SUBSCRIBERS
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
 

@@ -16,7 +16,7 @@ import structlog
 from starling.common.errors import ConfigError, RestartError, StarlingError, WireError
 from starling.common.files import CONTROLLER_FILES, check_own, write_whole
 from starling.common.net.curve import load_allowed
-from starling.common.net.hub import Hub, HubKeys, ReceivedMessage
+from starling.common.net.hub.hub import Hub, HubKeys, ReceivedMessage
 from starling.common.observe.process import StopSignal, collect_seldom, end_process
 from starling.common.observe.terminal import one_line
 from starling.common.service import ServiceArguments, serve

@@ -286,9 +286,13 @@ class Membership:
         self._gone.move_to_end(name)
         while len(self._gone) > MAX_GONE:
             oldest, _ = self._gone.popitem(last=False)
-            by_name = (self.proven, self._incarnations, self._banned, self.num_invalid, self.conduct, self.set_aside)
             for known in (
-                *by_name,
+                self.proven,
+                self._incarnations,
+                self._banned,
+                self.num_invalid,
+                self.conduct,
+                self.set_aside,
                 self.accusers,
                 self.accused,
                 self.num_bad_offers,

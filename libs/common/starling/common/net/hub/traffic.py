@@ -19,8 +19,8 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from starling.common.net.connections import close_connection, peer_address
 from starling.common.net.frames import receive
+from starling.common.net.hub.connections import close_connection, peer_address
 
 log = structlog.get_logger(__name__)
 

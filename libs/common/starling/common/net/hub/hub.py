@@ -25,8 +25,10 @@ import zmq
 from starling.common.errors import ConfigError, WireError
 from starling.common.net import curve
 from starling.common.net.binding import bind
-from starling.common.net.connections import PeerConnection, PeerConnections, close_connection
 from starling.common.net.frames import is_readable, receive_routed, send
+from starling.common.net.hub.connections import PeerConnection, PeerConnections, close_connection
+from starling.common.net.hub.publishing import SnapshotPublisher
+from starling.common.net.hub.traffic import MAX_SUBSCRIBERS, SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.net.limits import (
     DEFAULT_RATE_LIMITS,
     MAX_BYTES,
@@ -37,8 +39,6 @@ from starling.common.net.limits import (
     RoleRules,
     rules_of,
 )
-from starling.common.net.publishing import SnapshotPublisher
-from starling.common.net.traffic import MAX_SUBSCRIBERS, SUBSCRIBER_BYTES, TrafficGuard
 from starling.common.wire import codec
 from starling.common.wire.messages import (
     PROTOCOL_VERSION,
