@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engines import forward_logprobs, read_model
 from service import make_checkpoints
@@ -44,6 +45,9 @@ def test_fsdp_ranks_send_their_shards_to_tensor_parallel_workers_and_gather_noth
         model.load_state_dict(torch.load(tmp_path / "trained.pt"))
         check_logprobs(url, model)
         assert ask(f"{url}/weight_info") == {"weight_version": "3"}
+        with pytest.raises(AssertionError, match="500"):
+            ask(f"{url}/init_weight_transfer_engine", {"init_info": {"master_port": 1}})
+        check_logprobs(url, model)  # an error of both workers has left no answer behind
     size = sum(parameter.nbytes for parameter in model.parameters())
     lines = run.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["version 1", "version 2", "version 3"]
