@@ -32,7 +32,7 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all lint types imports unit processes test-gpu explore sim system vllm bench bench-record bench-check figures docs install lock release clean
+.PHONY: demo smoke test test-all lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -59,7 +59,7 @@ imports: $(DEV)
 	$(BIN)/lint-imports --no-cache
 
 # One shard alone, without its campaign: `make unit`; `.venv/bin/python tests/shards.py list` shows them all.
-unit processes sim system vllm: $(DEV)
+unit processes sim parallel system vllm: $(DEV)
 	$(BIN)/python tests/shards.py run $@
 
 # What needs a GPU, or two, skipped where there is none; then tokens per second, MFU and goodput as JSON lines.

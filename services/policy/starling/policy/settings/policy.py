@@ -14,6 +14,7 @@ from starling.policy.settings.alarms import AlarmSettings
 from starling.policy.settings.algorithm import AlgorithmSettings, DistillSettings
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
 from starling.weightsync.offers.offer import TransportChoice
@@ -94,6 +95,8 @@ class PolicySettings(SettingsSection):
     """Use Liger's fused kernels; needs a CUDA device and `starling-policy[liger]`."""
     memory: MemorySettings = MemorySettings()
     """Recomputation, offload and compilation."""
+    parallel: ParallelSettings = ParallelSettings()
+    """Mesh of the ranks of a replica."""
     saving: SavingSettings = SavingSettings()
     """States and checkpoints: their location, and which to keep."""
     alarms: AlarmSettings = AlarmSettings()

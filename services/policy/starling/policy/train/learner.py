@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from starling.algo.architecture import media_inputs
+from starling.common.errors import ConfigError
 from starling.common.ids import TrainerKind
 from starling.common.wire.messages import ModelLimits
 from starling.policy.settings.policy import PolicySettings, changed
@@ -40,6 +41,9 @@ from starling.policy.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from starling.policy.train.parallel.apply import ParallelModel
+    from starling.policy.train.parallel.mesh import Mesh
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -54,18 +58,29 @@ class Learner:
     state makes the same versions, bit for bit, as one that never stopped.
     """
 
-    def __init__(self, load: Callable[[], PreTrainedModel], settings: PolicySettings) -> None:
+    def __init__(
+        self, load: Callable[[], PreTrainedModel], settings: PolicySettings, *, mesh: Mesh | None = None
+    ) -> None:
         """Start with version 0.
 
         Args:
             load: loads that version, the same bits each time: it may be loaded again as the reference of a KL term.
             settings: defaults of every step.
+            mesh: of the ranks that make the steps together; each of them has a learner and calls the same methods with
+                the same arguments. None for a single rank.
 
         Raises:
-            ConfigError: the model cannot be loaded.
+            ConfigError: the model cannot be loaded, or is not available on the mesh.
         """
-        self._load, self._settings = load, settings
+        num_ranks = settings.parallel.num_ranks
+        if mesh is None and num_ranks > 1:
+            raise ConfigError(
+                f"policy.parallel asks for {num_ranks} ranks, and this policy runs as a single one: set its sizes to 1"
+            )
+        self._load, self._settings, self._mesh = load, settings, mesh
         self.model = load()
+        self.parallel = self._on_mesh(self.model)
+        """The ranks that make the steps together; None for a single rank."""
         self.tensors = version_tensors(self.model)
         """The tensors of a version; every step changes them in place."""
         self.clock = StepClock(self.model.device)
@@ -173,7 +188,9 @@ class Learner:
 
         Raises:
             StepBrokenError: the weights are not a version.
+            ConfigError: the learner is on a mesh.
         """
+        self._refuse_mesh("a saved state")
         self.check_whole()
         trainer, trainer_state = self.trainer, None
         tensors = in_section(WEIGHTS, self.tensors)
@@ -207,8 +224,9 @@ class Learner:
                 restored: no step needs it, and this run may have other settings for it.
 
         Raises:
-            ConfigError: the state is of another model or another optimizer.
+            ConfigError: the state is of another model or another optimizer, or the learner is on a mesh.
         """
+        self._refuse_mesh("a saved state")
         saved.restore(WEIGHTS, self.tensors)
         self.next_prompt, self.metrics = saved.state.next_prompt, saved.state.metrics
         trainer = saved.state.trainer
@@ -245,7 +263,9 @@ class Learner:
 
         Raises:
             StepBrokenError: the weights are not a version.
+            ConfigError: the learner is on a mesh.
         """
+        self._refuse_mesh("an export")
         self.check_whole()
         copies = self._buffers.take(in_section(WEIGHTS, export_model(self.model) if merged else self.tensors))
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in copies.items()}
@@ -273,19 +293,38 @@ class Learner:
     def _fresh(self, kind: TrainerKind, num_steps: int) -> Trainer:
         """Return a new trainer, after dropping the active one: both optimizers might not fit in memory."""
         self.trainer = None
-        model, settings, clock = self.model, self._settings, self.clock
+        model, settings, clock, parallel = self.model, self._settings, self.clock, self.parallel
         match kind:
             case "sft":
-                return SftTrainer(model, settings, total_steps=num_steps, clock=clock)
+                return SftTrainer(model, settings, total_steps=num_steps, clock=clock, parallel=parallel)
             case "dpo":
-                return DpoTrainer(model, settings, total_steps=num_steps, clock=clock, initial=self._reload)
+                return DpoTrainer(
+                    model, settings, total_steps=num_steps, clock=clock, initial=self._reload, parallel=parallel
+                )
             case "reward_model":
-                return RewardModelTrainer(model, settings, total_steps=num_steps, clock=clock)
+                return RewardModelTrainer(model, settings, total_steps=num_steps, clock=clock, parallel=parallel)
             case "rl":
-                return RlTrainer(model, settings, total_steps=num_steps, clock=clock, initial=self._reload)
+                return RlTrainer(
+                    model, settings, total_steps=num_steps, clock=clock, initial=self._reload, parallel=parallel
+                )
 
     def _reload(self) -> PreTrainedModel:
         """Load version 0 again, without effect on the generators of random numbers."""
         device = self.model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            return self._load().requires_grad_(False)
+            model = self._load().requires_grad_(False)
+        self._on_mesh(model)
+        return model
+
+    def _on_mesh(self, model: PreTrainedModel) -> ParallelModel | None:
+        if self._mesh is None:
+            return None
+        from starling.policy.train.parallel.apply import parallelise
+
+        return parallelise(model, self._mesh, self._settings)
+
+    def _refuse_mesh(self, what: str) -> None:
+        if self._mesh is not None:
+            raise ConfigError(
+                f"{what} of a policy on a mesh is not available yet: set all sizes of policy.parallel to 1"
+            )

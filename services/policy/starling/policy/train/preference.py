@@ -26,6 +26,8 @@ from starling.policy.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from starling.policy.train.parallel.apply import ParallelModel
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -62,8 +64,8 @@ class PreferenceTrainer(Trainer, ABC):
 
         # Forward and loss
         self.optimizer.clear()
-        metrics, losses = TokenMetrics(), []
-        for inputs in self._microbatches(packed.batch):
+        metrics, losses = TokenMetrics(self._gather), []
+        for inputs in self._microbatches(packed.batch, with_reference=self._computes_reference(settings)):
             with self._router_loss.recording():
                 terms = self._pair_terms(inputs, packed, settings)
             metrics.add(terms.metrics)
@@ -72,7 +74,7 @@ class PreferenceTrainer(Trainer, ABC):
 
         # Update
         self._clock.enter("optimizer")
-        loss = float(torch.stack(losses).sum())
+        loss = self._total(losses)
         result = self.optimizer.apply(loss, optimizer)
         self._clock.enter("other")
         common = self._step_metrics(
@@ -86,6 +88,10 @@ class PreferenceTrainer(Trainer, ABC):
 
     def _prepare_reference(self, settings: PolicySettings, step: int) -> None:
         """Make the reference of step `step` available, where the loss needs one."""
+
+    def _computes_reference(self, settings: PolicySettings) -> bool:
+        """Whether the loss needs the reference."""
+        return False
 
     @abstractmethod
     def _pair_terms(self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings) -> LossTerms:
@@ -107,6 +113,7 @@ class DpoTrainer(PreferenceTrainer):
         reference: PreTrainedModel | None = None,
         initial: Callable[[], PreTrainedModel] | None = None,
         clock: PhaseClock | None = None,
+        parallel: ParallelModel | None = None,
     ) -> None:
         """Start with a fresh optimizer.
 
@@ -117,6 +124,7 @@ class DpoTrainer(PreferenceTrainer):
             reference: reference model; by default `model` as it is before the first step.
             initial: loads version 0 again, for when it is needed as the reference.
             clock: records the phases of each step.
+            parallel: see `Trainer`.
         """
         super().__init__(
             model,
@@ -124,7 +132,8 @@ class DpoTrainer(PreferenceTrainer):
             settings.dpo.optimizer,
             total_steps=total_steps,
             clock=clock,
-            reference=ReferenceModel(model, initial, reference),
+            reference=ReferenceModel(model, initial, reference, reload=parallel is not None),
+            parallel=parallel,
         )
 
     def _optimizer_settings(self, settings: PolicySettings) -> OptimizerSettings:
@@ -135,6 +144,9 @@ class DpoTrainer(PreferenceTrainer):
             self.reference.begin(step - 1)
         if settings.dpo.use_reference:
             self.reference.prepare(step, required_by="policy.dpo.use_reference = true")
+
+    def _computes_reference(self, settings: PolicySettings) -> bool:
+        return settings.dpo.use_reference
 
     def _pair_terms(self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings) -> LossTerms:
         reference: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -169,10 +181,18 @@ class RewardModelTrainer(PreferenceTrainer):
     """A score is read at the last token of a response, which is a model input only if another token follows."""
 
     def __init__(
-        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: PhaseClock | None = None
+        self,
+        model: PreTrainedModel,
+        settings: PolicySettings,
+        *,
+        total_steps: int,
+        clock: PhaseClock | None = None,
+        parallel: ParallelModel | None = None,
     ) -> None:
         """Start with a fresh optimizer; `model` has a layer `score`, see `load_model`."""
-        super().__init__(model, settings, settings.reward_model.optimizer, total_steps=total_steps, clock=clock)
+        super().__init__(
+            model, settings, settings.reward_model.optimizer, total_steps=total_steps, clock=clock, parallel=parallel
+        )
 
     def _optimizer_settings(self, settings: PolicySettings) -> OptimizerSettings:
         return settings.reward_model.optimizer
@@ -183,13 +203,24 @@ class RewardModelTrainer(PreferenceTrainer):
 
     def _scores(self, inputs: MicrobatchInputs, packed: PackedPairs) -> Tensor:
         """Return the scores of a microbatch's responses, float32 [pairs, 2]."""
-        hidden: Tensor = self._model.base_model(**model_arguments(self._model, inputs)).last_hidden_state
         numbers, count = _number_responses(packed, inputs)
         last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
         assert len(last) == count
         slots = inputs.source.index_select(0, torch.from_numpy(last).to(inputs.source.device))
-        scores: Tensor = self._model.score(hidden.flatten(0, 1).index_select(0, slots))
-        return scores.float().view(-1, 2)
+        return self._score(inputs, slots).float().view(-1, 2)
+
+    def _output_sum(self, model: PreTrainedModel, inputs: MicrobatchInputs) -> Tensor:
+        return self._score(inputs, inputs.source).sum()
+
+    def _score(self, inputs: MicrobatchInputs, slots: Tensor) -> Tensor:
+        """Return the scores read at `slots` of a microbatch, [N, 1]."""
+
+        def compute() -> Tensor:
+            hidden: Tensor = self._model.base_model(**model_arguments(self._model, inputs)).last_hidden_state
+            scores: Tensor = self._model.score(hidden.flatten(0, 1).index_select(0, slots))
+            return scores
+
+        return compute() if self._parallel is None else self._parallel.compute(compute)
 
 
 def _number_responses(packed: PackedPairs, inputs: MicrobatchInputs) -> tuple[Index, int]:

@@ -9,7 +9,7 @@ Credit and packing happen once per step, forward and loss once per microbatch. A
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -57,6 +57,8 @@ from starling.policy.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from starling.policy.train.parallel.apply import ParallelModel
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -71,7 +73,7 @@ class _StepContext:
     """Of groups without a temperature of their own."""
     reference: ReferenceModel | None
     """None without a KL term."""
-    metrics: TokenMetrics = field(default_factory=TokenMetrics)
+    metrics: TokenMetrics
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +108,7 @@ class RlTrainer(Trainer):
         reference: PreTrainedModel | None = None,
         initial: Callable[[], PreTrainedModel] | None = None,
         clock: PhaseClock | None = None,
+        parallel: ParallelModel | None = None,
     ) -> None:
         """Start with a fresh optimizer.
 
@@ -117,6 +120,7 @@ class RlTrainer(Trainer):
                 a step has such a term.
             initial: loads version 0 again, for a KL term that starts after `model` has changed.
             clock: records the phases of each step.
+            parallel: see `Trainer`.
 
         Raises:
             ConfigError: the algorithm is unknown, or does not take one of the options.
@@ -128,7 +132,8 @@ class RlTrainer(Trainer):
             settings.optimizer,
             total_steps=total_steps,
             clock=clock,
-            reference=ReferenceModel(model, initial, reference),
+            reference=ReferenceModel(model, initial, reference, reload=parallel is not None),
+            parallel=parallel,
         )
 
     def step(
@@ -164,7 +169,7 @@ class RlTrainer(Trainer):
         settings = settings or self._settings
         algorithm, objective = settings.algorithm, objective_of(settings.algorithm)
         reference = self._prepare_reference(algorithm, step)
-        context = _StepContext(settings, objective, temperature, reference)
+        context = _StepContext(settings, objective, temperature, reference, TokenMetrics(self._gather))
 
         # Credit and pack
         step_groups = compute_advantages(groups, objective, step=step)
@@ -250,20 +255,21 @@ class RlTrainer(Trainer):
                 logprobs, _ = token_logprobs(self._model, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
                 found.append((inputs.tokens, logprobs))
         self._clock.enter("other")
-        return _gather(found, tokens.num_tokens)
+        return self._joined(found, tokens.num_tokens)
 
     def _accumulate(self, minibatch: _Minibatch, context: _StepContext) -> list[Tensor]:
         """Accumulate the gradient of one update. Returns the loss of each microbatch."""
         self.optimizer.clear()
         tokens = minibatch.tokens
         losses, found = [], []
-        for inputs in self._microbatches(minibatch.packed, tokens.trained):
+        with_reference = context.reference is not None
+        for inputs in self._microbatches(minibatch.packed, tokens.trained, with_reference=with_reference):
             loss, logprobs = self._microbatch_loss(minibatch, inputs, context)
             losses.append(self._backward(loss))
             found.append((inputs.tokens, logprobs))
         self._clock.enter("other")
         if minibatch.first_logprobs is None:
-            minibatch.first_logprobs = _gather(found, tokens.num_tokens)
+            minibatch.first_logprobs = self._joined(found, tokens.num_tokens)
         return losses
 
     def _microbatch_loss(
@@ -307,17 +313,17 @@ class RlTrainer(Trainer):
         self._clock.enter("optimizer")
         total = torch.stack([torch.zeros((), device=self._model.device), *losses]).sum()
         context.metrics.add_sum("loss", total)
-        result = self.optimizer.apply(float(total), context.settings.optimizer, ends_step=ends_step)
+        loss = float(total if self._parallel is None else self._parallel.sum(total))
+        result = self.optimizer.apply(loss, context.settings.optimizer, ends_step=ends_step)
         self._clock.enter("other")
         return result
 
-
-def _gather(found: Sequence[tuple[Index, Tensor]], num_tokens: int) -> FloatArray:
-    """Join the log-probabilities of all microbatches, [T]. Call it after the last: it waits for the device."""
-    gathered = np.zeros(num_tokens, dtype=np.float32)
-    for tokens, logprobs in found:
-        gathered[tokens] = logprobs.cpu().numpy()
-    return gathered
+    def _joined(self, found: Sequence[tuple[Index, Tensor]], num_tokens: int) -> FloatArray:
+        """Join the log-probabilities of all microbatches, [T]. Call it after the last: it waits for the device."""
+        joined = np.zeros(num_tokens, dtype=np.float32)
+        for tokens, logprobs in found:
+            joined[tokens] = logprobs.cpu().numpy()
+        return joined if self._parallel is None else self._parallel.join(joined)
 
 
 def _divisor(batch: TrainBatch, inputs: MicrobatchInputs, temperature: float) -> float | Tensor:

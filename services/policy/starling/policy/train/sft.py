@@ -22,6 +22,8 @@ from starling.policy.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from starling.policy.train.parallel.apply import ParallelModel
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -32,10 +34,18 @@ class SftTrainer(Trainer):
     kind: ClassVar[TrainerKind] = "sft"
 
     def __init__(
-        self, model: PreTrainedModel, settings: PolicySettings, *, total_steps: int, clock: PhaseClock | None = None
+        self,
+        model: PreTrainedModel,
+        settings: PolicySettings,
+        *,
+        total_steps: int,
+        clock: PhaseClock | None = None,
+        parallel: ParallelModel | None = None,
     ) -> None:
         """Start with a fresh optimizer; see `Trainer`."""
-        super().__init__(model, settings, settings.sft.optimizer, total_steps=total_steps, clock=clock)
+        super().__init__(
+            model, settings, settings.sft.optimizer, total_steps=total_steps, clock=clock, parallel=parallel
+        )
 
     def step(self, examples: Sequence[SftExample], settings: PolicySettings | None = None) -> dict[str, float]:
         """Make the next version from `examples`; every response token has the same weight.
@@ -75,7 +85,7 @@ class SftTrainer(Trainer):
 
         # Forward and loss
         self.optimizer.clear()
-        metrics, losses = TokenMetrics(), []
+        metrics, losses = TokenMetrics(self._gather), []
         for inputs in self._microbatches(batch):
             with self._router_loss.recording():
                 logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
@@ -85,7 +95,7 @@ class SftTrainer(Trainer):
 
         # Update
         self._clock.enter("optimizer")
-        loss_sum = float(torch.stack(losses).sum())
+        loss_sum = self._total(losses)
         result = self.optimizer.apply(loss_sum, optimizer)
         self._clock.enter("other")
         return {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from starling.algo.architecture import turn_off_router_logits
+from starling.algo.attention.forest import Forest
+from starling.algo.attention.interface import Backend
 from starling.common.ids import TrainerKind
 from starling.policy.core.phases import NullClock, PhaseClock
 from starling.policy.settings.optimizer import OptimizerSettings
@@ -21,6 +24,7 @@ from starling.policy.train.data.packing import (
     shared_token_fraction,
     to_tensors,
 )
+from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.loss.router import RouterLoss
 from starling.policy.train.memory.setup import optimizer_device
 from starling.policy.train.metrics.flops import model_cost, step_flops
@@ -31,6 +35,8 @@ from starling.policy.train.optim.optimizer import ModelOptimizer, UpdateResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from starling.policy.train.parallel.apply import ParallelModel
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -52,6 +58,7 @@ class Trainer:
         total_steps: int,
         clock: PhaseClock | None,
         reference: ReferenceModel | None = None,
+        parallel: ParallelModel | None = None,
     ) -> None:
         """Start with a fresh optimizer.
 
@@ -63,13 +70,18 @@ class Trainer:
             total_steps: planned number of steps; decides the decay of the learning rate.
             clock: records the phases of each step.
             reference: for losses that compare with the weights before training.
+            parallel: the ranks that make the steps together, where `model` is on a mesh.
         """
         turn_off_router_logits(model.config)
         self._router_loss = RouterLoss(model, settings.router_aux_coefficient)
         self._model, self._settings = model.eval(), settings
         self._clock, self._cost = clock or NullClock(), model_cost(model)
         device = optimizer_device(model, settings.memory)
-        self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device)
+        self._parallel, shards = parallel, None
+        if parallel is not None:
+            parallel.check_optimizer(optimizer)
+            shards = parallel.shards
+        self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device, shards=shards)
         self.reference = reference
 
     @property
@@ -87,11 +99,57 @@ class Trainer:
         limits = longest_sequence(self._model), self._plan.longest
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _microbatches(self, batch: PackedBatch, trained: Flags | None = None) -> Iterator[MicrobatchInputs]:
-        """Yield one microbatch's tensors at a time: the pixels of all could be larger than the model."""
-        for microbatch in batch.plan:
+    def _microbatches(
+        self, batch: PackedBatch, trained: Flags | None = None, *, with_reference: bool = False
+    ) -> Iterator[MicrobatchInputs]:
+        """Yield one microbatch's tensors at a time: the pixels of all could be larger than the model.
+
+        On a mesh these are the ones of this rank, which then makes as many passes as the other ranks.
+
+        Args:
+            batch: of the update.
+            trained: see `to_tensors`.
+            with_reference: the reference computes each microbatch too, before the model.
+        """
+        if self._parallel is None:
+            for microbatch in batch.plan:
+                self._clock.enter("forward")
+                yield to_tensors(batch, microbatch, self._model.device, trained, self._plan.backend)
+            return
+        passes = self._parallel.passes(batch.plan)
+        for number, own in enumerate(passes, start=1):
             self._clock.enter("forward")
-            yield to_tensors(batch, microbatch, self._model.device, trained, self._plan.backend)
+            self._parallel.begin_pass(is_last=number == len(passes))
+            if own is None:
+                self._empty_pass(with_reference=with_reference)
+            else:
+                yield to_tensors(batch, own, self._model.device, trained, self._plan.backend)
+            reference = self.reference.separate if with_reference and self.reference is not None else None
+            self._parallel.end_pass(*([] if reference is None else [reference]))
+
+    def _empty_pass(self, *, with_reference: bool) -> None:
+        """Take part in a pass of other ranks: compute one token, and add a gradient of 0 to every parameter."""
+        inputs = _one_token(self._layout, self._model.device, self._plan.backend)
+        if with_reference and self.reference is not None:
+            with self.reference.computing() as reference:
+                self._output_sum(reference, inputs)
+        output = self._output_sum(self._model, inputs)
+        if output.requires_grad:
+            self._backward(0.0 * output)
+
+    def _output_sum(self, model: PreTrainedModel, inputs: MicrobatchInputs) -> Tensor:
+        """Return a sum that depends on every parameter that a microbatch's loss depends on."""
+        return token_logprobs(model, inputs, chunk_tokens=self._settings.memory.logprob_chunk_tokens)[0].sum()
+
+    @property
+    def _gather(self) -> Any:
+        """See `TokenMetrics`."""
+        return None if self._parallel is None else self._parallel.gather
+
+    def _total(self, losses: Sequence[Tensor]) -> float:
+        """Return the sum of the losses of all microbatches, those of other ranks included."""
+        total = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._model.device)
+        return float(total if self._parallel is None else self._parallel.sum(total))
 
     def _backward(self, loss: Tensor) -> Tensor:
         """Accumulate the gradient of `loss`. Returns its detached value."""
@@ -121,3 +179,20 @@ class Trainer:
             "shared_token_fraction": shared_token_fraction([batch]),
             "model_flops": step_flops(self._cost, batch.lengths, batch.reach, num_tokens),
         }
+
+
+def _one_token(layout: Layout, device: torch.device, backend: Backend) -> MicrobatchInputs:
+    """Return a microbatch of one token, which is trained."""
+    zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    numbers = np.zeros(1, dtype=np.int64)
+    return MicrobatchInputs(
+        input_ids=zeros,
+        position_ids=zeros,
+        structure=Forest.of_documents([1]) if layout == "forest" else None,
+        source=zeros[0],
+        targets=zeros[0],
+        tokens=numbers,
+        segments=numbers,
+        sequences=np.zeros((1, 2), dtype=np.int64),
+        backend=backend,
+    )

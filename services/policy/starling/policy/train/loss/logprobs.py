@@ -96,13 +96,15 @@ def token_logprobs(
         kept: tokens over which each distribution goes, the targets among them; None for the whole vocabulary.
         chunk_tokens: tokens whose logits exist at a time; it affects only the rounding of gradients.
     """
-    head = find_lm_head(model)
     targets = inputs.targets if targets is None else targets
-    if head is None:
+    if find_lm_head(model) is None:
         logits = trained_logits(model, inputs)
         return logits_logprobs(logits, targets, temperature, with_entropy_gradient=with_entropy_gradient, kept=kept)
+    hidden = trained_hidden(model, inputs)
+    head = find_lm_head(model)  # Only now: a sharded weight is gathered by the forward pass.
+    assert head is not None
     return head_logprobs(
-        trained_hidden(model, inputs),
+        hidden,
         head,
         targets,
         temperature,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -25,17 +25,23 @@ class StepMetrics:
     """Adds time, throughput and change of the weights to the metrics of each step, and evaluates the alarms."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], clock: StepClock, device: torch.device, settings: PolicySettings
+        self,
+        tensors: Mapping[str, Tensor],
+        clock: StepClock,
+        device: torch.device,
+        settings: PolicySettings,
+        sum_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Prepare.
 
         Args:
-            tensors: the weights, which steps change in place.
+            tensors: the weights, which steps change in place; on a mesh, those that this rank owns.
             clock: measures the phases of a step, which `end` completes.
             device: of the steps.
             settings: the peak of the device, and the bounds of the alarms.
+            sum_ranks: see `WeightProbe`.
         """
-        self._probe, self._clock = WeightProbe(tensors), clock
+        self._probe, self._clock = WeightProbe(tensors, sum_ranks), clock
         self._peak = peak_of(device, settings.peak_tflops)
         self._alarms = Alarms(settings.alarms.rules(), settings.alarms.fail_on)
         self._before: dict[torch.device, Tensor] = {}
@@ -73,8 +79,14 @@ class WeightProbe:
     most `SAMPLED_PER_TENSOR`; sums over a tensor are those over its sample, scaled. Small tensors are read whole.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sample the floating-point ones of `tensors`, which are changed in place."""
+    def __init__(self, tensors: Mapping[str, Tensor], sum_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Sample the floating-point ones of `tensors`, which are changed in place.
+
+        Args:
+            tensors: the weights.
+            sum_ranks: returns the sum of a tensor over the ranks that own parts of the weights; None for a single one.
+        """
+        self._sum_ranks = sum_ranks
         self._views: dict[torch.device, list[Tensor]] = {}
         scales: dict[torch.device, list[float]] = {}
         for tensor in tensors.values():
@@ -101,20 +113,22 @@ class WeightProbe:
             share of the sampled weights that changed by at least one bit. In bfloat16 an update smaller than half a
             unit in the last place leaves a weight unchanged, so a share near 0 means that little is learnt.
         """
-        if not before:
-            return {}
         after = self.read()
-        sums = torch.stack([_sums(old, after[on], self._scales[on]).cpu() for on, old in before.items()]).sum(dim=0)
-        moved, size, num_changed = sums.tolist()
+        parts = [_sums(old, after[on], self._scales[on]).cpu() for on, old in before.items()]
+        sums = torch.stack([torch.zeros(4, dtype=torch.float64), *parts]).sum(dim=0)
+        moved, size, num_changed, num_sampled = (sums if self._sum_ranks is None else self._sum_ranks(sums)).tolist()
+        if not num_sampled:
+            return {}
         return {
             "update_norm": math.sqrt(moved / size) if size > 0.0 else float(moved > 0.0),
-            "weights_changed_share": num_changed / sum(len(old) for old in before.values()),
+            "weights_changed_share": num_changed / num_sampled,
         }
 
 
 def _sums(old: Tensor, new: Tensor, scale: Tensor) -> Tensor:
-    """Return the squared norms of the change and of `old`, weighted by `scale`, and the number of changed elements."""
+    """Return the squared norms of the change and of `old`, weighted by `scale`, and the numbers of changed and of all
+    elements."""
     before = old.float()
     moved, size = (new.float() - before).square() * scale, before.square() * scale
     # Sums in float64: over a few thousand tensors' samples float32 would lose the small ones.
-    return torch.stack([part.sum(dtype=torch.float64) for part in (moved, size, new != old)])
+    return torch.stack([part.sum(dtype=torch.float64) for part in (moved, size, new != old, torch.ones_like(scale))])

@@ -7,7 +7,7 @@ the step. `docs/reference/metrics.md` lists every metric.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,8 +28,13 @@ class TokenMetrics:
     They stay on the device until `read`: reading each of them would wait for the device each time.
     """
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
+        """Start empty.
+
+        Args:
+            gather: returns the argument of each rank that computes a share of the microbatches; None for a single one.
+        """
+        self._gather = gather
         self._sums: dict[str, list[Tensor]] = {}
         self._maxima: dict[str, list[Tensor]] = {}
         self._counts: dict[str, int] = {}
@@ -54,13 +59,25 @@ class TokenMetrics:
 
     def read(self) -> dict[str, float]:
         """Return the metrics; those without any token are left out."""
+        reduced, counts = self._reduced(), self._counts
+        if self._gather is not None:
+            parts = self._gather([reduced, counts, list(self._maxima)])
+            maxima = {name for *_, names in parts for name in names}
+            reduced = {
+                name: (max if name in maxima else sum)(part[name] for part, *_ in parts if name in part)
+                for name in dict.fromkeys(name for part, *_ in parts for name in part)
+            }
+            counts = {name: sum(of.get(name, 0) for _, of, _ in parts) for _, some, _ in parts for name in some}
+        return {name: value / counts.get(name, 1) for name, value in reduced.items()}
+
+    def _reduced(self) -> dict[str, float]:
+        """Return the sums and maxima of this rank's microbatches."""
         names = [*self._sums, *self._maxima]
         if not names:
             return {}
         parts = [torch.stack(values).sum() for values in self._sums.values()]
         parts += [torch.stack(values).amax() for values in self._maxima.values()]
-        reduced = dict(zip(names, torch.stack([part.float() for part in parts]).tolist(), strict=True))
-        return {name: value / self._counts.get(name, 1) for name, value in reduced.items()}
+        return dict(zip(names, torch.stack([part.float() for part in parts]).tolist(), strict=True))
 
 
 def mismatch(trainer: Array, rollout: Array, fresh: Array) -> dict[str, float]:

@@ -63,7 +63,7 @@ class LmHead:
     """An output layer whose logits can be computed separately from the rest of the model."""
 
     weight: Tensor
-    """[vocabulary, hidden]"""
+    """[vocabulary, hidden]; of a model on a mesh only between its forward and its backward pass."""
     bias: Tensor | None
     """[vocabulary]"""
     transform: LogitTransform

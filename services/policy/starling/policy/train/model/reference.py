@@ -31,6 +31,8 @@ class ReferenceModel:
         model: PreTrainedModel,
         initial: Callable[[], PreTrainedModel] | None,
         given: PreTrainedModel | None = None,
+        *,
+        reload: bool = False,
     ) -> None:
         """Keep nothing yet but `given`.
 
@@ -38,8 +40,10 @@ class ReferenceModel:
             model: that is trained.
             initial: loads version 0 again, for when `model` has changed.
             given: the reference, where the caller has it.
+            reload: make a separate reference by `initial` and not as a copy, which a model on a mesh does not have.
         """
         self._model, self._initial = model, initial
+        self._loads = initial if reload else None
         self._live = version_tensors(model)
         self._separate: PreTrainedModel | None = given
         self._adapters: dict[str, Tensor] | None = None
@@ -53,6 +57,11 @@ class ReferenceModel:
             return self._adapters
         return {} if self._separate is None else version_tensors(self._separate)
 
+    @property
+    def separate(self) -> PreTrainedModel | None:
+        """The reference's own model, where it has one in memory."""
+        return self._separate
+
     def begin(self, version: int) -> None:
         """Record that the first step changes `version`, which is the reference."""
         self.version = version
@@ -63,7 +72,7 @@ class ReferenceModel:
             if is_adapted(self._model):
                 self._adapters = {name: tensor.detach().clone() for name, tensor in self._live.items()}
             else:
-                self._separate = frozen_copy(self._model)
+                self._separate = frozen_copy(self._model) if self._loads is None else self._loads()
         _copy(self._live, self.tensors)
         return self.tensors
 

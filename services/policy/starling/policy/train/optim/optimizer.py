@@ -7,9 +7,9 @@ gradients -> norm -> skip if anything is not finite -> clip -> learning rates ->
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,22 @@ class UpdateResult:
     """Of parameters without a factor on it."""
     skipped: bool
     """The gradient or the loss was not finite: weights, moments and EMA stayed as they were."""
+
+
+class Shards(Protocol):
+    """This rank's parts of tensors that are sharded over ranks, each of which updates its own."""
+
+    tensors: dict[str, Tensor]
+    """By name, in the memory of the sharded ones."""
+
+    def gather(self) -> None:
+        """Complete the gradients of `tensors`."""
+
+    def clear(self) -> None:
+        """Free the gradients."""
+
+    def norm(self) -> Tensor:
+        """Return the norm of the whole gradient, of all ranks."""
 
 
 class WeightEma:
@@ -69,6 +85,7 @@ class ModelOptimizer:
         total_steps: int,
         *,
         device: torch.device | None = None,
+        shards: Callable[[Mapping[str, Tensor]], Shards] | None = None,
     ) -> None:
         """Start at step 1 of `total_steps`, with moments of 0.
 
@@ -77,6 +94,7 @@ class ModelOptimizer:
             settings: kind, schedule, decay and clipping.
             total_steps: planned number of steps; decides the decay of the learning rate.
             device: of masters, moments and updates; by default each parameter's own.
+            shards: takes this rank's parts of tensors that are on a mesh; None where each is whole.
 
         Raises:
             ConfigError: `total_steps` is negative, no parameter of the model is trainable, a pattern of the settings
@@ -88,7 +106,8 @@ class ModelOptimizer:
         self.total_steps = total_steps
         self._settings = settings
         self._masters = Masters(_trainable(model), device)
-        self._trained = self._masters.trained
+        self._shards = None if shards is None else shards(self._masters.trained)
+        self._trained = self._masters.trained if self._shards is None else self._shards.tensors
         self._ema = WeightEma(self._trained, settings.ema_decay)
         self._optimizers = _optimizers(model, self._trained, settings)
 
@@ -100,6 +119,8 @@ class ModelOptimizer:
     def clear(self) -> None:
         """Discard the gradients, before the first microbatch of a step."""
         self._masters.clear()
+        if self._shards is not None:
+            self._shards.clear()
         for tensor in self._trained.values():
             tensor.grad = None
 
@@ -117,12 +138,17 @@ class ModelOptimizer:
         rate = learning_rate(settings, self.num_steps + 1, self.total_steps)
         self.num_steps += ends_step
         self._masters.gather()
+        if self._shards is not None:
+            self._shards.gather()
         trained = self._trained.values()
         gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         if not gradients:
             for tensor in trained:
                 tensor.grad = torch.zeros_like(tensor)
-        norm_tensor = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        if self._shards is not None:
+            norm_tensor = self._shards.norm()
+        else:
+            norm_tensor = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         norm = float(norm_tensor)
         if not (math.isfinite(norm) and math.isfinite(loss)):
             return UpdateResult(norm, rate, skipped=True)

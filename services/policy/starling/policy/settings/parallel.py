@@ -1,0 +1,45 @@
+"""Sizes of the mesh of a policy's ranks (`docs/explanation/parallel.md`)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from starling.common.ranges import MAX_COUNT
+from starling.common.settings import SettingsSection
+
+
+class ParallelSettings(SettingsSection):
+    """Ranks along each axis of the mesh; their product is the number of ranks of a replica."""
+
+    dp_replicate: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Copies of the model, each of which computes a share of the microbatches (DDP; HSDP together with `dp_shard`)."""
+    dp_shard: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Ranks over which parameters, gradients and moments are sharded, each computing a share of the microbatches
+    (FSDP)."""
+    tp: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Ranks that compute each microbatch together, with the matrices and the vocabulary divided (tensor parallelism,
+    with sequence parallelism between the matrices)."""
+    cp: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Ranks over which the tokens of a microbatch are divided (context parallelism); only 1 so far."""
+    pp: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Ranks over which the blocks are divided (pipeline parallelism); only 1 so far."""
+    reshard: Literal["default", "always", "never"] = "default"
+    """Whether the ranks of `dp_shard` free a block's gathered parameters between its forward and its backward pass:
+    `always`, less memory; `never`, less communication; `default`, but for the last block, which is needed again at
+    once."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Product of the sizes."""
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
+
+    @model_validator(mode="after")
+    def _axes_exist(self) -> Self:
+        for name, size in (("cp", self.cp), ("pp", self.pp)):
+            if size > 1:
+                raise ValueError(
+                    f"{name} = {size}: this axis is not available yet; set it to 1, and use dp_shard or tp"
+                )
+        return self

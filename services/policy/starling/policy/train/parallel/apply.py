@@ -1,0 +1,139 @@
+"""A model on a mesh: what is done to it, in this order, and how its ranks divide a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from starling.algo.architecture import media_inputs
+from starling.common.errors import ConfigError
+from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.data.packing import Microbatch
+from starling.policy.train.model.layout import attention_plan
+from starling.policy.train.model.lm_head import find_lm_head
+from starling.policy.train.parallel import fsdp
+from starling.policy.train.parallel.mesh import DATA, Mesh
+from starling.policy.train.parallel.passes import divide_passes
+from starling.policy.train.parallel.shards import LocalShards, owned
+from starling.weightsync.tensors.adapters import is_adapted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+
+def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> ParallelModel:
+    """Put `model` on `mesh`, in place. Every rank calls it with the same weights.
+
+    Raises:
+        ConfigError: the model or a setting is not available on a mesh; the text names it and the remedy.
+    """
+    check_available(model, mesh, settings)
+    # These run the whole model on a few tokens, and remember what they found.
+    if model.get_output_embeddings() is not None:
+        find_lm_head(model)
+    attention_plan(model, settings.attention)
+    if mesh.size("dp_shard") > 1:
+        fsdp.shard_parameters(model, mesh, settings.parallel.reshard)
+    return ParallelModel(model, mesh)
+
+
+def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
+    """Raise ConfigError if the model or a setting is not available on `mesh`."""
+    if mesh.size("tp") > 1:
+        raise ConfigError(f"policy.parallel.tp = {mesh.size('tp')} is not available yet: set it to 1, and use dp_shard")
+    if is_adapted(model):
+        raise ConfigError("[model.lora] is not available on a mesh yet: set all sizes of policy.parallel to 1")
+    if media_inputs(model.config):
+        raise ConfigError(
+            f"{type(model).__name__} has inputs other than text, which is not available on a mesh yet: set all sizes "
+            "of policy.parallel to 1"
+        )
+    for name in ("compile", "offload_optimizer", "offload_activations"):
+        if getattr(settings.memory, name):
+            raise ConfigError(f"policy.memory.{name} = true is not available on a mesh yet: set it to false")
+
+
+class ParallelModel:
+    """A model whose ranks make steps together: what each computes of a step, and how results are joined.
+
+    All ranks of a replica call the same methods in the same order.
+    """
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        """Describe `model`, which is on `mesh` already."""
+        self.model, self.mesh = model, mesh
+        self._device = model.device
+
+    def check_optimizer(self, settings: OptimizerSettings) -> None:
+        """Raise ConfigError if an optimizer computes from whole tensors, and this mesh shards them."""
+        if settings.kind != "adamw" and self.mesh.shards:
+            raise ConfigError(
+                f'optimizer.kind = "{settings.kind}" needs whole tensors, and policy.parallel shards them: use '
+                '"adamw", or dp_replicate only'
+            )
+
+    def shards(self, trained: Mapping[str, Tensor]) -> LocalShards:
+        """Return this rank's shards of the tensors that an optimizer updates."""
+        return LocalShards(trained, self.mesh)
+
+    def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the local parts of `tensors` such that every element is on one rank only."""
+        return owned(tensors, self.mesh)
+
+    def passes(self, plan: Sequence[Microbatch]) -> list[Microbatch | None]:
+        """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""
+        divided = divide_passes([one.num_token_slots for one in plan], self.mesh.size(DATA))
+        own = [None if number is None else plan[number] for number in divided[self.mesh.place(DATA)]]
+        # Only FSDP communicates within a pass.
+        return own if self.mesh.size("dp_shard") > 1 else [one for one in own if one is not None]
+
+    def begin_pass(self, *, is_last: bool) -> None:
+        """Prepare a pass; `is_last`: of an update."""
+        fsdp.begin_pass(self.model, is_last=is_last)
+
+    def compute(self, function: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `function`, which calls parts of the model instead of its forward pass."""
+        result: Tensor = fsdp.compute_whole(self.model, function)
+        return result
+
+    def end_pass(self, *models: torch.nn.Module) -> None:
+        """Complete a pass of this model, and of other `models` with it."""
+        for model in (self.model, *models):
+            fsdp.end_pass(model)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over the data-parallel ranks."""
+        summed = values.detach().clone()
+        dist.all_reduce(summed, group=self.mesh.group(DATA))
+        return summed
+
+    def sum_all(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all ranks."""
+        summed = values.to(self._device, copy=True)
+        dist.all_reduce(summed)
+        return summed
+
+    def join(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return an array of which each data-parallel rank has computed some elements, with 0 for the others."""
+        return self.sum(torch.from_numpy(values).to(self._device)).cpu().numpy()
+
+    def gather(self, values: Any) -> list[Any]:
+        """Return the `values` of each data-parallel rank: what JSON can hold, NaN and infinities included."""
+        text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(self._device)
+        group, num_ranks = self.mesh.group(DATA), self.mesh.size(DATA)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(num_ranks)]
+        dist.all_gather(sizes, torch.tensor([len(text)], device=self._device), group=group)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in range(num_ranks)]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group)
+        return [json.loads(bytes(one[: int(size)].tolist())) for one, size in zip(texts, sizes, strict=True)]

@@ -1,0 +1,76 @@
+"""Fully sharded data parallelism (FSDP2), with replication (HSDP) where the mesh has both axes.
+
+Each block is gathered before it computes and its gradient is reduced after it; embeddings, the last norm and the output
+layer are one more group, which stays whole from the forward pass to the end of the backward pass: log-probabilities are
+computed from the output layer's weight after the model's own forward pass.
+
+Gradients are summed, not averaged: the weights of the tokens are those of the whole step. FSDP's own division would be
+an operation that gloo does not have (PREMUL_SUM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Final, Literal
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from starling.policy.train.memory.blocks import find_blocks
+from starling.policy.train.parallel.mesh import Mesh
+
+_COMPUTE: Final = "_compute_whole"
+"""Method of a sharded model around which FSDP gathers parameters and reduces gradients, as around its forward pass."""
+
+
+def shard_parameters(
+    model: torch.nn.Module, mesh: Mesh, reshard: Literal["default", "always", "never"] = "default"
+) -> None:
+    """Shard the parameters of `model` over the axis dp_shard, in place; every rank has the same whole ones before.
+
+    A model of fewer than 32 bits computes in its type; its parameters become their own float32 masters, and gradients
+    are reduced in float32.
+
+    Args:
+        model: to be trained, or a frozen one.
+        mesh: of the ranks.
+        reshard: see `ParallelSettings`.
+    """
+    dtype = next(model.parameters()).dtype
+    low = dtype in (torch.bfloat16, torch.float16)
+    if low:
+        model.to(torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None)
+    blocks = find_blocks(model)
+    for number, block in enumerate(blocks, start=1):
+        frees = reshard == "always" or (reshard == "default" and number < len(blocks))
+        fully_shard(block, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    setattr(model, _COMPUTE, MethodType(_call, model))
+    register_fsdp_forward_method(model, _COMPUTE)
+
+
+def compute_whole(model: torch.nn.Module, function: Callable[[], Any]) -> Any:
+    """Return the result of `function`, which calls parts of `model` instead of its forward pass."""
+    return getattr(model, _COMPUTE)(function) if isinstance(model, FSDPModule) else function()
+
+
+def _call(_: torch.nn.Module, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def begin_pass(model: torch.nn.Module, *, is_last: bool) -> None:
+    """Prepare a forward and backward pass: copies of a shard add up their gradients after the last one of an update."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+
+
+def end_pass(model: torch.nn.Module) -> None:
+    """Free what a pass without gradients leaves gathered, which an update would make outdated."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

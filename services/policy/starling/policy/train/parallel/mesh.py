@@ -1,0 +1,96 @@
+"""Mesh of a replica's ranks: its axes, their process groups, and this rank's place.
+
+Each axis has a meaning, and the ranks along it hold or compute different parts of the same thing:
+
+    pp            blocks of the model                       dp_shard      parameters, and microbatches
+    dp_replicate  microbatches                              cp            tokens of a microbatch
+    tp            matrices, the vocabulary, and tokens between matrices
+
+The last axis varies fastest from rank to rank: tp communicates most, and should lie within a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from starling.common.errors import ConfigError
+from starling.policy.settings.parallel import ParallelSettings
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the slowest to the fastest."""
+DATA: Final = "dp"
+"""The axes dp_replicate and dp_shard as one."""
+
+
+class Mesh:
+    """The ranks of a replica, which the default process group connects."""
+
+    def __init__(self, settings: ParallelSettings, device_type: str = "cpu") -> None:
+        """Make the process groups of all axes. Every rank calls it; the default process group exists.
+
+        Args:
+            settings: sizes of the axes.
+            device_type: of the model.
+
+        Raises:
+            ConfigError: the product of the sizes is not the number of ranks.
+        """
+        self.settings = settings
+        self._sizes = {axis: int(getattr(settings, axis)) for axis in AXES}
+        check_sizes(self._sizes, dist.get_world_size())
+        self.devices = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=AXES)
+        self._data = self.devices["dp_replicate", "dp_shard"]._flatten(DATA)
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return self._data.size() if axis == DATA else self._sizes[axis]
+
+    def place(self, axis: str) -> int:
+        """Return the place of this rank along an axis."""
+        return self._data.get_local_rank() if axis == DATA else self.devices.get_local_rank(axis)
+
+    def group(self, axis: str) -> ProcessGroup:
+        """Return the ranks that differ from this one along an axis only."""
+        return self._data.get_group() if axis == DATA else self.devices.get_group(axis)
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """The mesh of FSDP: dp_shard, or both data-parallel axes where it replicates too (HSDP)."""
+        return self.devices["dp_replicate", "dp_shard"] if self.size("dp_replicate") > 1 else self.devices["dp_shard"]
+
+    @property
+    def shards(self) -> bool:
+        """Whether a parameter is not whole on each rank."""
+        return self.size("dp_shard") * self.size("tp") > 1
+
+
+def check_sizes(sizes: Mapping[str, int], num_ranks: int) -> None:
+    """Check that the product of the axes is the number of ranks.
+
+    Raises:
+        ConfigError: names an axis that is wrong, and each value that would fit.
+    """
+    product = prod(sizes.values())
+    if product == num_ranks:
+        return
+    fitting = {
+        axis: num_ranks // (product // size) for axis, size in sizes.items() if not num_ranks % (product // size)
+    }
+    written = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1"
+    start = f"policy.parallel has {written} = {product} ranks, and there are {num_ranks}: "
+    if not fitting:
+        raise ConfigError(
+            f"{start}no change of one axis makes them equal, so choose sizes whose product is {num_ranks}"
+        )
+    # An axis that the recipe has set is wrong more likely than one that it has not.
+    order = sorted(fitting, key=lambda axis: (sizes[axis] == 1, axis != "dp_shard"))
+    usable = [axis for axis in order if axis not in ("pp", "cp")] or order
+    wrong, others = usable[0], usable[1:]
+    also = "".join(f", or {axis} = {fitting[axis]}" for axis in others)
+    raise ConfigError(f"{start}{wrong} = {sizes[wrong]} does not fit; set {wrong} = {fitting[wrong]}{also}")

@@ -1,0 +1,130 @@
+"""This rank's shards of the trained tensors, as plain tensors for an optimizer that works on each element alone.
+
+AdamW, clipping and averages of the weights compute an element from that element only, so each rank updates its own
+shards; only the norm of the gradient needs the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from starling.policy.train.parallel.clip import gradient_norm
+from starling.policy.train.parallel.mesh import DATA, Mesh
+
+_BUCKET_NUMEL: Final = 1 << 24
+"""Numbers of gradients that are summed over replicas at a time."""
+
+
+class LocalShards:
+    """Shards of tensors that share memory with them, with gradients of their own."""
+
+    def __init__(self, trained: Mapping[str, Tensor], mesh: Mesh, partial: Mapping[str, str] | None = None) -> None:
+        """Take the shards.
+
+        Args:
+            trained: tensors that an optimizer would update, by name.
+            mesh: of the ranks.
+            partial: names of whole tensors whose gradient each rank of an axis has a part of, with that axis.
+        """
+        self._trained, self._mesh, self._partial = dict(trained), mesh, dict(partial or {})
+        self.tensors: dict[str, Tensor] = {name: local_part(tensor) for name, tensor in trained.items()}
+        """By name."""
+        self._axes = {name: sharded_axes(tensor) for name, tensor in trained.items()}
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Complete the gradients: sum those of replicas, and hand each shard its part."""
+        for name, tensor in self._trained.items():
+            gradient = tensor.grad
+            if isinstance(gradient, DTensor):
+                assert isinstance(tensor, DTensor)
+                gradient = gradient.redistribute(placements=tensor.placements).to_local()
+            self.tensors[name].grad = gradient
+        self._fill_in()
+        for axis, names in self._sums().items():
+            gradients = [gradient for name in names if (gradient := self.tensors[name].grad) is not None]
+            _sum(gradients, self._mesh.group(axis))
+
+    def clear(self) -> None:
+        """Free the gradients."""
+        for name, tensor in self._trained.items():
+            tensor.grad = self.tensors[name].grad = None
+
+    def norm(self) -> Tensor:
+        """Return the norm of the whole gradient, float32 []."""
+        parts = [(tensor.grad, self._axes[name]) for name, tensor in self.tensors.items() if tensor.grad is not None]
+        return gradient_norm(parts, self._mesh, next(iter(self.tensors.values())).device)
+
+    def _fill_in(self) -> None:
+        """Give a gradient of 0 to what only other ranks have one for: those without a microbatch have none."""
+        tensors = list(self.tensors.values())
+        found = torch.tensor([tensor.grad is not None for tensor in tensors], dtype=torch.uint8)
+        found = found.to(tensors[0].device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.group(DATA))
+        for tensor, is_known in zip(tensors, found.tolist(), strict=True):
+            if is_known and tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+
+    def _sums(self) -> dict[str, list[str]]:
+        """Return which gradients are summed over which axis; FSDP has summed those of the tensors that it shards."""
+        found: dict[str, list[str]] = {}
+        for name, tensor in self._trained.items():
+            if self._mesh.size("dp_replicate") > 1 and "dp_replicate" not in _axes(tensor):
+                found.setdefault("dp_replicate", []).append(name)
+            if name in self._partial:
+                found.setdefault(self._partial[name], []).append(name)
+        return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of `tensor`, in the same memory; a tensor that is not sharded is its own."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Return the axes of the mesh that shard `tensor`."""
+    return tuple(sorted(axis for axis, is_sharded in _axes(tensor).items() if is_sharded))
+
+
+def owned(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Return the local parts of `tensors` such that every element is on one rank only."""
+    axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if mesh.place(axis)]
+    return {
+        name: local_part(tensor).detach() for name, tensor in tensors.items() if set(axes) <= set(sharded_axes(tensor))
+    }
+
+
+def _axes(tensor: Tensor) -> dict[str, bool]:
+    """Return the axes on which `tensor` is placed, and whether each shards it."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None, "the axes of the mesh have names"
+    return {axis: not placement.is_replicate() for axis, placement in zip(names, tensor.placements, strict=True)}
+
+
+def _sum(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    for bucket in _buckets(gradients):
+        joined = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(joined, group=group)
+        for gradient, part in zip(bucket, torch.split(joined, [one.numel() for one in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    bucket = list[Tensor]()
+    for gradient in gradients:
+        if bucket and (
+            sum(one.numel() for one in bucket) + gradient.numel() > _BUCKET_NUMEL or gradient.dtype != bucket[0].dtype
+        ):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket

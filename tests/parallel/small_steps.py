@@ -1,0 +1,175 @@
+"""Steps of small models, with every gradient, on one rank or on a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from starling.policy.settings.memory import MemorySettings
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.data.examples import PreferencePair, SftExample
+from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.learner import Learner
+from starling.policy.train.memory.setup import apply_memory_settings
+from starling.policy.train.parallel.mesh import Mesh
+
+VOCABULARY = 61
+"""Divisible by no number of ranks."""
+MODELS = {
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+    "qwen3-tied": ("qwen3", True),
+    "llama": ("llama", False),
+}
+"""Kind, and whether the output layer is the embedding."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Outcome:
+    """Results of some steps."""
+
+    gradients: dict[str, Array] = field(default_factory=dict)
+    """Of the last step, whole, by parameter."""
+    weights: dict[str, Array] = field(default_factory=dict)
+    """After it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def make_model(
+    kind: str, tied: bool, *, scores: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """Return a small model, the same each time, with norms and biases that matter."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
+
+    configs: Any = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+    } | changes
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    if kind != "qwen2":
+        sizes |= {"head_dim": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        kinds = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        model = kinds.from_config(configs[kind](**sizes, **({"num_labels": 1} if scores else {}))).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def make_groups(num_groups: int = 3, seed: int = 0) -> list[ScoredGroup]:
+    """Return groups of prompts and completions of different lengths."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for index in range(num_groups):
+        lengths = tuple(int(one) for one in generator.integers(3, 14, size=3))
+        found.append(
+            ScoredGroup(
+                prompt_ids=generator.integers(VOCABULARY, size=int(generator.integers(2, 9))).astype(np.int32),
+                completion_ids=generator.integers(VOCABULARY, size=sum(lengths)).astype(np.int32),
+                logprobs=(-3.4 + 0.4 * generator.standard_normal(sum(lengths))).astype(np.float32),
+                versions=np.zeros(sum(lengths), dtype=np.int32),
+                lengths=lengths,
+                rewards=tuple(generator.standard_normal(3).tolist()),
+                prompt_id=f"train/0/{index}",
+            )
+        )
+    return found
+
+
+def make_examples(num_examples: int = 7, seed: int = 1) -> list[SftExample]:
+    """Return examples of different lengths."""
+    generator = np.random.default_rng(seed)
+    return [SftExample(*_pieces(generator, 2)) for _ in range(num_examples)]
+
+
+def make_pairs(num_pairs: int = 3, seed: int = 2) -> list[PreferencePair]:
+    """Return pairs of different lengths."""
+    generator = np.random.default_rng(seed)
+    return [PreferencePair(*_pieces(generator, 3)) for _ in range(num_pairs)]
+
+
+def _pieces(generator: np.random.Generator, number: int) -> list[Any]:
+    return [generator.integers(VOCABULARY, size=int(generator.integers(2, 12))).astype(np.int32) for _ in range(number)]
+
+
+def make_settings(**parallel: Any) -> PolicySettings:
+    """Return settings in which an update is smooth in its gradient, which is not clipped.
+
+    With an epsilon of 1 AdamW changes a weight by about its gradient: otherwise rounding of a gradient of almost 0
+    decides about the sign of a whole step.
+    """
+    optimizer = {"learning_rate": 0.01, "eps": 1.0, "max_grad_norm": 0.0, "ema_decay": 0.5}
+    return PolicySettings.model_validate(
+        {
+            "tokens_per_microbatch": 32,
+            "optimizer": optimizer,
+            "algorithm": {"kl_coefficient": 0.1},
+            "sft": {"optimizer": optimizer},
+            "dpo": {"optimizer": optimizer},
+            "reward_model": {"optimizer": optimizer},
+            "parallel": parallel,
+        }
+    )
+
+
+def make_steps(
+    name: str, step: str, parallel: dict[str, Any] | None = None, *, checkpointing: bool = False, **changes: Any
+) -> Outcome:
+    """Return the outcome of two steps of one kind; on a mesh, every rank calls this."""
+    mesh = None if parallel is None else Mesh(ParallelSettings(**parallel))
+    kind, tied = MODELS[name]
+
+    def load() -> Any:
+        model = make_model(kind, tied, scores=step == "reward_model", **changes)
+        settings = MemorySettings(checkpointing="full" if checkpointing else "none")
+        if step != "reward_model":
+            apply_memory_settings(model, settings)
+        return model
+
+    learner = Learner(load, make_settings(**(parallel or {})), mesh=mesh)
+    for number in (1, 2):
+        if step == "rl":
+            metrics = learner.reinforce(make_groups(seed=number), step=number, num_steps=4)
+        elif step == "sft":
+            metrics = learner.supervise(make_examples(seed=number), num_steps=4)
+        else:
+            objective: Any = step
+            metrics = learner.prefer(make_pairs(seed=number), objective=objective, step=number, num_steps=4)
+    return Outcome(
+        gradients={name: whole(parameter.grad) for name, parameter in learner.model.named_parameters()},
+        weights={name: whole(parameter) for name, parameter in learner.model.named_parameters()},
+        metrics=metrics,
+    )
+
+
+def whole(tensor: Any) -> Array:
+    """Return all of a tensor, whatever its placement."""
+    full = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+    found: Array = full.float().numpy().copy()
+    return found

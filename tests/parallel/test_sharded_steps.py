@@ -1,0 +1,135 @@
+"""Steps on a mesh of data-parallel ranks: every gradient is that of a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+from small_steps import MODELS, Array, Outcome, make_examples, make_groups, make_model, make_settings, make_steps
+
+from starling.common.errors import ConfigError
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.learner import Learner
+from starling.policy.train.metrics.step import StepMetrics
+from starling.policy.train.parallel.mesh import Mesh
+
+TOLERANCE = 2e-6
+"""Of the Frobenius norm of a gradient's difference, relative to the gradient's."""
+MESHES = {
+    "fsdp": {"dp_shard": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "ddp": {"dp_replicate": 2},
+}
+STEPS = [(name, "rl") for name in MODELS] + [("qwen3-tied", "sft"), ("qwen3", "dpo"), ("llama", "reward_model")]
+
+
+@cache
+def alone(name: str, step: str) -> Outcome:
+    """Return the outcome of a single process."""
+    return make_steps(name, step)
+
+
+def all_steps(_: int, parallel: dict[str, Any]) -> dict[tuple[str, str], Outcome]:
+    """Make every kind of step, on one rank of a mesh."""
+    return {(name, step): make_steps(name, step, parallel) for name, step in STEPS}
+
+
+def assert_close(found: dict[str, Array], expected: dict[str, Array], tolerance: float = TOLERANCE) -> None:
+    """Compare all tensors."""
+    assert found.keys() == expected.keys()
+    errors = {
+        name: float(np.linalg.norm(found[name] - tensor) / np.linalg.norm(tensor))
+        for name, tensor in expected.items()
+        if np.linalg.norm(tensor) > 0.0 or found[name].any()
+    }
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
+    """In the second of two steps, so that the first update is right too; as are norm, loss and other metrics."""
+    parallel = MESHES[mesh]
+    for name, step in STEPS:
+        alone(name, step)  # imports what the forked ranks then have
+    outcomes = run_ranks(int(np.prod(list(parallel.values()))), all_steps, parallel)
+    for outcome in outcomes:
+        for (name, step), found in outcome.items():
+            expected = alone(name, step)
+            assert expected.metrics["num_microbatches"] >= 2
+            assert_close(found.gradients, expected.gradients)
+            assert_close(found.weights, expected.weights)
+            assert found.metrics.keys() == expected.metrics.keys()
+            assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
+            assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)
+
+
+def sharded_details(_: int) -> dict[str, Any]:
+    """Make steps with other settings, on one of two ranks."""
+    mesh = Mesh(ParallelSettings(dp_shard=2))
+    found: dict[str, Any] = {}
+    for reshard in ("always", "never"):
+        found[reshard] = make_steps("qwen3", "rl", {"dp_shard": 2, "reshard": reshard})
+    found["checkpointed"] = make_steps("qwen3", "rl", {"dp_shard": 2}, checkpointing=True)
+    found["bfloat16"] = make_steps("qwen3", "rl", {"dp_shard": 2}, dtype=torch.bfloat16)
+    learner = Learner(lambda: make_model("qwen3", False), make_settings(dp_shard=2), mesh=mesh)
+    assert learner.parallel is not None
+    metrics = StepMetrics(
+        learner.parallel.owned(learner.tensors),
+        learner.clock,
+        torch.device("cpu"),
+        make_settings(),
+        learner.parallel.sum_all,
+    )
+    metrics.begin()
+    found["metrics"], _ = metrics.end(1, learner.supervise(make_examples(), num_steps=1))
+    found["refused"] = [_refusal(lambda: learner.take_state(1)), _refusal(lambda: learner.exported())]
+    for section in ({"optimizer": {"kind": "muon"}}, {"memory": {"compile": True}}):
+        settings = PolicySettings.model_validate({"parallel": {"dp_shard": 2}} | section)
+        found["refused"].append(_refusal(lambda settings=settings: _first_step(settings, mesh)))
+    return found
+
+
+def _first_step(settings: PolicySettings, mesh: Mesh) -> None:
+    Learner(lambda: make_model("qwen3", False), settings, mesh=mesh).reinforce(make_groups(), step=1, num_steps=1)
+
+
+def _refusal(attempt: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        attempt()
+    return str(caught.value)
+
+
+def test_settings_of_sharding() -> None:
+    """Resharding and recomputation change no gradient; bfloat16 computes with float32 parameters and sums."""
+    for found in run_ranks(2, sharded_details):
+        expected = alone("qwen3", "rl")
+        for name in ("always", "never", "checkpointed"):
+            assert_close(found[name].gradients, expected.gradients)
+            assert_close(found[name].weights, expected.weights)
+        assert_close(found["bfloat16"].gradients, expected.gradients, tolerance=0.1)
+        assert any((weight != weight.astype(np.float16)).any() for weight in found["bfloat16"].weights.values())
+        assert found["metrics"]["update_norm"] == pytest.approx(update_norm_alone(), rel=0.05)  # of other samples
+        texts = (
+            "a saved state of a policy on a mesh",
+            "an export of a policy on a mesh",
+            '"muon" needs whole',
+            "compile",
+        )
+        for refusal, text in zip(found["refused"], texts, strict=True):
+            assert text in refusal
+
+
+def update_norm_alone() -> float:
+    """Return how far a single process moves the weights in one supervised step."""
+    learner = Learner(lambda: make_model("qwen3", False), make_settings())
+    metrics = StepMetrics(learner.tensors, learner.clock, torch.device("cpu"), make_settings())
+    metrics.begin()
+    found, _ = metrics.end(1, learner.supervise(make_examples(), num_steps=1))
+    return found["update_norm"]
