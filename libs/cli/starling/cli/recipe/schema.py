@@ -80,6 +80,31 @@ class Recipe(ControllerProcess):
 
     @model_validator(mode="after")
     def _check_recipe(self) -> Self:
+        self._check_model()
+        check_adapters(self.model, self.policy, self.weights)
+        self._check_source()
+        self._check_transports()
+        if self.generates:
+            self._check_replicas()
+        if self.kind.only_scores and self.reward is None:
+            raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
+        if self.generates and self.kind.is_scored and self.reward is None and self.teacher is None:
+            raise ValueError(
+                "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
+                "learn from"
+            )
+        if self.launch.colocate:
+            self._check_colocated()
+        if self.launch.fan_out:
+            self._check_fan_out()
+        if self.teacher is not None and not self.kind.reads_trajectories:
+            self._check_teacher(self.teacher)
+        if self.generates:
+            self._check_rows()
+        return self
+
+    def _check_model(self) -> None:
+        """There is one model, and its weights where the run needs some."""
         if not self.model.path and self.model.scratch is None:
             raise ValueError("model.path is missing; give a model folder, or [model.scratch] to make a small one")
         if self.model.path and self.model.scratch is not None:
@@ -91,48 +116,24 @@ class Recipe(ControllerProcess):
                 f"[model.scratch] has no weights, and run.kind = {self.run.kind!r} has no policy to initialise them; "
                 "give the path of a model"
             )
-        check_adapters(self.model, self.policy, self.weights)
-        self._check_source()
-        self._check_transports()
-        generates, scores = self.generates, self.kind.is_scored
-        if generates and self._has_none("num_rollouts"):
+
+    def _check_replicas(self) -> None:
+        """A run that generates has rollouts with slots, and scorers if the recipe names some."""
+        if self._has_none("num_rollouts"):
             raise ValueError(
                 "launch.num_rollouts = 0, but this run generates completions; set at least 1, or "
                 "controller.num_rollouts to the number that other machines bring"
             )
-        if generates and scores and self._has_none("num_rewards") and self.reward is not None:
+        if self.kind.is_scored and self._has_none("num_rewards") and self.reward is not None:
             raise ValueError(
                 "launch.num_rewards = 0, but this run scores completions; set at least 1, or controller.num_rewards to "
                 "the number that other machines bring"
             )
-        if generates and self.rollout.num_slots == 0:
+        if self.rollout.num_slots == 0:
             raise ValueError(
                 "rollout.num_slots = 0 is for replicas that only follow a run (`starling serve --from`), and those of "
                 "this run would get no work; set at least 1"
             )
-        if self.kind.only_scores and self.reward is None:
-            raise ValueError("this run evaluates completions and nothing scores them; add [[reward.scorers]]")
-        if generates and scores and self.reward is None and self.teacher is None:
-            raise ValueError(
-                "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
-                "learn from"
-            )
-        if self.launch.colocate and not self.kind.publishes(self.plan()):
-            raise ValueError(
-                f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts to share "
-                "devices; remove it"
-            )
-        if self.launch.colocate:
-            self._check_shared()
-        if self.launch.fan_out:
-            self._check_fan_out()
-        if self.launch.colocate and self.rollout.engine == "vllm":
-            self._check_sleep()
-        if self.teacher is not None and not self.kind.reads_trajectories:
-            self._check_teacher(self.teacher)
-        if generates:
-            self._check_rows()
-        return self
 
     def _check_transports(self) -> None:
         """Weights that leave the machine are encrypted where they must be, and other machines can read them."""
@@ -166,14 +167,21 @@ class Recipe(ControllerProcess):
                 "model.path; remove one of the two"
             )
 
-    def _check_shared(self) -> None:
-        """A policy publishes while it has the shared devices, and not at a time when the rollouts have them."""
-        held_back = {"sync_every": self.rl.sync_every == 0, "sync_every_s": self.rl.sync_every_s > 0}
-        for name in (name for name, is_set in held_back.items() if is_set):
+    def _check_colocated(self) -> None:
+        """Policy and rollouts share devices; the policy publishes while it has them, not while the rollouts do."""
+        if not self.kind.publishes(self.plan()):
             raise ValueError(
-                f"rl.{name} = {getattr(self.rl, name):g} with launch.colocate = true would take the devices from the "
-                f"rollouts amid their groups in order to publish; remove rl.{name}"
+                f"launch.colocate = true, but run.kind = {self.run.kind!r} has no policy and rollouts to share "
+                "devices; remove it"
             )
+        for name, is_set in (("sync_every", self.rl.sync_every == 0), ("sync_every_s", self.rl.sync_every_s > 0)):
+            if is_set:
+                raise ValueError(
+                    f"rl.{name} = {getattr(self.rl, name):g} with launch.colocate = true would take the devices from "
+                    f"the rollouts amid their groups in order to publish; remove rl.{name}"
+                )
+        if self.rollout.engine == "vllm":
+            self._check_sleep()
 
     def _check_sleep(self) -> None:
         """An engine that shares its devices must free their memory."""

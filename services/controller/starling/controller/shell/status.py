@@ -193,8 +193,8 @@ def snapshot(state: ControllerState, history: MetricsHistory, now: float, droppe
 
 def num_answered(state: ControllerState) -> int:
     """Return the number of prompts that a run without a policy has answered."""
-    ledger = state.buffer
-    return ledger.num_trained_groups + ledger.count(GroupState.FROZEN) + ledger.count(GroupState.SCORED)
+    buffer = state.buffer
+    return buffer.num_trained_groups + buffer.count(GroupState.FROZEN) + buffer.count(GroupState.SCORED)
 
 
 def _view(state: ControllerState, member: Member) -> ReplicaView:

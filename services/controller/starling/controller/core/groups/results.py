@@ -487,7 +487,8 @@ def retry(
 def _begin_anew(state: ControllerState, groups: Groups, group: Group, giver: str, reason: str) -> None:
     """Generate a group again without the partial completions of another rollout, and take no more of them for it.
 
-    They may be why what followed is of no use. So it counts no try, and nothing against whoever resumed or scored them.
+    They may be why the completed group is of no use. So it counts no try, and nothing against the replicas that resumed
+    or scored them.
     """
     if giver:
         state.replicas.membership.conduct[giver].note_spoiled()

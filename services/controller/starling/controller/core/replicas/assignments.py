@@ -79,7 +79,7 @@ def requeue(state: ControllerState, dropped: list[str]) -> None:
 def take_back_groups(state: ControllerState, member: Member, *, is_counted: bool = True) -> None:
     """Requeue the groups that a rollout generates, because its weights are not those of a publication.
 
-    `is_counted`: nobody else can be at fault.
+    `is_counted`: no other replica can be at fault.
     """
     if is_counted:
         note_unanswered(state, member, state.replicas.leases.all_of(member.name))

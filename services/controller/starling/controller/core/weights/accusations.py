@@ -48,7 +48,7 @@ def judge(state: ControllerState, reader: Member, source: str, version: int, *, 
 
 
 def accuse(state: ControllerState, reader: str, rollout: Member, version: int) -> None:
-    """Have nobody read from a rollout, because `reader` got something else from it than was published.
+    """Let no replica read from a rollout, because `reader` got something else from it than was published.
 
     Not if it has accused another one: complaints of pulls that were not over may be decided late, and several at once.
     """
@@ -84,7 +84,7 @@ def _decide(state: ControllerState, reader: str, source: str, *, proven: bool) -
 
 
 def _stop_relay(state: ControllerState, reader: Member, relay: Member, version: int, pull: Pull) -> None:
-    """Have nobody read `version` from a relay that has not proven it, after `reader` got something else from there."""
+    """End a relay that has not proven `version`, after `reader` got something else from it than was published."""
     relays = state.weights.relays
     relays.withdraw(relay.name)
     relays.avoided[reader.name] = version

@@ -3,10 +3,10 @@
 Rollouts on other hosts than the policy form a chain, in the order in which they become ready. The first one pulls from
 the policy; before its first byte has arrived it announces that it serves what arrives, and the next one reads from it,
 bucket by bucket, and so on. Each network card then sends the model at most once and receives it at most once, all of
-them at the same time. A rollout on the host of a relay reads from its memory, whoever else does.
+them at the same time. A rollout on the host of a relay reads from it, too: that needs no network.
 
 A relay passes on bytes before it has proven them. They prove nothing about it until it has adopted the version itself
-(see `distribution`), and whoever reads from it proves them against the layout root that a policy computed.
+(see `distribution`). Its reader proves them against the layout root that a policy computed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Relays:
     _complaints: dict[Pull, dict[str, None]] = field(default_factory=dict)
     """Rollouts that got something else than was published, by the pull that they read, which is not over."""
     _free: dict[ChainKey, dict[str, None]] = field(default_factory=dict)
-    """Relays that nobody reads from over the network."""
+    """Relays without a reader on another host."""
     _at_host: dict[tuple[ChainKey, str], dict[str, None]] = field(default_factory=dict)
     _expected: dict[ChainKey, dict[str, float]] = field(default_factory=dict)
     """Rollouts that were told to announce what they pull, and until when others wait for that."""
@@ -68,7 +68,7 @@ class Relays:
     """By source."""
 
     def choose(self, reader: Member, chain: ChainKey) -> RelayedOffer | None:
-        """Return the relay that `reader` should read from: one on its host, else one that nobody else reads from."""
+        """Return the relay that `reader` reads from: one on its host, else one without a reader on another host."""
         for names in (self._at_host.get((chain, reader.host)), self._free.get(chain)):
             for name in names or ():
                 if name != reader.name:
@@ -155,7 +155,7 @@ class Relays:
         if failed:
             self.withdraw(reader)
         if not self._sources and not self._expected:
-            return  # nobody relays: the usual case, in thousands of adoptions
+            return  # there are no relays: the usual case, in thousands of adoptions
         for chain in list(self._expected):
             _remove(self._expected, chain, reader)
         source = self._sources.pop(reader, None)
