@@ -83,7 +83,7 @@ def would_be_taken(state: ControllerState, sender: str, incarnation: int, lease:
         case "generate", "rollout":
             return _waiting_group(state, member, lease_subject(lease), lease) is not None
         case "teach", "teacher":
-            return _untaught_group(state, member, lease) is not None
+            return _group_for_teacher(state, member, lease) is not None
     return False
 
 
@@ -137,14 +137,14 @@ def _score(state: ControllerState, member: Member, lease: str) -> bool:
 
 
 def _score_tokens(state: ControllerState, member: Member, lease: str) -> bool:
-    group = _untaught_group(state, member, lease)
+    group = _group_for_teacher(state, member, lease)
     if group is None:
         return False
     group.teacher_lease = lease
     return True
 
 
-def _untaught_group(state: ControllerState, member: Member, lease: str) -> Group | None:
+def _group_for_teacher(state: ControllerState, member: Member, lease: str) -> Group | None:
     """Return the group of `lease`, if it lacks a teacher and `member` can have it."""
     found = state.group_of_lease(lease)
     if found is None or not found[0].needs_teacher or not lacks_teacher(found[1]):
