@@ -1,6 +1,6 @@
 """`starling evaluate`, `infer` and `serve`: a model without a policy, on the GPUs of this machine.
 
-`starling evaluate` without `--model` evaluates the newest version of a run under way instead.
+`starling evaluate` without `--model` evaluates the newest version of a run in progress instead.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MODEL = Group("Model", sort_key=1)
 ANSWERS = Group("Answers", sort_key=2)
 TASKS = Group("Tasks", sort_key=3)
 RESULTS = Group("Results", sort_key=4)
-UNDER_WAY = Group("A run in progress, instead of a model", sort_key=8)
+IN_PROGRESS = Group("A run in progress, instead of a model", sort_key=8)
 A_MODEL = frozenset({"--model", "--tasks", "--resume"})
-"""Flags of the evaluation of a model; without any of them a run under way is evaluated."""
+"""Flags of the evaluation of a model; without any of them a run in progress is evaluated."""
 A_RUN = frozenset({"--num-completions", "--controller", "--key", "--run", "--timeout", "--json"})
 SETTINGS = "Any setting of a recipe may follow: --rollout.max-model-len 4096."
 
 
 Model = Annotated[ModelOptions, Parameter(name="*", group=MODEL)]
 Answers = Annotated[AnswerOptions, Parameter(name="*", group=ANSWERS)]
-Follow = Annotated[FollowOptions, Parameter(name="*", group=UNDER_WAY)]
+Follow = Annotated[FollowOptions, Parameter(name="*", group=IN_PROGRESS)]
 Resume = Annotated[Path | None, Parameter(metavar="FOLDER", help="Resume a run that was interrupted.", group=RESULTS)]
 
 
@@ -54,7 +54,7 @@ def evaluate(
         Parameter(metavar="FOLDER", help="The run's folder, with answers.jsonl and summary.json.", group=RESULTS),
     ] = None,
     resume: Resume = None,
-    connection: Annotated[Flags, Parameter(name="*", group=UNDER_WAY)] = NO_CONNECTION,
+    connection: Annotated[Flags, Parameter(name="*", group=IN_PROGRESS)] = NO_CONNECTION,
     line: Line,
 ) -> int:
     """Evaluate a model on tasks, or the newest version of a run."""
@@ -129,7 +129,7 @@ def serve(*, model: Model = DEFAULT_MODEL, run: Follow = NOTHING_TO_FOLLOW, line
 
 
 def is_of_model(line: CommandLine) -> bool:
-    """Return whether `starling evaluate` evaluates a model, and not the newest version of a run under way."""
+    """Return whether `starling evaluate` evaluates a model, and not the newest version of a run in progress."""
     return bool(line.flags & A_MODEL)
 
 

@@ -1,4 +1,4 @@
-"""Operators' commands: `starling status`, `why`, `set` and `stop`, and `evaluate` of a run under way.
+"""Operators' commands: `starling status`, `why`, `set` and `stop`, and `evaluate` of a run in progress.
 
 The controller answers all of them, in words and as data; nothing is guessed from files. The folder of the run is enough
 to reach its controller; for a controller elsewhere give its address, an operator's key and the run's id.
