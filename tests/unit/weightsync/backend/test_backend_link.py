@@ -78,7 +78,8 @@ def test_trainer_that_is_not_there_is_named() -> None:
 def test_garbage_is_dropped_and_others_are_served(rendezvous: Rendezvous, garbage: bytes) -> None:
     with socket.create_connection(split_address(rendezvous.address)) as stranger:
         stranger.sendall(garbage)
-        stranger.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it may be cut off already
+            stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(DEADLINE_S)
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
