@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.parallel import ParallelSettings
@@ -20,11 +21,14 @@ from starling.policy.train.parallel.mesh import Mesh
 
 VOCABULARY = 61
 """Divisible by no number of ranks."""
+TOLERANCE = 2e-6
+"""Of the Frobenius norm of a gradient's difference, relative to the gradient's."""
 MODELS = {
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3-tied": ("qwen3", True),
     "llama": ("llama", False),
+    "qwen3_moe": ("qwen3_moe", False),
 }
 """Kind, and whether the output layer is the embedding."""
 
@@ -36,10 +40,11 @@ class Outcome:
     """Results of some steps."""
 
     gradients: dict[str, Array] = field(default_factory=dict)
-    """Of the last step, whole, by parameter."""
+    """Of the first step, whole, by parameter, as its optimizer used them."""
     weights: dict[str, Array] = field(default_factory=dict)
-    """After it."""
+    """After the last step."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step."""
 
 
 def make_model(
@@ -65,7 +70,7 @@ def make_model(
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
-        "initializer_range": 0.2,
+        "initializer_range": 0.1,
     } | changes
     if kind == "qwen3_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
@@ -161,11 +166,30 @@ def make_steps(
         else:
             objective: Any = step
             metrics = learner.prefer(make_pairs(seed=number), objective=objective, step=number, num_steps=4)
+        if number == 1:
+            gradients = _gradients(learner)
     return Outcome(
-        gradients={name: whole(parameter.grad) for name, parameter in learner.model.named_parameters()},
+        gradients=gradients,
         weights={name: whole(parameter) for name, parameter in learner.model.named_parameters()},
         metrics=metrics,
     )
+
+
+def _gradients(learner: Learner) -> dict[str, Array]:
+    assert learner.trainer is not None
+    found = {}
+    for name, parameter in learner.model.named_parameters():
+        gradient: Any = learner.trainer.optimizer._trained[name].grad
+        if isinstance(parameter, DTensor):
+            gradient = DTensor.from_local(
+                gradient,
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        found[name] = whole(gradient)
+    return found
 
 
 def whole(tensor: Any) -> Array:
@@ -173,3 +197,15 @@ def whole(tensor: Any) -> Array:
     full = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
     found: Array = full.float().numpy().copy()
     return found
+
+
+def assert_close(found: dict[str, Array], expected: dict[str, Array], tolerance: float = TOLERANCE) -> None:
+    """Compare all tensors."""
+    assert found.keys() == expected.keys()
+    errors = {
+        name: float(np.linalg.norm(found[name] - tensor) / np.linalg.norm(tensor))
+        for name, tensor in expected.items()
+        if np.linalg.norm(tensor) > 0.0 or found[name].any()
+    }
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong

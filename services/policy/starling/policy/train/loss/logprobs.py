@@ -27,7 +27,14 @@ from torch import Tensor
 
 from starling.algo.truncation import KeptTokens
 from starling.policy.train.data.packing import MicrobatchInputs
-from starling.policy.train.model.lm_head import LmHead, LogitTransform, find_lm_head, trained_hidden, trained_logits
+from starling.policy.train.model.lm_head import (
+    LmHead,
+    LogitTransform,
+    VocabularyShard,
+    find_lm_head,
+    trained_hidden,
+    trained_logits,
+)
 
 _PARTS: Final = 24
 """Number of parts in which a chunk's rows are computed in float32: at most three parts exist at a time, a quarter of a
@@ -125,7 +132,7 @@ def head_logprobs(
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `token_logprobs`, from the hidden states [N, H] before the output layer."""
-    task = _task(targets, temperature, with_entropy_gradient, head.transform, chunk_tokens, kept)
+    task = _task(targets, temperature, with_entropy_gradient, head.transform, chunk_tokens, kept, head.shard)
     logprobs, entropy = _HeadLogprobs.apply(hidden, head.weight, head.bias, task)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
@@ -195,6 +202,13 @@ class _Task:
     transform: LogitTransform
     chunk_tokens: int
     kept: KeptSets | None
+    shard: VocabularyShard | None = None
+    """The part of the vocabulary that the logits are of."""
+
+    def columns(self, part: slice) -> slice:
+        """Return the range in the vocabulary of a range of logits."""
+        first = 0 if self.shard is None else self.shard.first
+        return slice(first + part.start, first + part.stop)
 
 
 def _task(
@@ -204,11 +218,12 @@ def _task(
     transform: LogitTransform,
     chunk_tokens: int,
     kept: KeptSets | None,
+    shard: VocabularyShard | None = None,
 ) -> _Task:
     divisor = temperature if isinstance(temperature, Tensor) else None
     if not isinstance(temperature, Tensor) and temperature != 1.0:
         divisor = torch.full((len(targets),), temperature, dtype=torch.float32, device=targets.device)
-    return _Task(targets, divisor, with_entropy_gradient, transform, chunk_tokens, kept)
+    return _Task(targets, divisor, with_entropy_gradient, transform, chunk_tokens, kept, shard)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -219,6 +234,8 @@ class _HeadLogprobs(torch.autograd.Function):
         for chunk in _parts(0, len(hidden), task.chunk_tokens):
             logits = _project(hidden[chunk], weight, bias, buffer)
             normalised.measure_(task.transform.apply_(logits), task, chunk.start)
+        if task.shard is not None:
+            normalised.join_(task, len(weight))
         return _save(ctx, task, normalised, hidden, weight, bias)
 
     @staticmethod
@@ -238,7 +255,7 @@ class _HeadLogprobs(torch.autograd.Function):
         buffer = weight.new_empty(len(hidden) * columns)
         for block in _parts(0, len(weight), columns):
             logits = _project(hidden, weight[block], None if bias is None else bias[block], buffer)
-            gradient = differential.replace_(task.transform.apply_(logits), block)
+            gradient = differential.replace_(task.transform.apply_(logits), task.columns(block))
             if sums is not None:
                 sums.add(gradient, weight[block])
             if weight_gradient is not None:
@@ -291,23 +308,55 @@ class _Normalised:
         return cls(torch.empty_like(targets, dtype=torch.float32), *others)
 
     def measure_(self, logits: Tensor, task: _Task, first: int) -> None:
-        """Fill in the tokens from `first` on, given their transformed logits."""
+        """Fill in the tokens from `first` on, given their transformed logits, over these alone.
+
+        The log-probability of a target that is in another part of the vocabulary is 0.
+        """
+        columns = task.columns(slice(0, logits.shape[1]))
         for part in _parts(0, len(logits), _rows_at_a_time(*logits.shape)):
             rows = slice(first + part.start, first + part.stop)
             scaled = logits[part].to(torch.float32, copy=task.kept is not None)
             if task.divisor is not None:
                 scaled = scaled / task.divisor[rows, None]
             if task.kept is not None:
-                task.kept.exclude_(scaled, rows, slice(0, logits.shape[1]))
+                task.kept.exclude_(scaled, rows, columns)
             self.largest[rows] = scaled.amax(dim=-1)
             logs = torch.log_softmax(scaled, dim=-1)
             del scaled  # before the next temporary: the part counts in the peak
             # The largest logit's log-probability is 0 - log_sum, exactly.
             self.log_sum[rows] = -logs.amax(dim=-1)
             wanted = task.targets[rows]
-            self.logprobs[rows] = logs.gather(-1, wanted.view(len(wanted), -1)).view_as(wanted)
+            if task.shard is None:
+                self.logprobs[rows] = logs.gather(-1, wanted.view(len(wanted), -1)).view_as(wanted)
+            else:
+                place = (wanted - columns.start).clamp_(0, logits.shape[1] - 1)
+                found = logs.gather(-1, place.view(len(wanted), -1)).view_as(wanted)
+                self.logprobs[rows] = torch.where(_is_inside(wanted, columns), found, 0.0)
             self.entropy[rows] = -logs.exp().mul_(logs).sum(dim=-1)
             del logs
+
+    def join_(self, task: _Task, num_columns: int) -> None:
+        """Turn distributions over the parts of the vocabulary, `num_columns` here, into the one over all of it.
+
+        A part with the share w of all probability contributes w (H - log w) to the entropy, H being its own.
+        """
+        import torch.distributed as dist
+
+        shard = task.shard
+        assert shard is not None
+        sum_here = self.largest + self.log_sum  # logarithm of this part's sum of exponentials
+        dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=shard.group)
+        total = (sum_here - self.largest).exp()
+        dist.all_reduce(total, group=shard.group)
+        self.log_sum.copy_(total.log())
+        log_share = sum_here - self.largest - self.log_sum
+        entropy = log_share.exp() * (self.entropy - log_share)
+        shares = log_share.view(-1, *(1 for _ in self.logprobs.shape[1:]))
+        inside = _is_inside(task.targets, task.columns(slice(0, num_columns)))
+        logprobs = torch.where(inside, self.logprobs + shares, 0.0)
+        for values, result in ((entropy, self.entropy), (logprobs, self.logprobs)):
+            dist.all_reduce(values, group=shard.group)
+            result.copy_(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -387,6 +436,11 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor
     shape = len(hidden), len(weight)
     out = buffer[: shape[0] * shape[1]].view(shape)
     return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def _is_inside(targets: Tensor, columns: slice) -> Tensor:
+    inside: Tensor = (targets >= columns.start) & (targets < columns.stop)
+    return inside
 
 
 def _rows_at_a_time(num_rows: int, columns: int) -> int:

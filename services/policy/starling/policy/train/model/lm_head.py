@@ -59,6 +59,16 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VocabularyShard:
+    """The rows of an output layer that are on this rank."""
+
+    first: int
+    """Of them, in the whole layer."""
+    group: Any
+    """Process group of the ranks that have the others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
     """An output layer whose logits can be computed separately from the rest of the model."""
 
@@ -67,6 +77,8 @@ class LmHead:
     bias: Tensor | None
     """[vocabulary]"""
     transform: LogitTransform
+    shard: VocabularyShard | None = None
+    """Where weight and bias are those of a part of the vocabulary."""
 
 
 def find_lm_head(model: torch.nn.Module) -> LmHead | None:
@@ -91,7 +103,17 @@ def find_lm_head(model: torch.nn.Module) -> LmHead | None:
     if transform is None or not is_plain(layer):
         return None
     assert isinstance(layer, torch.nn.Linear)
-    return LmHead(layer.weight, layer.bias, transform)
+    weight: Any = layer.weight
+    bias: Any = layer.bias
+    shard = _SHARDS.get(layer)
+    if shard is None:
+        return LmHead(weight, bias, transform)
+    return LmHead(weight.to_local(), None if bias is None else bias.to_local(), transform, shard)
+
+
+def shard_vocabulary(layer: torch.nn.Module, shard: VocabularyShard) -> None:
+    """Record which rows of an output layer, which is a distributed tensor, are on this rank."""
+    _SHARDS[layer] = shard
 
 
 def output_layer(model: torch.nn.Module) -> torch.nn.Module:
@@ -102,6 +124,8 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Module:
 
 
 _TRANSFORMS: Final[WeakKeyDictionary[torch.nn.Module, LogitTransform | None]] = WeakKeyDictionary()
+
+_SHARDS: Final[WeakKeyDictionary[torch.nn.Module, VocabularyShard]] = WeakKeyDictionary()
 
 
 def is_plain(layer: torch.nn.Module) -> bool:
@@ -191,7 +215,8 @@ def _trained(hidden: Tensor, inputs: MicrobatchInputs) -> Tensor:
 
 def _run(model: torch.nn.Module, inputs: MicrobatchInputs, before_output_layer: Any) -> Tensor:
     """Return the logits of one forward pass in which a hook changes the output layer's arguments."""
-    handle = output_layer(model).register_forward_pre_hook(before_output_layer)
+    # First: the hooks of a layer on a mesh expect what the layer computes.
+    handle = output_layer(model).register_forward_pre_hook(before_output_layer, prepend=True)
     try:
         logits: Tensor = model(**model_arguments(model, inputs)).logits
     finally:

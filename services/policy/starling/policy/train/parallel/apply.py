@@ -16,10 +16,10 @@ from starling.algo.architecture import media_inputs
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
-from starling.policy.train.data.packing import Microbatch
+from starling.policy.train.data.packing import Microbatch, MicrobatchInputs
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
-from starling.policy.train.parallel import fsdp
+from starling.policy.train.parallel import fsdp, tensor
 from starling.policy.train.parallel.mesh import DATA, Mesh
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.shards import LocalShards, owned
@@ -42,15 +42,23 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     if model.get_output_embeddings() is not None:
         find_lm_head(model)
     attention_plan(model, settings.attention)
+    partial: Sequence[str] = ()
+    if mesh.size("tp") > 1:
+        partial = tensor.divide_tensors(model, mesh)
     if mesh.size("dp_shard") > 1:
         fsdp.shard_parameters(model, mesh, settings.parallel.reshard)
-    return ParallelModel(model, mesh)
+    return ParallelModel(model, mesh, partial)
 
 
 def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
     """Raise ConfigError if the model or a setting is not available on `mesh`."""
     if mesh.size("tp") > 1:
-        raise ConfigError(f"policy.parallel.tp = {mesh.size('tp')} is not available yet: set it to 1, and use dp_shard")
+        tensor.check_tensors(model, mesh.size("tp"))
+        if settings.router_aux_coefficient:
+            raise ConfigError(
+                "policy.router_aux_coefficient is not available with policy.parallel.tp above 1, where no rank sees "
+                "all tokens of a sequence: set one of them to its default"
+            )
     if is_adapted(model):
         raise ConfigError("[model.lora] is not available on a mesh yet: set all sizes of policy.parallel to 1")
     if media_inputs(model.config):
@@ -69,9 +77,10 @@ class ParallelModel:
     All ranks of a replica call the same methods in the same order.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
-        """Describe `model`, which is on `mesh` already."""
+    def __init__(self, model: PreTrainedModel, mesh: Mesh, partial: Sequence[str] = ()) -> None:
+        """Describe `model`, which is on `mesh` already; `partial`: see `LocalShards`."""
         self.model, self.mesh = model, mesh
+        self._partial = partial
         self._device = model.device
 
     def check_optimizer(self, settings: OptimizerSettings) -> None:
@@ -84,7 +93,7 @@ class ParallelModel:
 
     def shards(self, trained: Mapping[str, Tensor]) -> LocalShards:
         """Return this rank's shards of the tensors that an optimizer updates."""
-        return LocalShards(trained, self.mesh)
+        return LocalShards(trained, self.mesh, self._partial)
 
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the local parts of `tensors` such that every element is on one rank only."""
@@ -96,6 +105,11 @@ class ParallelModel:
         own = [None if number is None else plan[number] for number in divided[self.mesh.place(DATA)]]
         # Only FSDP communicates within a pass.
         return own if self.mesh.size("dp_shard") > 1 else [one for one in own if one is not None]
+
+    def padded(self, inputs: MicrobatchInputs) -> MicrobatchInputs:
+        """Return `inputs` with as many tokens as the ranks can divide."""
+        size = self.mesh.size("tp")
+        return inputs if size == 1 else tensor.pad_tokens(inputs, size)
 
     def begin_pass(self, *, is_last: bool) -> None:
         """Prepare a pass; `is_last`: of an update."""

@@ -10,6 +10,7 @@ an operation that gloo does not have (PREMUL_SUM).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Final, Literal
@@ -42,6 +43,8 @@ def shard_parameters(
     if low:
         model.to(torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None)
+    # The logits of no tokens, which the forward pass returns: nothing changes them in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     blocks = find_blocks(model)
     for number, block in enumerate(blocks, start=1):
         frees = reshard == "always" or (reshard == "default" and number < len(blocks))

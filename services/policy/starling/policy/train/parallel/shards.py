@@ -6,7 +6,7 @@ shards; only the norm of the gradient needs the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, cast
 
 import torch
@@ -24,15 +24,15 @@ _BUCKET_NUMEL: Final = 1 << 24
 class LocalShards:
     """Shards of tensors that share memory with them, with gradients of their own."""
 
-    def __init__(self, trained: Mapping[str, Tensor], mesh: Mesh, partial: Mapping[str, str] | None = None) -> None:
+    def __init__(self, trained: Mapping[str, Tensor], mesh: Mesh, partial: Sequence[str] = ()) -> None:
         """Take the shards.
 
         Args:
             trained: tensors that an optimizer would update, by name.
             mesh: of the ranks.
-            partial: names of whole tensors whose gradient each rank of an axis has a part of, with that axis.
+            partial: names of tensors of whose gradient each rank of the axis tp has a part.
         """
-        self._trained, self._mesh, self._partial = dict(trained), mesh, dict(partial or {})
+        self._trained, self._mesh, self._partial = dict(trained), mesh, frozenset(partial)
         self.tensors: dict[str, Tensor] = {name: local_part(tensor) for name, tensor in trained.items()}
         """By name."""
         self._axes = {name: sharded_axes(tensor) for name, tensor in trained.items()}
@@ -45,6 +45,7 @@ class LocalShards:
             if isinstance(gradient, DTensor):
                 assert isinstance(tensor, DTensor)
                 gradient = gradient.redistribute(placements=tensor.placements).to_local()
+                tensor.grad = None
             self.tensors[name].grad = gradient
         self._fill_in()
         for axis, names in self._sums().items():
@@ -78,7 +79,7 @@ class LocalShards:
             if self._mesh.size("dp_replicate") > 1 and "dp_replicate" not in _axes(tensor):
                 found.setdefault("dp_replicate", []).append(name)
             if name in self._partial:
-                found.setdefault(self._partial[name], []).append(name)
+                found.setdefault("tp", []).append(name)
         return found
 
 

@@ -1,0 +1,138 @@
+"""Steps with tensor parallelism, and log-probabilities over a divided vocabulary: those of a single process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+from small_steps import Array, Outcome, assert_close, make_model, make_settings, make_steps
+
+from starling.algo.truncation import KeptTokens
+from starling.common.errors import ConfigError
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.train.learner import Learner
+from starling.policy.train.loss.logprobs import KeptSets, head_logprobs
+from starling.policy.train.model.lm_head import LmHead, LogitTransform, VocabularyShard
+from starling.policy.train.parallel.mesh import Mesh
+from starling.policy.train.parallel.tensor import check_tensors
+
+MESHES = {
+    "tp": {"tp": 2},
+    "two key heads on four ranks": {"tp": 4},
+    "fsdp and tp": {"dp_shard": 2, "tp": 2},
+    "ddp and tp": {"dp_replicate": 2, "tp": 2},
+}
+TOLERANCE = 4e-6
+"""Twice that of other meshes: sums of matrix products are divided otherwise, and the gradients of query and key norms
+and biases are small differences of large numbers."""
+STEPS = [
+    ("qwen2", "rl"),
+    ("qwen3", "rl"),
+    ("qwen3-tied", "rl"),
+    ("qwen3_moe", "rl"),
+    ("llama", "sft"),
+    ("qwen3", "dpo"),
+]
+
+
+@cache
+def alone(name: str, step: str) -> Outcome:
+    """Return the outcome of a single process."""
+    return make_steps(name, step)
+
+
+def all_steps(_: int, parallel: dict[str, Any]) -> dict[tuple[str, str], Outcome]:
+    """Make every kind of step, on one rank of a mesh."""
+    return {(name, step): make_steps(name, step, parallel) for name, step in STEPS}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
+    """Those of query and key norms too, which are sums over ranks, with several passes before an update."""
+    for name, step in STEPS:
+        alone(name, step)  # imports what the forked ranks then have
+    parallel = MESHES[mesh]
+    for outcome in run_ranks(int(np.prod(list(parallel.values()))), all_steps, parallel):
+        for (name, step), found in outcome.items():
+            expected = alone(name, step)
+            assert_close(found.gradients, expected.gradients, TOLERANCE)
+            assert_close(found.weights, expected.weights)
+            assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
+            assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)
+
+
+def head_outcome(rank: int, num_ranks: int) -> list[Array]:
+    """Return log-probabilities, entropy and gradients of an output layer whose rows are divided over ranks."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, width, num_tokens = 61, 16, 10
+    hidden = torch.randn(num_tokens, width, generator=generator).requires_grad_()
+    whole, bias = torch.randn(vocabulary, width, generator=generator), torch.randn(vocabulary, generator=generator)
+    targets = torch.randint(vocabulary, (num_tokens, 2), generator=generator)
+    temperature = 0.5 + torch.rand(num_tokens, generator=generator)
+    counts = np.array([0, 5] * (num_tokens // 2), dtype=np.int32)
+    ids = [np.unique([*row, 1, 2, 3])[:5] for row in targets[1::2].tolist()]
+    counts[1::2] = [len(one) for one in ids]
+    kept = KeptSets(KeptTokens(counts, np.concatenate(ids).astype(np.int32)))
+    own = slice(0, vocabulary)
+    if num_ranks > 1:
+        rows = -(-vocabulary // num_ranks)
+        own = slice(rows * rank, min(vocabulary, rows * (rank + 1)))
+    weight, own_bias = whole[own].clone().requires_grad_(), bias[own].clone().requires_grad_()
+    shard = VocabularyShard(own.start, dist.group.WORLD) if num_ranks > 1 else None
+    head = LmHead(weight, own_bias, LogitTransform("cap", 3.0), shard)
+    logprobs, entropy = head_logprobs(
+        hidden, head, targets, temperature, with_entropy_gradient=True, kept=kept, chunk_tokens=4
+    )
+    (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().add(entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert own_bias.grad is not None
+    return [one.detach().numpy() for one in (logprobs, entropy, hidden.grad, weight.grad, own_bias.grad)]
+
+
+def test_logprobs_over_a_divided_vocabulary() -> None:
+    """With truncated sampling, temperatures, a cap, several targets and the gradient of the entropy."""
+    expected = head_outcome(0, 1)
+    ranks = run_ranks(2, head_outcome, 2)
+    for logprobs, entropy, *_ in ranks:
+        np.testing.assert_allclose(logprobs, expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(entropy, expected[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ranks[0][2] + ranks[1][2], expected[2], rtol=1e-4, atol=1e-5)
+    for part in (3, 4):
+        together = np.concatenate([ranks[0][part], ranks[1][part]])
+        np.testing.assert_allclose(together, expected[part], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "text"),
+    [
+        ("qwen3", 3, "tp = 3 does not divide the 4 attention heads"),
+        ("llama", 8, "tp = 8 does not divide the 4 attention heads"),
+        ("gpt2", 2, "has no plan for GPT2LMHeadModel"),
+    ],
+)
+def test_models_that_ranks_cannot_divide_are_refused(kind: str, size: int, text: str) -> None:
+    """With the number that they cannot divide."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)) if kind == "gpt2" else make_model(kind, False)
+    with pytest.raises(ConfigError, match=text):
+        check_tensors(model, size)
+
+
+def reward_model_refusal(_: int) -> str:
+    """Return what a rank says of a reward model."""
+    with pytest.raises(ConfigError) as caught:
+        Learner(lambda: make_model("qwen3", False, scores=True), make_settings(tp=2), mesh=Mesh(ParallelSettings(tp=2)))
+    return str(caught.value)
+
+
+def test_reward_model_is_refused_on_the_axis_tp() -> None:
+    """Its output is not a vocabulary."""
+    for found in run_ranks(2, reward_model_refusal):
+        assert "has no plan for Qwen3ForSequenceClassification" in found
