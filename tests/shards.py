@@ -66,7 +66,7 @@ SHARDS = (
     Shard("sim", ("tests/sim",), 0.8),
     Shard("parallel", ("tests/parallel",), 1.3),
     Shard("system", ("tests/system",), 3.7, services=True),
-    Shard("vllm", ("tests/vllm",), 5.5, services=True, environment=_VLLM),
+    Shard("vllm", ("tests/vllm",), 6.5, services=True, environment=_VLLM),
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 10.0, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
