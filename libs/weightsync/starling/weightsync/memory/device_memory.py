@@ -62,6 +62,13 @@ class SharedDeviceMemory(DeviceMemory, Protocol):
     def handle(self) -> DeviceHandle:
         """What they open it by."""
 
+    def reading(self) -> AbstractContextManager[Any]:
+        """Yield its bytes as `opened` does, to be read only. Thread-safe.
+
+        Raises:
+            WeightsError: it was freed.
+        """
+
 
 class DeviceAllocator(Protocol):
     """Memory of one device. Thread-safe."""

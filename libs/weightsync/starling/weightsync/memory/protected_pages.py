@@ -90,6 +90,14 @@ class SharedPages(ProtectedMemory):
             kind="cpu", device=CPU, size_bytes=max(1, size_bytes), handle=_named(address_of(self._file), self._file)
         )
 
+    @contextmanager
+    def reading(self) -> Iterator[Memory]:
+        """See `SharedDeviceMemory.reading`."""
+        if self._pages is None:
+            raise WeightsError("The memory of the snapshot was freed.")
+        with self.opened() as flat:
+            yield flat
+
     def free(self) -> None:
         """See `DeviceMemory.free`. A process that has opened it keeps it until it closes it."""
         super().free()

@@ -35,8 +35,8 @@ from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import SnapshotSource
 
 CLOSE_TIMEOUT_S: Final = 5.0
-FROM_DEVICE: Final[tuple[Transport, ...]] = ("local",)
-"""Transports whose readers copy from memory of the source's device."""
+FROM_DEVICE: Final[tuple[Transport, ...]] = ("local", "ucx")
+"""Transports whose readers get boxes from memory of the source's device."""
 DELTA_VERSIONS: Final = 2
 MIN_ROOT_S: Final = 2.0
 ROOT_SHARE: Final = 6.0
@@ -91,7 +91,7 @@ class Publisher:
         encrypt: encrypt what readers get; the transport must be ``tcp``.
         snapshots: where a version is copied while training waits, see `SnapshotPolicy`. Each version that goes by way
             of a device takes as much of its memory as this rank publishes, until it has moved to the host. With
-            ``device`` and ``local`` it stays: two versions, until the publisher is closed.
+            ``device`` and ``local`` or ``ucx`` it stays: two versions, until the publisher is closed.
 
     Raises:
         WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available or
@@ -127,6 +127,7 @@ class Publisher:
         self._writer = SnapshotWriter(layout, rank, self._arena, snapshots, stays=stays)
         self._arrays = tuple(packed_arrays(pieces, slot) for slot in self._arena.slots)
         source = SnapshotSource(self._arena, pieces)
+        source.device_memory = self._writer.memory
         self._readers = source.readers
         self._digests = SnapshotDigests(source, pieces, rank, digests)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
@@ -211,7 +212,8 @@ class Publisher:
         if self._comparison is not None:
             self._comparison.interrupt()
         moved = self._writer.write(slot, fill, device)
-        snapshot, secret = self._arena.commit(slot, self._writer.handle(slot))
+        memory = self._writer.memory(slot)
+        snapshot, secret = self._arena.commit(slot, None if memory is None else memory.handle)
         base = before.version if before.slot not in (-1, slot) else -1
         self._newest = _NewestVersion(version, snapshot, slot)
         if self._comparison is not None:

@@ -18,7 +18,6 @@ import torch
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
-from starling.weightsync.memory.device_handles import DeviceHandle
 from starling.weightsync.memory.device_memory import (
     ROOM,
     DeviceAllocator,
@@ -131,10 +130,9 @@ class SnapshotWriter:
         self._moving = self._pool.submit(_move, memory, self._slots[slot][: self._extent_bytes], stays=stays)
         return self._moving
 
-    def handle(self, slot: int) -> DeviceHandle | None:
-        """Return the handle of the memory in which the version in a slot stays; None where it does not."""
-        memory = self._shared.get(slot)
-        return None if memory is None else memory.handle
+    def memory(self, slot: int) -> SharedDeviceMemory | None:
+        """Return the memory in which the version in a slot stays; None where it does not. Thread-safe."""
+        return self._shared.get(slot)
 
     def settle(self) -> None:
         """Wait until no version is in memory of the device, but for those that stay there.

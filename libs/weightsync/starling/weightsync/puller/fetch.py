@@ -17,9 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box
@@ -32,8 +33,9 @@ from starling.weightsync.plan.buckets import BUCKETS_PER_SOURCE, payload_bytes
 from starling.weightsync.plan.layout import aligned
 from starling.weightsync.puller.deadline import Deadline
 from starling.weightsync.puller.report import PullProgress
-from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, with_deltas
+from starling.weightsync.puller.schedule import BucketRead, ReadSchedule, with_deltas, with_tensors
 from starling.weightsync.puller.sources import SourceConnection
+from starling.weightsync.tensors.views import flat_tensor, is_direct_tensor
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import (
     MeasureDeltas,
@@ -47,6 +49,8 @@ MAX_ATTEMPTS: Final = 2
 """How often a source is asked for a bucket that arrives with a wrong digest."""
 NONCE_BYTES: Final = 16
 """Randomness in the proof of a ticket."""
+_ON_DEVICE: Final = np.empty(0, np.uint8)
+"""In place of the array of a box that goes to a device."""
 PROGRESS_INTERVAL_S: Final = 0.1
 """Minimum time between two progress reports."""
 
@@ -91,7 +95,7 @@ class FetchOptions:
     """How long a source may owe an answer before a fallback source is tried, if there is one."""
     place: Callable[[BucketRead, int, Array], None]
     """Writes the box of that index from an array, where numpy cannot reach the destination's memory."""
-    tensor: Callable[[BucketRead, int], object]
+    tensor: Callable[[BucketRead, int], torch.Tensor]
     """Returns the part of a live tensor that such a box fills."""
     arrived: Callable[[int, bytes, Sequence[ReceivedDelta]], None]
     """Called with each read that is complete, by its index in the schedule, with the digests of its boxes and the
@@ -191,6 +195,8 @@ class BucketFetcher:
         self._measured: dict[int, _DeltaSizes] = {}  # by bucket
         self._requested: dict[int, _RequestedBucket] = {}  # by request number
         self._control: dict[int, SourceConnection] = {}  # by number: sources asked to open or release a snapshot
+        self._any_placed = False
+        """Whether a source has placed boxes on a device."""
         self._num_unpacking = 0
         self._delta_bytes = 0
         self._unpacked: queue.SimpleQueue[_UnpackedBucket] = queue.SimpleQueue()
@@ -279,13 +285,16 @@ class BucketFetcher:
             travels, sizes = with_deltas(read, measured.sizes), measured.sizes
             if travels.buffer_bytes(scatters=False) > self._options.delta_bytes:
                 travels, sizes = read, ()
+        tensors = self._tensors(read, source)
+        if tensors and not source.client.scatters:
+            travels = with_tensors(read, [tensor is not None for tensor in tensors])
         buffer = self._acquire(travels.buffer_bytes(scatters=source.client.scatters), for_deltas=bool(sizes))
         if buffer is None:
             return False
         if any(travels.direct):
             self._bases[index] = -1
         number = self._numbers(len(travels.segments))
-        target = _read_target(travels, buffer, self._options, scatters=source.client.scatters)
+        target = _read_target(travels, buffer, tensors, scatters=source.client.scatters)
         self._requested[number] = _RequestedBucket(index, source, travels, sizes, base, buffer, target)
         request = ReadBoxes(
             number=number,
@@ -300,6 +309,22 @@ class BucketFetcher:
         source.in_flight += 1
         source.ask(request, target)
         return True
+
+    def _tensors(self, read: BucketRead, source: SourceConnection) -> tuple[torch.Tensor | None, ...]:
+        """Return for each box the part of a tensor on a device that its source fills, None for others; or nothing.
+
+        A transport that scatters may fill all of them, others contiguous ones of some size.
+        """
+        if all(array is not None for array in read.arrays):
+            return ()
+        parts = [
+            self._options.tensor(read, index) if array is None else None for index, array in enumerate(read.arrays)
+        ]
+        if source.client.scatters:
+            return tuple(parts)
+        tensors = [part if part is not None and is_direct_tensor(part) else None for part in parts]
+        kinds = {tensor.device.type for tensor in tensors if tensor is not None}
+        return tuple(tensors) if kinds and all(map(source.client.receives, kinds)) else ()
 
     def _acquire(self, size_bytes: int, *, for_deltas: bool) -> Memory | None:
         """Return memory for a payload, or None when there is none now. Memory for deltas is allocated, not pooled."""
@@ -375,6 +400,7 @@ class BucketFetcher:
         if bucket is not None:
             source.in_flight -= 1
             bucket.placed = event.placed
+            self._any_placed |= event.placed
             self._unpack(bucket, answer)
         elif measuring is not None:
             source.in_flight -= 1
@@ -494,9 +520,10 @@ class BucketFetcher:
     def _check_confirmed(self, reason: str) -> None:
         """Raise WeightsError if all has arrived, and a source does not confirm that its snapshot stood still.
 
-        Full digests prove each bucket: the snapshot stood still when they were computed.
+        Full digests prove each bucket: the snapshot stood still when they were computed. But they are not compared
+        with what was placed on a device.
         """
-        if not self._num_left and self._options.digests != "full":
+        if not self._num_left and (self._options.digests != "full" or self._any_placed):
             raise WeightsError(reason)
 
     def _abandon(self) -> None:
@@ -537,10 +564,12 @@ class BucketFetcher:
         self._options.report(PullProgress(bytes_done=done, bytes_total=total, seconds_left=left))
 
 
-def _read_target(read: BucketRead, buffer: Memory, options: FetchOptions, *, scatters: bool) -> ReadTarget:
+def _read_target(
+    read: BucketRead, buffer: Memory, tensors: tuple[torch.Tensor | None, ...], *, scatters: bool
+) -> ReadTarget:
     """Return where the payload of a read goes: in place, or into `buffer`."""
     arrays: list[Array] = []
-    buffers: list[Memory] = []
+    buffers: list[Any] = []
     begin = 0
     for group, direct in zip(grouped(range(len(read.boxes)), read.segments), read.direct, strict=True):
         targets = [read.arrays[index] for index in group]
@@ -548,16 +577,17 @@ def _read_target(read: BucketRead, buffer: Memory, options: FetchOptions, *, sca
             arrays.append(targets[0])
             buffers.append(flat_bytes(targets[0]))
             continue
+        tensor = tensors[group[0]] if direct and tensors else None
+        if tensor is not None:
+            arrays.append(_ON_DEVICE)
+            buffers.append(flat_tensor(tensor))
+            continue
         boxes = [read.boxes[index] for index in group if not scatters or read.arrays[index] is None]
         size = payload_bytes([box.size_bytes for box in boxes])
         buffers.append(buffer[begin : begin + size])
         begin += aligned(size)
         blocks = iter(packed_arrays(boxes, buffers[-1]))
         arrays += [next(blocks) if target is None or not scatters else target for target in targets]
-    tensors: tuple[object, ...] = ()
-    if scatters and any(array is None for array in read.arrays):
-        on_device = (array is None for array in read.arrays)
-        tensors = tuple(options.tensor(read, index) if there else None for index, there in enumerate(on_device))
     return ReadTarget(tuple(arrays), tuple(buffers), tensors)
 
 
@@ -567,7 +597,11 @@ def _unpack(read: BucketRead, bucket: _RequestedBucket, options: FetchOptions) -
     unpack_s = 0.0
     verified = bucket.source.client.scatters or options.digests == "off"
     sizes = bucket.sizes or (0,) * len(read.boxes)
+    tensors = bucket.target.tensors if bucket.placed else ()
+    there = [tensor is not None for tensor in tensors] or [False] * len(read.boxes)
     for index, (block, target, size) in enumerate(zip(bucket.target.arrays, read.arrays, sizes, strict=True)):
+        if there[index]:
+            continue
         before = time.perf_counter()
         if size:
             assert target is not None
@@ -583,8 +617,7 @@ def _unpack(read: BucketRead, bucket: _RequestedBucket, options: FetchOptions) -
                 return _UnpackedBucket(bucket, index, None, unpack_s, time.perf_counter() - begin - unpack_s)
         before = time.perf_counter()
         if target is None:
-            if not bucket.placed:
-                options.place(read, index, block)
+            options.place(read, index, block)
         elif target is not block:
             np.copyto(target, block)
         unpack_s += time.perf_counter() - before

@@ -322,6 +322,8 @@ class Puller:
 
         if live is not None:
             self.state, self.version = "torn", -1
+            for device in {each.device for each in live if each.device.type == "cuda"}:
+                torch.cuda.synchronize(device)  # transports write beside torch's streams
         buffers = self._make_buffers(schedule, sources)
         options = FetchOptions(
             digests=self._digests,

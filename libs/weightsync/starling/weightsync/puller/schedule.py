@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Array, part_of
@@ -103,6 +104,11 @@ def with_deltas(read: BucketRead, sizes: Sequence[int]) -> BucketRead:
     return _arrange(read.source_rank, boxes, read.shards, arrays)
 
 
+def with_tensors(read: BucketRead, direct: Sequence[bool]) -> BucketRead:
+    """Return the bucket with segments of their own for boxes that are `direct`: received straight on a device."""
+    return _arrange(read.source_rank, read.boxes, read.shards, read.arrays, direct)
+
+
 def _read(bucket: Bucket, wanted: Sequence[ShardPiece], arrays: Sequence[Array | None]) -> BucketRead:
     boxes: list[ShardPiece] = []
     targets: list[Array | None] = []
@@ -116,11 +122,16 @@ def _read(bucket: Bucket, wanted: Sequence[ShardPiece], arrays: Sequence[Array |
 
 
 def _arrange(
-    source_rank: int, boxes: Sequence[ShardPiece], shards: tuple[int, ...], targets: Sequence[Array | None]
+    source_rank: int,
+    boxes: Sequence[ShardPiece],
+    shards: tuple[int, ...],
+    targets: Sequence[Array | None],
+    on_device: Sequence[bool] = (),
 ) -> BucketRead:
-    segments, direct = cut_segments(
-        [target is not None and target.nbytes >= DIRECT_BYTES and target.flags.c_contiguous for target in targets]
-    )
+    in_place = [
+        target is not None and target.nbytes >= DIRECT_BYTES and target.flags.c_contiguous for target in targets
+    ]
+    segments, direct = cut_segments([host or bool(there) for host, there in zip_longest(in_place, on_device)])
     return BucketRead(
         source_rank=source_rank,
         boxes=tuple(boxes),

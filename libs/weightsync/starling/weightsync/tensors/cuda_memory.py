@@ -58,6 +58,14 @@ class SharedCudaMemory(CudaMemory):
         """See `SharedDeviceMemory.handle`."""
         return self._allocation.handle
 
+    @contextmanager
+    def reading(self) -> Iterator[torch.Tensor]:
+        """See `SharedDeviceMemory.reading`."""
+        flat = self._flat
+        if flat is None:
+            raise WeightsError("The memory of the snapshot was freed.")
+        yield flat
+
     def free(self) -> None:
         """See `DeviceMemory.free`."""
         super().free()

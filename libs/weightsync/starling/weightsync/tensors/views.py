@@ -9,6 +9,7 @@ import torch
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Array, Memory
+from starling.weightsync.plan.buckets import DIRECT_BYTES
 from starling.weightsync.plan.layout import Box, Layout, item_bytes, packed_offsets, pieces_of
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,3 +95,13 @@ def place_array(tensor: torch.Tensor, array: Array) -> None:
     signed = torch.from_numpy(array.view(f"i{array.itemsize}") if array.itemsize > 1 else array)
     with torch.no_grad():
         tensor.copy_(signed.view(tensor.dtype))
+
+
+def is_direct_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a transport receives a box straight into a tensor: a contiguous one that is not small."""
+    return tensor.is_contiguous() and tensor.nbytes >= DIRECT_BYTES
+
+
+def flat_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as a flat tensor that shares its memory."""
+    return tensor.reshape(-1).view(torch.uint8)

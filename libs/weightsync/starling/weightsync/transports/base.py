@@ -74,6 +74,12 @@ class TransportClient(Protocol):
     scatters: bool
     """Whether payloads are written straight into `ReadTarget.arrays`, so that no buffers are needed."""
 
+    def receives(self, kind: str) -> bool:
+        """Return whether a buffer in `ReadTarget.buffers` may be flat memory of this kind of device, as torch names it.
+
+        The box of such a buffer has its tensor in `ReadTarget.tensors`.
+        """
+
     def connect(self, source: str, offer: RankOffer) -> None:
         """Begin to connect to a source rank.
 

@@ -93,6 +93,10 @@ class LocalClient:
         self._connections: dict[str, _Connection] = {}
         self._events = EventQueue()
 
+    def receives(self, kind: str) -> bool:
+        """See `TransportClient.receives`: it needs no buffers."""
+        return False
+
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
         mapping = ArenaMapping(offer.address)

@@ -19,6 +19,7 @@ import numpy as np
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena, ArenaMapping
 from starling.weightsync.memory.arrays import Array, Memory, is_direct, pack, packed_arrays, part_of
+from starling.weightsync.memory.device_memory import SharedDeviceMemory
 from starling.weightsync.memory.digests import DigestCache, DigestKey, digest_of_array, digest_of_copy
 from starling.weightsync.offers.tickets import SPENT, TicketProof, reading_cost
 from starling.weightsync.plan.boxes import contains
@@ -188,6 +189,8 @@ class SnapshotSource:
         self.pending = PendingBoxes(())
         """Boxes that the present snapshot still lacks: a relay serves while it pulls."""
         self.deltas: DeltaSource = NoDeltas()
+        self.device_memory: Callable[[int], SharedDeviceMemory | None] = _nowhere
+        """Returns the memory of a device in which the snapshot of a slot stays, laid out as the slot."""
         self.readers = LateReaders()
         self.address = arena.address
         self.pieces = PiecesByName(pieces)
@@ -246,6 +249,10 @@ class WaitingNotice:
             return False
         is_first, self._number, self._due_at = number != self._number, number, now + WAITING_INTERVAL_S
         return not is_first
+
+
+def _nowhere(_slot: int) -> None:
+    return None
 
 
 def _no_sizes() -> tuple[int, ...]:
@@ -323,6 +330,8 @@ class ReaderSession:
         """The replica that has proven a ticket last; empty until one has."""
         self.memory: Memory = np.empty(0, np.uint8)
         """The opened snapshot in the arena's own mapping, which is the one that is registered and in huge pages."""
+        self.device: SharedDeviceMemory | None = None
+        """The opened snapshot in memory of a device, if it stays there."""
 
     @property
     def opened(self) -> bool:
@@ -420,7 +429,7 @@ class ReaderSession:
 
     def release(self) -> None:
         """Give the lease back."""
-        self._arrays, self._snapshot, self.memory = (), 0, np.empty(0, np.uint8)
+        self._arrays, self._snapshot, self.memory, self.device = (), 0, np.empty(0, np.uint8), None
         if self._lease is not None:
             self._lease.release()
         self._source.readers.returned(id(self))
@@ -445,6 +454,7 @@ class ReaderSession:
         self.reader = self.proof.reader
         self._source.readers.leased(id(self), self.reader, request.snapshot)
         slots = self._source.arena.slots
-        self.memory = slots[request.snapshot % len(slots)]
+        slot = request.snapshot % len(slots)
+        self.memory, self.device = slots[slot], self._source.device_memory(slot)
         self._arrays = packed_arrays(self._source.pieces.pieces, self.memory)
         self._snapshot = request.snapshot

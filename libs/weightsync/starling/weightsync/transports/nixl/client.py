@@ -98,6 +98,10 @@ class NixlClient:
         self._woken = False
         self._poll_interval_s = TICK_S
 
+    def receives(self, kind: str) -> bool:
+        """See `TransportClient.receives`."""
+        return False
+
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
         self._connections[source] = _Connection(

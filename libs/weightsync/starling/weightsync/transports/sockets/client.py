@@ -153,6 +153,10 @@ class SocketClient:
         self._connections: dict[str, _Connection] = {}
         self._events = EventQueue()
 
+    def receives(self, kind: str) -> bool:
+        """See `TransportClient.receives`: sockets fill memory of the host."""
+        return False
+
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
         address = split_address(offer.address)

@@ -37,6 +37,8 @@ class _SentRequest:
     """A request that is not complete yet."""
 
     request: Request
+    placed: bool = False
+    """Whether it fills memory of a device."""
     arriving: deque[UcxRequest] = field(default_factory=deque)
     """Receives of the segments."""
     answer: SourceAnswer | None = None
@@ -69,6 +71,17 @@ class UcxClient:
     def __init__(self, *, host: str) -> None:
         self._worker: UcxWorker | None = UcxWorker(host=host)
         self._connections: dict[str, _Connection] = {}
+        self._told = False
+        """Whether the log says that this UCX does not support the memory of a device."""
+
+    def receives(self, kind: str) -> bool:
+        """See `TransportClient.receives`."""
+        assert self._worker is not None
+        can = kind in self._worker.kinds
+        if not can and not self._told:
+            self._told = True
+            log.warning("weights arrive by way of host memory: this UCX has no support for %r memory", kind)
+        return can
 
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
@@ -142,7 +155,7 @@ class UcxClient:
             return
         if isinstance(request, OpenSnapshot) and connection.endpoint is None:
             connection.opening = request.number
-        sent = connection.sent[request.number] = _SentRequest(request)
+        sent = connection.sent[request.number] = _SentRequest(request, bool(target.tensors))
         if isinstance(request, ReadBoxes) and connection.endpoint is not None:
             for index, buffer in enumerate(target.buffers):
                 filled = buffer if buffer.nbytes else np.empty(1, np.uint8)
@@ -156,7 +169,7 @@ class UcxClient:
             if connection.broken:
                 continue
             try:
-                events += [AnswerReceived(source, answer) for answer in self._advance(connection)]
+                events += [AnswerReceived(source, answer, placed) for answer, placed in self._advance(connection)]
             except (WeightsError, OSError, self._worker.error) as error:
                 connection.broken = True
                 self._worker.unwatch(connection.channel)
@@ -164,22 +177,25 @@ class UcxClient:
                 events.append(ConnectionLost(source, reason))
         return events
 
-    def _advance(self, connection: _Connection) -> list[SourceAnswer]:
-        """Return the answers that are complete. Raises WeightsError, OSError and UCXX's errors when it broke."""
+    def _advance(self, connection: _Connection) -> list[tuple[SourceAnswer, bool]]:
+        """Return the answers that are complete, and whether their requests have filled memory of a device.
+
+        Raises WeightsError, OSError and UCXX's errors when it broke.
+        """
         assert self._worker is not None
         connection.channel.flush()
         for kind, body in connection.channel.receive():
             self._handle(connection, kind, body)
         if connection.endpoint is not None:
             self._worker.check_alive(connection.endpoint)
-        done = list(connection.waiting.values())
+        done = [(notice, False) for notice in connection.waiting.values()]
         connection.waiting = {}
         for number, item in list(connection.sent.items()):
             while item.arriving and item.arriving[0].completed:
                 item.arriving.popleft().check()
             if item.answer is not None and not item.arriving:
                 del connection.sent[number]
-                done.append(item.answer)
+                done.append((item.answer, item.placed))
         return done
 
     def _handle(self, connection: _Connection, kind: int, body: bytes) -> None:

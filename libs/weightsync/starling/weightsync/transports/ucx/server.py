@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -18,6 +19,7 @@ from typing import Any, Final
 from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
+from starling.weightsync.memory.device_memory import SharedDeviceMemory
 from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
@@ -57,6 +59,10 @@ class _Reply:
 
     request: ReadBoxes | MeasureDeltas
     grant: Grant
+    snapshot: Memory
+    """All of the snapshot on the host."""
+    device: SharedDeviceMemory | None
+    """The same in memory of a device, if it is sent from there."""
     buffer: Memory | None = None
     """For what must be packed."""
     packing: GrowingBufferPool | None = None
@@ -65,6 +71,8 @@ class _Reply:
     answer: Future[SourceAnswer] | None = None
     sends: deque[UcxRequest] = field(default_factory=deque)
     sending: bool = False
+    opened: ExitStack = field(default_factory=ExitStack)
+    """Keeps memory of a device open while it is sent from."""
     answered: bool = False
 
     @property
@@ -131,6 +139,7 @@ class _Connection:
         self.channel.close()
         if self._endpoint is not None:
             self._worker.hang_up(self._endpoint)
+            self._end_sends()
         for reply in self._replies:
             for future in (reply.packed, reply.answer):
                 if future is not None and not future.cancel():
@@ -167,7 +176,8 @@ class _Connection:
         if isinstance(request, ReadBoxes | MeasureDeltas):
             if len(self._waiting) + len(self._replies) >= MAX_WAITING:
                 raise WeightsError(f"A reader has more than {MAX_WAITING} requests that are not answered.")
-            self._waiting.append(_Reply(request, grant))
+            device = self._server.sendable(self._session.device)
+            self._waiting.append(_Reply(request, grant, self._session.memory, device))
         else:
             self._answer(grant.answer(request.number))
 
@@ -206,9 +216,8 @@ class _Connection:
         if not reply.sending and reply.packed.done():
             reply.sending = True
             reply.answer = self._server.submit(partial(reply.grant.answer, reply.request.number))
-            for index, segment in enumerate(reply.packed.result()):
-                sent = segment if segment.nbytes else EMPTY_SEGMENT
-                reply.sends.append(self._worker.send(self._endpoint, sent, reply.first_tag + index))
+            for index, segment in enumerate(self._segments(reply)):
+                reply.sends.append(self._worker.send(self._endpoint, segment, reply.first_tag + index))
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
         if not reply.answered and reply.answer is not None and reply.answer.done():
@@ -219,7 +228,31 @@ class _Connection:
         self._release(reply)
         return True
 
+    def _segments(self, reply: _Reply) -> list[Any]:
+        """Return the packed segments to be sent, those that lie in the snapshot from the device if it is there."""
+        assert reply.packed is not None
+        segments = [segment if segment.nbytes else EMPTY_SEGMENT for segment in reply.packed.result()]
+        if reply.device is None:
+            return segments
+        flat = reply.opened.enter_context(reply.device.reading())
+        self._worker.register(reply.device, flat, reply.device.handle.kind)
+        begins = [segment.ctypes.data - reply.snapshot.ctypes.data for segment in segments]
+        return [
+            flat[begin : begin + segment.nbytes] if 0 <= begin < reply.snapshot.nbytes else segment
+            for begin, segment in zip(begins, segments, strict=True)
+        ]
+
+    def _end_sends(self) -> None:
+        """Wait until UCX no longer sends from memory of a device: its pages may be closed, or freed, then."""
+        end = time.monotonic() + IDLE_TIMEOUT_S
+        sends = [send for reply in self._replies if reply.device is not None for send in reply.sends]
+        while not all(send.completed for send in sends):
+            if time.monotonic() > end:
+                raise WeightsError("UCX does not release memory of a device that it was given.")
+            self._worker.progress(0.001)
+
     def _release(self, reply: _Reply) -> None:
+        reply.opened.close()
         if reply.packing is not None and reply.buffer is not None:
             reply.packing.release(reply.buffer)
 
@@ -235,6 +268,8 @@ class UcxServer:
         self.worker = UcxWorker(host=host)
         self.failure = ""
         """Why serving ended by itself; empty while it runs."""
+        self._told = False
+        """Whether the log says that this UCX does not support the memory of a device."""
         self._stop = threading.Event()
         self._connections = ReaderConnections(partial(_Connection, self))
         self._packing: weakref.WeakValueDictionary[str, GrowingBufferPool] = weakref.WeakValueDictionary()
@@ -274,6 +309,17 @@ class UcxServer:
     def packing_of(self, reader: str) -> GrowingBufferPool:
         """Return the packing memory of a replica: one that receives nothing keeps none from others."""
         return self._packing.setdefault(reader, GrowingBufferPool(MAX_PACKING_BYTES))
+
+    def sendable(self, memory: SharedDeviceMemory | None) -> SharedDeviceMemory | None:
+        """Return memory of a device if this UCX can send from it, else None, and say so once."""
+        if memory is None or memory.handle.kind in self.worker.kinds:
+            return memory
+        if not self._told:
+            self._told = True
+            log.warning(
+                "weights are sent from memory of the host: this UCX has no support for %r memory", memory.handle.kind
+            )
+        return None
 
     def wake(self) -> None:
         """See `TransportServer.wake`."""

@@ -21,11 +21,13 @@ import time
 from functools import cache
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
-from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.transports.devices import net_devices
 from starling.weightsync.transports.endpoints import LONGEST_WAIT_S, is_loopback
+from starling.weightsync.transports.ucx.device import CUDA, exposed, memory_kinds, register, unregister
 from starling.weightsync.transports.versions import SupportedVersions
 
 OPTIONS: Final = {
@@ -38,6 +40,8 @@ OPTIONS: Final = {
 """Defaults: a variable of the environment, with the prefix ``UCX_``, takes precedence."""
 _RDMA_LANES: Final = "ib"
 """UCX's name for all transports over InfiniBand, RoCE and EFA, and for the component that has them."""
+_CUDA_COPIES: Final = "cuda_cpy"
+"""UCX's name for the component that copies from and to memory of GPUs; it has a device where there is one."""
 REQUIRED: Final = {"RCACHE_ENABLE": "y"}
 """Options that the environment cannot override. Without the registration cache UCX before 1.22 dereferences a null
 pointer when a peer dies in mid-read (openucx/ucx#11467). Unless the cache is required, UCX silently does without it
@@ -90,6 +94,8 @@ def options_for(host: str) -> dict[str, str]:
         options["NET_DEVICES"] = devices
     if rdma:
         options["TLS"] += f",{_RDMA_LANES}"
+    if components().get(_CUDA_COPIES, 0) > 0:
+        options["TLS"] += f",{CUDA}"
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
@@ -142,6 +148,10 @@ class UcxWorker:
             self.worker.init_blocking_progress_mode()
         except self.error as error:
             raise WeightsError(f"UCX cannot start here ({error}); choose transport 'tcp' or 'local'.") from error
+        self.kinds = memory_kinds(int(self._context.handle))
+        """Kinds of memory that it can send and receive."""
+        self._registered: dict[int, tuple[Any, int]] = {}
+        """Memory that is registered, by its identity, and its registration; 0 for one that cannot be."""
         self._process = os.getpid()
         self._pending: list[UcxRequest] = []
         self._wakeup = Wakeup()
@@ -211,16 +221,37 @@ class UcxWorker:
         """Make a waiting `progress` return. Thread-safe; does nothing after `close`."""
         self._wakeup.set()
 
-    def send(self, endpoint: Any, memory: Memory, tag: int) -> UcxRequest:
-        """Send `memory` with `tag`; it must not change before completion."""
-        array = self._array(_flat(memory))
+    def register(self, memory: Any, flat: Any, kind: str) -> None:
+        """Register the memory of a device, once for as long as the worker lives.
+
+        Args:
+            memory: what `flat` is of.
+            flat: its bytes, opened.
+            kind: one of `kinds`.
+        """
+        if id(memory) in self._registered:
+            return
+        mapped = 0
+        try:
+            mapped = register(int(self._context.handle), flat, kind)
+        except WeightsError as error:
+            log.warning("each message registers the memory of a snapshot anew: %s", error)
+        self._registered[id(memory)] = memory, mapped
+
+    def send(self, endpoint: Any, memory: Any, tag: int) -> UcxRequest:
+        """Send `memory`, flat bytes of the host or of a device, with `tag`; it must not change before completion."""
+        array = self._array(exposed(memory))
         return self._keep(endpoint.tag_send(array, self.lib.UCXXTag(tag)), (array, memory))
 
-    def receive(self, endpoint: Any, memory: Memory, tag: int) -> UcxRequest:
-        """Fill `memory` with the message of `tag`. Posted on the endpoint, so that its failure ends the wait."""
-        if not memory.flags.writeable:
+    def receive(self, endpoint: Any, memory: Any, tag: int) -> UcxRequest:
+        """Fill `memory`, flat bytes of the host or of a device, with the message of `tag`.
+
+        Posted on the endpoint, so that its failure ends the wait.
+        """
+        flat = exposed(memory)
+        if isinstance(flat, np.ndarray) and not flat.flags.writeable:
             raise WeightsError("Cannot receive into read-only memory.")
-        array = self._array(_flat(memory))
+        array = self._array(flat)
         return self._keep(endpoint.tag_recv(array, self.lib.UCXXTag(tag)), (array, memory))
 
     def check_alive(self, endpoint: Any) -> None:
@@ -252,16 +283,13 @@ class UcxWorker:
             self.progress(LONGEST_WAIT_S)
         # If UCX still works on these, their memory must outlive the worker.
         last, self._pending = self._pending, []
+        for _, mapped in self._registered.values():
+            if mapped:
+                unregister(int(self._context.handle), mapped)
+        self._registered = {}
         self.worker = self._context = None
         self._wakeup.close()
         del last
-
-
-def _flat(memory: Memory) -> Memory:
-    """Return `memory` if it is flat: UCXX would silently misinterpret other memory."""
-    if memory.dtype != "u1" or memory.ndim != 1 or not memory.flags.c_contiguous:
-        raise WeightsError(f"UCX moves flat bytes, not {memory.dtype} {memory.shape} with strides {memory.strides}.")
-    return memory
 
 
 class _Entry(ctypes.Structure):
