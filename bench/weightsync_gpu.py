@@ -3,11 +3,11 @@
     python bench/weightsync_gpu.py [--quick]
 
 Weights of 4 GiB (bfloat16, 64 tensors) are published by each policy of snapshots and pulled in place into other tensors
-of the same device by each transport; `local` copies within the device, where the version stays. Every ratio is to the
-time of copying the same tensors on the device, measured in the same round: of the seconds that `snapshot` takes from
-training, and of the seconds of a pull, which contain digests. Five rounds after a warm-up; a figure is the ratio of
-medians. Without a CUDA device each figure is null. `--quick` is the same with 32 MiB on whatever device there is, to
-see that it works.
+of the same device by each transport; `local` copies within the device, where the version stays, and `ucx` and `nixl`
+send from there. Every ratio is to the time of copying the same tensors on the device, measured in the same round: of
+the seconds that `snapshot` takes from training, and of the seconds of a pull, which contain digests. Five rounds after
+a warm-up; a figure is the ratio of medians. Without a CUDA device each figure is null. `--quick` is the same with
+32 MiB on whatever device there is, to see that it works.
 """
 
 from __future__ import annotations

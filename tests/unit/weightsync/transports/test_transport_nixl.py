@@ -52,7 +52,7 @@ from starling.weightsync.transports.messages import (
     with_checksum,
 )
 from starling.weightsync.transports.nixl import server as nixl_server
-from starling.weightsync.transports.nixl.agent import SUPPORTED, NixlAgent
+from starling.weightsync.transports.nixl.agent import SUPPORTED, NixlAgent, RemoteBlock
 from starling.weightsync.transports.nixl.client import NixlClient
 from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
@@ -141,7 +141,7 @@ class AgentPair:
         self.name = self.near.add_remote(self.far.metadata())
 
     def read(self, target: np.ndarray, begin: int = 0) -> None:
-        reading = self.near.read(self.name, [(target, self.source.ctypes.data + begin)])
+        reading = self.near.read(self.name, [RemoteBlock(target, self.source.ctypes.data + begin)])
         end = time.monotonic() + ANSWER_S
         while not reading.done():
             assert time.monotonic() < end
@@ -193,7 +193,7 @@ def test_other_memory_is_registered_per_read(two: AgentPair) -> None:
 def test_unregistered_memory_cannot_be_read(two: AgentPair, begin: int) -> None:
     target = np.zeros(4096, np.uint8)
     with pytest.raises(WeightsError, match="NOT_FOUND"):
-        two.near.read(two.name, [(target, two.source.ctypes.data + begin)])
+        two.near.read(two.name, [RemoteBlock(target, two.source.ctypes.data + begin)])
     assert not target.any()
     two.read(target)
 
@@ -204,9 +204,9 @@ def test_snapshot_tokens_cannot_be_read() -> None:
         agent = NixlAgent(host="127.0.0.1")
         name = agent.add_remote(made.server.agent.metadata())  # type: ignore[attr-defined]
         slot = made.arena.slots[0].ctypes.data
-        agent.read(name, [(allocate(1000), slot)]).release()
+        agent.read(name, [RemoteBlock(allocate(1000), slot)]).release()
         with pytest.raises(WeightsError, match="NOT_FOUND"):
-            agent.read(name, [(allocate(PAGE_BYTES), slot - PAGE_BYTES)])
+            agent.read(name, [RemoteBlock(allocate(PAGE_BYTES), slot - PAGE_BYTES)])
         agent.close()
 
 
@@ -220,7 +220,7 @@ def test_read_on_one_host_needs_no_progress_at_the_source(monkeypatch: pytest.Mo
     assert dict(os.environ) == before
     target = allocate(SIZE)
     made.read(target[:64])
-    reading = made.near.read(made.name, [(target, made.source.ctypes.data)])
+    reading = made.near.read(made.name, [RemoteBlock(target, made.source.ctypes.data)])
     end = time.monotonic() + ANSWER_S
     while not reading.done():
         assert time.monotonic() < end

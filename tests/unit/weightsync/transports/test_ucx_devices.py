@@ -8,76 +8,34 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from transport_peers import ServedSource, piece, read_target, reader
-from weights_peers import ANSWER_S, blank, same, source, weights
+from device_sources import PIECES, SIZE, DeviceSource
+from transport_peers import read_target, reader
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.protected_pages import SharedPages
-from starling.weightsync.offers.offer import RankOffer
-from starling.weightsync.plan.planner import make_plan
-from starling.weightsync.puller import puller as pulling
-from starling.weightsync.puller.puller import Puller
-from starling.weightsync.tensors.modules import layout_of
 from starling.weightsync.transports.ucx.device import exposed, register, unregister
 from starling.weightsync.transports.ucx.server import UcxServer
 from starling.weightsync.transports.ucx.worker import UcxWorker, has_ucx
 
 pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
 
-SIZE = 8 << 20
-PIECES = (piece("w", "uint8", (0, SIZE)), piece("x", "uint8", (0, 300), (0, 64)))
-EXTENT = SIZE + 300 * 64
 
-
-class DeviceSource(ServedSource):
-    """A source over UCX whose snapshots are on a device, too, with other bits: what is sent from there shows."""
-
-    def __init__(self) -> None:
-        self.memory = SharedPages(EXTENT)
-        with self.memory.opened() as flat:
-            flat[:] = 2
-        super().__init__("ucx", PIECES)
-        self.source.device_memory = lambda _: self.memory
-
-    def publish(self) -> RankOffer:
-        slot = self.arena.claim(0.0)
-        self.arena.slots[slot][:EXTENT] = 1
-        snapshot, secret = self.arena.commit(slot, self.memory.handle)
-        return self.serving.offer(rank=0, snapshot=snapshot, secret=secret, holds="", root="")
-
-    @property
-    def worker(self) -> UcxWorker:
-        assert isinstance(self.server, UcxServer)
-        return self.server.worker
-
-    def close(self) -> None:
-        super().close()
-        self.memory.free()
+def worker_of(source: DeviceSource) -> UcxWorker:
+    assert isinstance(source.server, UcxServer)
+    return source.server.worker
 
 
 @pytest.fixture
 def there() -> Iterator[DeviceSource]:
-    made = DeviceSource()
+    made = DeviceSource("ucx")
     yield made
     made.close()
-
-
-def test_contiguous_boxes_are_sent_from_the_device_and_others_are_packed(there: DeviceSource) -> None:
-    boxes = [PIECES[0], piece("w", "uint8", (7, 1000)), piece("x", "uint8", (10, 20), (0, 64)), PIECES[1]]
-    strided = piece("x", "uint8", (0, 300), (3, 9))
-    with reader("ucx") as made:
-        assert not made.connect(there.offer).reason
-        for _ in range(3):
-            answer, arrays = made.read([*boxes, strided])
-            assert not answer.reason
-            assert [np.unique(array).tolist() for array in arrays] == [[2]] * 4 + [[1]]
-    assert len(there.worker._registered) == 1
 
 
 def test_device_that_ucx_does_not_support_is_sent_from_the_host(
     there: DeviceSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there.worker.kinds = frozenset()
+    worker_of(there).kinds = frozenset()
     with reader("ucx") as made, caplog.at_level(logging.WARNING):
         assert not made.connect(there.offer).reason
         for _ in range(3):
@@ -98,6 +56,7 @@ def test_memory_is_closed_after_the_last_message(there: DeviceSource) -> None:
     with reader("ucx") as made:
         assert not made.connect(there.offer).reason
         assert np.unique(made.read([PIECES[0]])[1][0]).tolist() == [2]
+        assert len(worker_of(there)._registered) == 1
         assert not made.release().reason
     there.close()
     assert there.memory._num_open == 0
@@ -145,35 +104,3 @@ def test_worker_asks_ucx_which_memory_it_supports() -> None:
         unregister(int(worker._context.handle), mapped)
     memory.free()
     worker.close()
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("snapshots", ["host", "device"])
-def test_boxes_are_received_straight_by_tensors_that_numpy_does_not_reach(
-    snapshots: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of a GPU; small and strided ones arrive by way of a buffer."""
-    monkeypatch.setattr(pulling, "array_of", lambda tensor: None)
-    placed: list[torch.Size] = []
-    place = pulling.place_array
-
-    def noted(tensor: torch.Tensor, array: np.ndarray) -> None:
-        placed.append(tensor.shape)
-        place(tensor, array)
-
-    monkeypatch.setattr(pulling, "place_array", noted)
-    engine = blank()
-    engine["odd"] = torch.zeros(7, 13, 22)[:, :, ::2]
-    wanted = layout_of(engine, "rollout-0")
-    puller = Puller(wanted)
-    with source("ucx", snapshots=snapshots) as peer:  # type: ignore[arg-type]
-        plan = make_plan(peer.layout, wanted)
-        for version in range(3):
-            offer = peer.publish()
-            puller.pull(offer, plan, deadline_s=ANSWER_S, into=engine)
-            assert puller.attest(engine, offer) == offer.root
-            assert same(engine, weights(version))
-        puller.close()
-        assert peer.end() == 0
-    assert torch.Size((7, 13, 11)) in placed
-    assert engine["large"].shape not in placed

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
+import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import CPU, UNDECODABLE, Box, ShardPiece
@@ -61,6 +62,12 @@ def decode_handle(data: bytes, arena: str, least_bytes: int) -> DeviceHandle:
             f"The handle of device memory in {arena} names {handle.size_bytes} bytes; its pieces take {least_bytes}."
         )
     return handle
+
+
+def location_of(memory: Any) -> tuple[int, int]:
+    """Return the address and the size in bytes of flat memory: an array, or a tensor of any device."""
+    interface = getattr(memory, "__cuda_array_interface__", None) or np.asarray(memory).__array_interface__
+    return int(interface["data"][0]), int(interface["shape"][0])
 
 
 class OpenedMemory(Protocol):

@@ -35,7 +35,7 @@ from starling.weightsync.transports.registry import serve
 from starling.weightsync.transports.source import SnapshotSource
 
 CLOSE_TIMEOUT_S: Final = 5.0
-FROM_DEVICE: Final[tuple[Transport, ...]] = ("local", "ucx")
+FROM_DEVICE: Final[tuple[Transport, ...]] = ("local", "ucx", "nixl")
 """Transports whose readers get boxes from memory of the source's device."""
 DELTA_VERSIONS: Final = 2
 MIN_ROOT_S: Final = 2.0
@@ -91,7 +91,7 @@ class Publisher:
         encrypt: encrypt what readers get; the transport must be ``tcp``.
         snapshots: where a version is copied while training waits, see `SnapshotPolicy`. Each version that goes by way
             of a device takes as much of its memory as this rank publishes, until it has moved to the host. With
-            ``device`` and ``local`` or ``ucx`` it stays: two versions, until the publisher is closed.
+            ``device`` and ``local``, ``ucx`` or ``nixl`` it stays: two versions, until the publisher is closed.
 
     Raises:
         WeightsError: an inconsistent layout, not enough memory for two snapshots, a transport that is not available or

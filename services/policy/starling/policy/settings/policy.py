@@ -65,8 +65,8 @@ class PolicySettings(SettingsSection):
     from where they move to the host while training goes on; `pinned`, into page-locked memory of the host; `host`,
     into any. `auto`: `host` on CPUs; on GPUs `device` while four copies fit into the free memory, else `pinned`.
 
-    With `device` and `policy.transport = "local"` two versions stay on the device, also while a colocated policy
-    sleeps: rollouts on this machine that pull in place on a GPU (`rollout.double_buffer = false`) copy from there."""
+    With `device` and the transports `local`, `ucx` and `nixl` two versions stay on the device, also while a colocated
+    policy sleeps: rollouts that pull in place on a GPU (`rollout.double_buffer = false`) get them from there."""
     publish_timeout_s: Seconds = 30.0
     """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one.
 

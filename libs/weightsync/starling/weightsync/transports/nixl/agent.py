@@ -29,13 +29,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.memory.device_handles import location_of
 from starling.weightsync.transports.devices import net_devices
+from starling.weightsync.transports.nixl.protocol import HOST
 from starling.weightsync.transports.versions import SupportedVersions
 
 SUPPORTED: Final = SupportedVersions("NIXL", (1, 5), (1, 6), "nixl")
@@ -108,17 +110,34 @@ def _environment() -> Iterator[None]:
                     os.environ[name] = value
 
 
-class NixlRead:
-    """A read under way, with the memory that it fills. `release` it when it is done or abandoned."""
+class RemoteBlock(NamedTuple):
+    """Memory to be filled, and from where."""
 
-    def __init__(self, agent: NixlAgent, handle: Any, memory: Sequence[Memory], region: Any) -> None:
-        self._agent, self._handle, self._memory, self._region = agent, handle, memory, region
+    memory: Any
+    """Flat bytes, an array or a tensor of a device."""
+    address: int
+    """At the other agent."""
+    device: int = HOST
+    """The number of the GPU that the address is of, there."""
+
+
+class NixlRead:
+    """A read under way, with the memory that it fills. `release` it when it is done or abandoned.
+
+    It has a transfer for each pair of kinds of memory: NIXL mixes none.
+    """
+
+    def __init__(self, agent: NixlAgent, memory: Sequence[Any]) -> None:
+        self._agent, self._memory = agent, memory
+        self.handles: list[Any] = []
+        self.regions: list[Any] = []
+        """What was registered for it."""
         self._fault = ""
 
     def begin(self) -> None:
         """Begin, once. A failure is raised by `done`: parts of the read may be under way."""
         try:
-            if self._agent.call("transfer", self._handle) == "ERR":
+            if "ERR" in [self._agent.call("transfer", handle) for handle in self.handles]:
                 self._fault = "NIXL could not begin a read."
         except WeightsError as error:
             self._fault = str(error)
@@ -129,19 +148,22 @@ class NixlRead:
         Raises:
             WeightsError: the read has failed; parts of it may still be under way.
         """
-        state = self._agent.call("check_xfer_state", self._handle) if not self._fault else "ERR"
-        if state == "ERR":
-            raise WeightsError(self._fault or "NIXL reports that a read has failed.")
-        return bool(state == "DONE")
+        if self._fault:
+            raise WeightsError(self._fault)
+        states = {self._agent.call("check_xfer_state", handle) for handle in self.handles}
+        if "ERR" in states:
+            raise WeightsError("NIXL reports that a read has failed.")
+        return states == {"DONE"}
 
     def release(self) -> None:
         """Free the read. One that is not done is stopped only by closing the agent."""
-        handle, region = self._handle, self._region
-        self._handle, self._region, self._memory = None, None, ()
+        handles, regions = self.handles, self.regions
+        self.handles, self.regions, self._memory = [], [], ()
         with contextlib.suppress(WeightsError):  # NIXL may refuse while the read runs; closing the agent frees it then
-            if handle is not None:
+            for handle in handles:
                 self._agent.call("release_xfer_handle", handle)
-            self._agent.deregister(region)
+            for region in regions:
+                self._agent.deregister(region)
 
 
 class NixlAgent:
@@ -189,13 +211,21 @@ class NixlAgent:
         except self._errors as error:
             raise WeightsError(f"{type(error).__name__}: {error}") from error
 
-    def register(self, memory: Sequence[Memory]) -> Any:
-        """Register memory until `deregister` is called with what this returns, or the agent is closed."""
-        regions = [(block.ctypes.data, block.nbytes, 0, "") for block in memory if block.nbytes]
+    def register(self, memory: Sequence[Any], device: int = HOST) -> Any:
+        """Register memory until `deregister` is called with what this returns, or the agent is closed.
+
+        Args:
+            memory: flat bytes, arrays or tensors of a device.
+            device: the number of the GPU that they are on.
+
+        Raises:
+            WeightsError: NIXL cannot use it.
+        """
+        regions = [(*location_of(block), max(0, device), "") for block in memory if block.nbytes]
         if not regions:
             return None
         self.generation += 1
-        return self.call("register_memory", regions, "DRAM")
+        return self.call("register_memory", regions, _segment(device))
 
     def deregister(self, region: Any) -> None:
         """Undo a registration; None is ignored."""
@@ -212,23 +242,23 @@ class NixlAgent:
         name = self.call("add_remote_agent", metadata)
         return str(name.decode("ascii", "replace") if isinstance(name, bytes) else name)
 
-    def read(self, name: str, blocks: Sequence[tuple[Memory, int]]) -> NixlRead:
+    def read(self, name: str, blocks: Sequence[RemoteBlock]) -> NixlRead:
         """Begin to fill each block of memory from an address of the agent `name`.
 
         Raises:
-            WeightsError: the other agent has not registered that memory, or is gone.
+            WeightsError: the other agent has not registered that memory, or is gone; or NIXL cannot use the memory of a
+                device.
         """
-        memory = [block for block, _ in blocks]
-        region = self.register([block for block in memory if not self._covers(block)])
-        here = [(block.ctypes.data, block.nbytes, 0) for block in memory]
-        there = [(address, block.nbytes, 0) for block, address in blocks]
+        groups: dict[tuple[int, bool], list[RemoteBlock]] = {}
+        for block in blocks:
+            groups.setdefault((device_of(block.memory), block.device == HOST), []).append(block)
+        reading = NixlRead(self, [block.memory for block in blocks])
         try:
-            descriptors = [self.call("get_xfer_descs", side, "DRAM") for side in (here, there)]
-            handle = self.call("initialize_xfer", "READ", *descriptors, name)
+            for (here, _), group in groups.items():
+                self._prepare(name, here, group, reading)
         except WeightsError:
-            self.deregister(region)
+            reading.release()
             raise
-        reading = NixlRead(self, handle, memory, region)
         reading.begin()
         return reading
 
@@ -245,11 +275,22 @@ class NixlAgent:
         self._agent = None
         self._regions = {}
 
-    def _covers(self, block: Memory) -> bool:
+    def _prepare(self, name: str, here: int, blocks: Sequence[RemoteBlock], reading: NixlRead) -> None:
+        """Add to a read the transfer of blocks that are all on the device `here`, and all of one kind there."""
+        mine = [(*location_of(block.memory), max(0, here)) for block in blocks]
+        theirs = [(block.address, block.memory.nbytes, max(0, block.device)) for block in blocks]
+        reading.regions.append(self.register([one.memory for one in blocks if not self._covers(one.memory)], here))
+        local = self.call("get_xfer_descs", mine, _segment(here))
+        remote = self.call("get_xfer_descs", theirs, _segment(blocks[0].device))
+        reading.handles.append(self.call("initialize_xfer", "READ", local, remote, name))
+
+    def _covers(self, block: Any) -> bool:
         """Return whether a block lies in a mapping of our own, which then is registered as a whole."""
         while self._freed:
             _, region = self._regions.pop(self._freed.pop())
             self.deregister(region)
+        if not isinstance(block, np.ndarray):
+            return False
         root = block
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -260,3 +301,15 @@ class NixlAgent:
             region = self.register([root])
             self._regions[key] = weakref.ref(root, lambda _: self._freed.append(key)), region
         return True
+
+
+def _segment(device: int) -> str:
+    """Return NIXL's name for memory of the host, or of a GPU."""
+    return "DRAM" if device == HOST else "VRAM"
+
+
+def device_of(memory: Any) -> int:
+    """Return the number of the GPU that memory is on, `HOST` for others."""
+    if isinstance(memory, np.ndarray) or memory.device.type != "cuda":
+        return HOST
+    return int(memory.device.index)

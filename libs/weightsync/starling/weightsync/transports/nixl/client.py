@@ -24,7 +24,6 @@ import msgspec
 
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
-from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.offers.offer import RankOffer
 from starling.weightsync.offers.tickets import TicketProof
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, Event, ReadTarget
@@ -38,10 +37,11 @@ from starling.weightsync.transports.messages import (
     decode_checked,
     encode_message,
 )
-from starling.weightsync.transports.nixl.agent import LONGEST_TICK_S, TICK_S, NixlAgent, NixlRead
+from starling.weightsync.transports.nixl.agent import LONGEST_TICK_S, TICK_S, NixlAgent, NixlRead, RemoteBlock
 from starling.weightsync.transports.nixl.protocol import (
     ANSWER,
     FETCHED,
+    HOST,
     LOCATION,
     LOCATION_BYTES,
     NUMBER,
@@ -62,7 +62,7 @@ class _SentRequest:
 
     request: Request
     target: ReadTarget
-    blocks: tuple[tuple[Memory, int], ...] | None = None
+    blocks: tuple[RemoteBlock, ...] | None = None
     """For each segment the memory that it fills and its address at the source, once that is known."""
     read: NixlRead | None = None
     answer: SourceAnswer | None = None
@@ -100,7 +100,7 @@ class NixlClient:
 
     def receives(self, kind: str) -> bool:
         """See `TransportClient.receives`."""
-        return False
+        return kind in ("cpu", "cuda")
 
     def connect(self, source: str, offer: RankOffer) -> None:
         """See `TransportClient.connect`."""
@@ -186,20 +186,23 @@ class NixlClient:
             if connection.broken:
                 continue
             try:
-                events += [AnswerReceived(source, answer) for answer in self._advance(connection)]
+                events += [AnswerReceived(source, answer, placed) for answer, placed in self._advance(connection)]
             except (WeightsError, OSError) as error:
                 connection.broken = True
                 events.append(ConnectionLost(source, f"{type(error).__name__}: {error}"))
         return events
 
-    def _advance(self, connection: _Connection) -> list[SourceAnswer]:
-        """Return the answers that are complete. Raises WeightsError and OSError when the connection broke."""
+    def _advance(self, connection: _Connection) -> list[tuple[SourceAnswer, bool]]:
+        """Return the answers that are complete, and whether their requests have filled memory of a device.
+
+        Raises WeightsError and OSError when the connection broke.
+        """
         if connection.fault:
             raise WeightsError(connection.fault)
         connection.channel.flush()
         for kind, body in connection.channel.receive():
             self._handle(connection, kind, body)
-        done = list(connection.waiting.values())
+        done = [(notice, False) for notice in connection.waiting.values()]
         connection.waiting = {}
         for number, item in list(connection.sent.items()):
             if item.read is not None and item.read.done():
@@ -209,7 +212,7 @@ class NixlClient:
                 connection.channel.send(FETCHED, NUMBER.pack(number))
             if item.answer is not None and item.read is None:
                 del connection.sent[number]
-                done.append(item.answer)
+                done.append((item.answer, bool(item.target.tensors)))
         return done
 
     def _handle(self, connection: _Connection, kind: int, body: bytes) -> None:
@@ -242,8 +245,11 @@ class NixlClient:
         if location.metadata:
             connection.metadata = location.metadata
             connection.agent = self._agent.add_remote(location.metadata)
-        pairs = zip(buffers, location.segments, strict=True)
-        item.blocks = tuple((buffer, address) for buffer, (address, size) in pairs if size)
+        devices = location.devices or (HOST,) * len(buffers)
+        if len(devices) != len(buffers):
+            raise WeightsError(f"the source names {len(devices)} devices of {len(buffers)} segments")
+        places = zip(buffers, location.segments, devices, strict=True)
+        item.blocks = tuple(RemoteBlock(buffer, address, device) for buffer, (address, size), device in places if size)
         if item.blocks:
             item.read = self._agent.read(connection.agent, item.blocks)
             self._poll_interval_s = TICK_S

@@ -10,17 +10,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from starling.common.errors import WeightsError
 from starling.common.wakeup import Wakeup
 from starling.weightsync.memory.arrays import Array, Memory, allocate, grouped, is_direct, pack, packing_bytes
+from starling.weightsync.memory.device_handles import location_of
+from starling.weightsync.memory.device_memory import SharedDeviceMemory
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
 from starling.weightsync.transports.messages import (
@@ -35,8 +38,16 @@ from starling.weightsync.transports.messages import (
     still_waiting,
     with_checksum,
 )
-from starling.weightsync.transports.nixl.agent import NixlAgent
-from starling.weightsync.transports.nixl.protocol import ANSWER, FETCHED, LOCATION, NUMBER, REQUEST, PayloadLocation
+from starling.weightsync.transports.nixl.agent import NixlAgent, device_of
+from starling.weightsync.transports.nixl.protocol import (
+    ANSWER,
+    FETCHED,
+    HOST,
+    LOCATION,
+    NUMBER,
+    REQUEST,
+    PayloadLocation,
+)
 from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
@@ -65,6 +76,15 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class RegisteredMemory(NamedTuple):
+    """Memory of a device in which snapshots stay, registered and open for reading."""
+
+    memory: SharedDeviceMemory
+    address: int
+    number: int
+    """Of the GPU, `HOST` for other devices."""
+
+
 @dataclass
 class _Reply:
     """A request that is being answered: packed and digested in threads, located, answered, and fetched."""
@@ -73,6 +93,8 @@ class _Reply:
     grant: Grant
     snapshot: Memory
     """All of the snapshot, as it is registered."""
+    device: RegisteredMemory | None
+    """The same in memory of a device, if it stays there."""
     buffer: Memory = field(default_factory=lambda: _NO_MEMORY)
     packed: Future[list[Memory]] | None = None
     answer: Future[SourceAnswer] | None = None
@@ -91,11 +113,20 @@ class _Reply:
         begin = self.snapshot.ctypes.data
         return is_direct(group) and 0 <= group[0].ctypes.data - begin < max(1, self.snapshot.nbytes)
 
-    def locations(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and size in bytes of each packed segment."""
+    def location(self, metadata: bytes) -> PayloadLocation:
+        """Return where each packed segment is: one that lies in the snapshot is on the device, if that has it."""
         assert self.packed is not None
+        segments, devices = [], []
         for segment in self.packed.result():
-            yield (segment.ctypes.data if segment.nbytes else 0), segment.nbytes
+            address, device = (segment.ctypes.data if segment.nbytes else 0), HOST
+            begin = address - self.snapshot.ctypes.data
+            if self.device is not None and 0 <= begin < self.snapshot.nbytes:
+                address, device = self.device.address + begin, self.device.number
+            segments.append((address, segment.nbytes))
+            devices.append(device)
+        return PayloadLocation(
+            number=self.request.number, metadata=metadata, segments=tuple(segments), devices=tuple(devices)
+        )
 
 
 class _Connection:
@@ -181,7 +212,7 @@ class _Connection:
         numbers = [reply.request.number for reply in self._waiting] + list(self._replies)
         if len(numbers) >= MAX_WAITING or request.number in numbers:
             raise WeightsError(f"A reader has too many requests, or two with number {request.number}.")
-        reply = _Reply(request, grant, self._session.memory)
+        reply = _Reply(request, grant, self._session.memory, self._server.registered(self._session.device))
         reply.located = reply.fetched = isinstance(request, MeasureDeltas)
         self._waiting.append(reply)
 
@@ -214,8 +245,7 @@ class _Connection:
             metadata = b""
             if self._generation != self._server.agent.generation:
                 self._generation, metadata = self._server.agent.generation, self._server.agent.metadata()
-            location = PayloadLocation(number=number, metadata=metadata, segments=tuple(reply.locations()))
-            self.channel.send(LOCATION, with_checksum(msgspec.msgpack.encode(location)))
+            self.channel.send(LOCATION, with_checksum(msgspec.msgpack.encode(reply.location(metadata))))
             reply.located, reply.ends_at = True, time.monotonic() + FETCH_TIMEOUT_S
         if reply.answer is None and reply.packed.done():
             reply.answer = self._server.submit(partial(reply.grant.answer, number))
@@ -247,6 +277,10 @@ class NixlServer:
             raise
         self.address = self._listener.address
         """Address that readers connect to."""
+        self._on_device: dict[int, RegisteredMemory | None] = {}
+        """By identity of the memory."""
+        self._opened = ExitStack()
+        """Keeps it open."""
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._connections = ReaderConnections(partial(_Connection, self))
@@ -275,6 +309,28 @@ class NixlServer:
     def wake(self) -> None:
         """See `TransportServer.wake`."""
         self._wakeup.set()
+
+    def registered(self, memory: SharedDeviceMemory | None) -> RegisteredMemory | None:
+        """Return memory of a device as readers can fetch from it, until the server is closed: a reader that was dropped
+        may still be fetching. None where NIXL cannot use it, which is said once.
+        """
+        if memory is None:
+            return None
+        if id(memory) not in self._on_device:
+            self._on_device[id(memory)] = self._register(memory)
+        return self._on_device[id(memory)]
+
+    def _register(self, memory: SharedDeviceMemory) -> RegisteredMemory | None:
+        flat = self._opened.enter_context(memory.reading())
+        number = device_of(flat)
+        try:
+            self.agent.register([flat], number)
+        except WeightsError as error:
+            log.warning(
+                "weights are fetched from memory of the host: NIXL cannot register that of the device: %s", error
+            )
+            return None
+        return RegisteredMemory(memory, location_of(flat)[0], number)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Run a job in the pool; its completion wakes the serving thread."""
@@ -316,6 +372,7 @@ class NixlServer:
             self._connections.close()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self.agent.close()
+            self._opened.close()
 
     def _wait(self) -> None:
         """Wait for readers and threads, and drive NIXL: it serves fetches, and notices lost peers."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from starling.common.errors import WeightsError
+from starling.weightsync.memory.device_handles import location_of
 
 HOST, CUDA = "cpu", "cuda"
 _TYPES: Final = {HOST: 0, CUDA: 1}  # ucs_memory_type_t
@@ -69,7 +70,7 @@ def register(context: int, memory: Any, kind: str) -> int:
     Raises:
         WeightsError: a device cannot register it.
     """
-    address, num_bytes = _location(memory)
+    address, num_bytes = location_of(memory)
     parameters = _MapParameters(
         field_mask=_ADDRESS_LENGTH_AND_TYPE, address=address, length=num_bytes, memory_type=_TYPES[kind]
     )
@@ -106,9 +107,3 @@ def exposed(memory: Any) -> Any:
     if array.dtype != "u1" or array.ndim != 1 or not array.flags.c_contiguous:
         raise WeightsError(f"UCX moves flat bytes, not {array.dtype} {array.shape} with strides {array.strides}.")
     return array
-
-
-def _location(memory: Any) -> tuple[int, int]:
-    """Return the address and the size in bytes of flat memory."""
-    interface = getattr(memory, "__cuda_array_interface__", None) or np.asarray(memory).__array_interface__
-    return int(interface["data"][0]), int(interface["shape"][0])
