@@ -67,17 +67,21 @@ PAIRS = [
 ]
 
 
+DEVICE_TRANSPORTS = ["local", *(transport for transport in served_transports() if transport in ("ucx", "nixl"))]
+
+
+@pytest.mark.parametrize("transport", DEVICE_TRANSPORTS)
 @pytest.mark.parametrize(("there", "here"), PAIRS)
-def test_versions_of_another_process_are_copied_within_the_device(there: str, here: str) -> None:
+def test_versions_of_another_process_arrive_on_the_device(there: str, here: str, transport: Transport) -> None:
     engine = {name: tensor.to(here) for name, tensor in blank().items()}
     wanted = layout_of(engine, "rollout-0")
     puller = Puller(wanted)
-    with source("local", start_method="spawn", device=there, snapshots="device") as peer:
+    with source(transport, start_method="spawn", device=there, snapshots="device") as peer:
         plan = make_plan(peer.layout, wanted, bucket_bytes=BUCKET_BYTES)
         for version in range(4):
             offer = peer.publish()
             report = puller.pull(offer, plan, deadline_s=ANSWER_S, into=engine)
-            assert report.lanes == ("cuda memory", "shared memory")
+            assert transport != "local" or report.lanes == ("cuda memory", "shared memory")
             assert puller.attest(engine, offer) == offer.root
             assert same({name: tensor.cpu() for name, tensor in engine.items()}, weights(version))
         puller.close()

@@ -499,8 +499,10 @@ def impostor(reply: Callable[[NonBlockingChannel], None]) -> Iterator[RankOffer]
         assert not failures
 
 
-def location(number: int = 2, size: int = 1000, address: int = 4096, metadata: bytes = b"") -> bytes:
-    place = PayloadLocation(number=number, metadata=metadata, segments=((address, size),))
+def location(
+    number: int = 2, size: int = 1000, address: int = 4096, metadata: bytes = b"", devices: tuple[int, ...] = ()
+) -> bytes:
+    place = PayloadLocation(number=number, metadata=metadata, segments=((address, size),), devices=devices)
     return with_checksum(msgspec.msgpack.encode(place))
 
 
@@ -513,6 +515,10 @@ def location(number: int = 2, size: int = 1000, address: int = 4096, metadata: b
         lambda channel: channel.send(ANSWER, encode_message(SourceAnswer(number=3))),
         lambda channel: channel.send(ANSWER, encode_message(SourceAnswer(number=2, digests=b"d" * 16))),
         lambda channel: channel.send(LOCATION, location()[8:]),
+        lambda channel: channel.send(LOCATION, location(devices=(-1, -1))),
+        lambda channel: channel.send(LOCATION, location(devices=(-2,))),
+        lambda channel: channel.send(LOCATION, location(devices=(1 << 16,))),
+        lambda channel: channel.send(LOCATION, location(devices=(7,))),
         lambda channel: channel.send(LOCATION, location(number=1)),
         lambda channel: channel.send(LOCATION, location(number=3)),
         lambda channel: channel.send(LOCATION, location(size=1001)),
