@@ -158,3 +158,6 @@ name = "exact_match"
     load_recipe([recipe], ("--data.format", "{question}"))
     with pytest.raises(ConfigError, match=r"or make plain text by data.format \(--plain of infer and evaluate\)"):
         load_recipe([recipe], ("--run.kind", "infer"))
+    for source in ("reasoning_gym:spell_backward", "hf:gsm8k"):  # neither is a function that may give plain text
+        with pytest.raises(ConfigError, match=rf"data.source = '{source}' gives conversations, .* no chat template"):
+            load_recipe([recipe], ("--data.source", source))

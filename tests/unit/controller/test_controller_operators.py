@@ -272,6 +272,15 @@ def test_status_lists_work_by_replica() -> None:
     ]
 
 
+def test_status_before_the_first_publication_has_no_negative_versions() -> None:
+    script = Script(num_supervised_steps=1)
+    script.start_run()
+    [reply] = script.receive("operator-0", wire.QueryRun(request="r", about="status"))
+    assert "published none" in reply
+    assert "rollout-0 on h: version none, " in reply
+    assert "-1" not in reply
+
+
 def test_changed_settings_are_sent_with_each_later_step() -> None:
     script = Script(num_steps=3)
     script.start_run()

@@ -259,8 +259,9 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
         "members": members,
     }
     lines = [
-        f"{data['phase']}: version {state.version} of {state.plan.last_step}, published {state.weights.version}, "
-        f"saved {state.training.saved.newest}; controller's incarnation {state.incarnation}",
+        f"{data['phase']}: version {state.version} of {state.plan.last_step}, published "
+        f"{_version_text(state.weights.version)}, saved {_version_text(state.training.saved.newest)}; "
+        f"controller's incarnation {state.incarnation}",
         "groups: " + ", ".join(f"{num} {name}" for name, num in groups.items()),
         waiting(data["waiting_for"]),
     ]
@@ -268,9 +269,14 @@ def status(state: ControllerState) -> tuple[str, dict[str, Any]]:
     for member in members:
         work = ", ".join(f"{num} {kind}" for kind, num in member["work"].items()) or "no work"
         pinned = f", pinned to the evaluation of version {data['evaluating']}" if member["pinned"] else ""
-        version = f"version {member['version']}, " if member["role"] in ("policy", "rollout") else ""
+        version = f"version {_version_text(member['version'])}, " if member["role"] in ("policy", "rollout") else ""
         lines.append(f"  {member['name']} on {one_line(member['host'])}: {version}{work}{pinned}")
     return "\n".join(lines), data
+
+
+def _version_text(version: int) -> str:
+    """Return a version in words: before the first one it is -1, which a reader need not know."""
+    return str(version) if version >= 0 else "none"
 
 
 def _member(state: ControllerState, member: Member) -> dict[str, Any]:

@@ -389,7 +389,9 @@ def _reasoning_gym_row(task: str, options: Mapping[str, Any], entry: Mapping[str
 
 
 def names_a_function(source: str) -> bool:
-    """Return whether `source` is MODULE:FACTORY or FILE.py:FACTORY."""
+    """Return whether `source` is MODULE:FACTORY or FILE.py:FACTORY, and neither hf:NAME nor reasoning_gym:TASK."""
+    if source.startswith(("hf:", "reasoning_gym:")):
+        return False
     place, _, attribute = source.rpartition(":")
     return all(map(str.isidentifier, attribute.split("."))) and (
         place.endswith(".py") or all(map(str.isidentifier, place.split(".")))
