@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from starling.weightsync.vllm.backend.clients import HttpEngines
 from starling.weightsync.vllm.backend.sender import SenderOptions, WeightSender
 
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
 path, url, folder = sys.argv[1:]
 dist.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

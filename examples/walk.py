@@ -95,5 +95,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     torch.set_num_threads(1)
     walk(load_recipe([Path(sys.argv[1])], sys.argv[3:]), Path(sys.argv[2]))

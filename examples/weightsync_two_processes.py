@@ -56,5 +56,6 @@ if __name__ == "__main__":
     trainer_end, engine_end = multiprocessing.Pipe()
     engine = multiprocessing.get_context("spawn").Process(target=generate, args=(engine_end,))
     engine.start()
+    engine_end.close()  # so that the trainer notices when the engine's process ends
     train(trainer_end, sys.argv[1] if len(sys.argv) > 1 else "ucx")
     engine.join(DEADLINE_S)

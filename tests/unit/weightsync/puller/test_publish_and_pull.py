@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+from typing import cast
 
 import msgspec
 import pytest
@@ -335,6 +336,12 @@ def test_close_frees_descriptors_and_mappings() -> None:
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     return done.stdout + done.stderr
+
+
+def test_publisher_of_an_unknown_transport_is_refused() -> None:
+    layout = layout_of({"a": torch.ones(3)}, "p")
+    with pytest.raises(WeightsError, match=r"no transport 'tpc' of a publisher; choose one of ucx, tcp, local"):
+        Publisher(layout, transport=cast(Transport, "tpc"))
 
 
 def test_planning_needs_no_torch() -> None:

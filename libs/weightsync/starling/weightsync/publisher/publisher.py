@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 
@@ -115,6 +115,10 @@ class Publisher:
         snapshots: SnapshotPolicy = "auto",
     ) -> None:
         check_layout(layout)
+        if transport not in get_args(Transport):
+            raise WeightsError(
+                f"There is no transport {transport!r} of a publisher; choose one of {', '.join(get_args(Transport))}."
+            )
         self._layout, self._rank = layout, rank
         self._read_timeout_s, self._when_busy = read_timeout_s, when_busy
         self._quantiser = Quantiser(layout, rank, quantise, exchange) if quantise else None
