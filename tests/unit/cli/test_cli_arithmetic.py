@@ -140,3 +140,22 @@ def test_unknown_algorithm_is_refused_by_the_dry_run() -> None:
         dry_run("quickstart.toml", "--policy.algorithm.name", "grop")
     with pytest.raises(ConfigError, match=r"policy\.algorithm, gspo: there is no option 'dual_clip'"):
         dry_run("quickstart.toml", "--policy.algorithm.name", "gspo", "--policy.algorithm.dual-clip", "2")
+
+
+def test_dry_run_names_the_source_of_the_initial_weights(tmp_path: Path) -> None:
+    small_model(tmp_path)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""[model]
+path = "{tmp_path}"
+[data]
+source = "reasoning_gym:spell_backward"
+format = "{{question}}"
+[policy]
+weights_from = "s3://bucket/model"
+[[reward.scorers]]
+name = "exact_match"
+"""
+    )
+    lines = describe_arithmetic(load_recipe([recipe], ()))
+    assert lines[-1] == "initial weights: from s3://bucket/model, which the policy reads when it starts"

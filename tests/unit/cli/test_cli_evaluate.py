@@ -350,3 +350,9 @@ def test_plain_screen_counts_answered_prompts(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in shown] == [f"prompt {num} of 64" for num in (1, 30, 64)]
     assert shown[0].split("  ")[1:3] == ["1:05", "reward 0.500"]
+
+
+def test_serve_from_a_run_refuses_its_recipe(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "recipe.toml").write_text("[model.scratch]\nmodel_type = 'qwen3'\n")
+    assert main(["serve", "--from", "tcp://h:1", "--config", "recipe.toml", "--key", "rollout-7.json"]) == 2
+    assert "recipe.toml has no run.id, as a recipe has none; give the config.toml" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from starling.cli.main import main
+from starling.cli.model.export import while_states_are_replaced
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
@@ -223,3 +224,30 @@ def test_export_errors_are_one_sentence(tmp_path: Path, model: Path, capsys: pyt
         assert words in captured.err
         assert captured.err.count("\n") == 1
     assert not Path(out).exists()
+
+
+def test_export_of_a_state_that_a_run_removes_meanwhile_takes_the_next(tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    (states / "version-1").mkdir(parents=True)
+
+    def read_newest() -> str:
+        [newest] = states.iterdir()
+        if newest.name == "version-3":
+            return newest.name
+        newest.rename(states / f"version-{int(newest.name[-1]) + 1}")
+        raise ConfigError(f"{newest} cannot be read")
+
+    assert while_states_are_replaced(str(tmp_path), read_newest) == "version-3"
+
+
+def test_export_of_a_state_that_stays_fails_once(tmp_path: Path) -> None:
+    (tmp_path / "states" / "version-1").mkdir(parents=True)
+    tries = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise ConfigError("the state is damaged")
+
+    with pytest.raises(ConfigError, match="is damaged"):
+        while_states_are_replaced(str(tmp_path), fail)
+    assert len(tries) == 1

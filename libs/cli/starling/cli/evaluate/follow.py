@@ -98,6 +98,7 @@ def _read_config(config: Path | None, settings: Sequence[str]) -> RolloutProcess
     from starling.rollout.settings import RolloutProcess
 
     assert config is not None, "it was checked"
+    _check_resolved(config)
     process = load(RolloutProcess, [config], settings, others=SECTIONS)
     if not KINDS[process.run.kind].learns_from_rewards and not _fans_out(config):
         raise ConfigError(
@@ -105,6 +106,18 @@ def _read_config(config: Path | None, settings: Sequence[str]) -> RolloutProcess
             "give that of a run of kind 'rl' or with launch.fan_out = true, or serve a folder by --model alone"
         )
     return process
+
+
+def _check_resolved(config: Path) -> None:
+    """Refuse a recipe, which lies beside the configuration that a started run has made of it. Raises ConfigError."""
+    from starling.common.settings import read_toml
+
+    run = read_toml(config).get("run")
+    if not (isinstance(run, dict) and run.get("id")):
+        raise ConfigError(
+            f"{config} has no run.id, as a recipe has none; give the config.toml in the folder of the started run, "
+            "runs/NAME/attempt-N"
+        )
 
 
 def _fans_out(config: Path) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from starling.cli.run.attempt import newest_attempt
 from starling.common.errors import ConfigError
 from starling.common.importing import without_modules
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, read_toml, validate
+
+EXPORT_TRIES: Final = 5
+
+T = TypeVar("T")
 
 
 def export_model(
@@ -29,8 +35,37 @@ def export_model(
         from starling.policy.train.checkpoint.huggingface import export_newest
 
         disable_progress_bar()
-        exported = export_newest(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb)
+        exported = while_states_are_replaced(
+            state_source,
+            lambda: export_newest(state_source, out, settings, options, seed=seed, ema=ema, shard_mb=shard_mb),
+        )
     print(f"version {exported.version} is in {out}, from {exported.url}")
+
+
+def while_states_are_replaced(source: str, action: Callable[[], T]) -> T:
+    """Return the result of `action`, which reads the newest state of `source`; repeat it if states changed meanwhile.
+
+    A run that trains removes a state when two newer ones exist, also while it is being read.
+
+    Raises:
+        ConfigError: `action` failed though the states remained, or `EXPORT_TRIES` times.
+    """
+    for tries_left in range(EXPORT_TRIES - 1, -1, -1):
+        before = _state_names(source)
+        try:
+            return action()
+        except ConfigError:
+            if not tries_left or _state_names(source) == before:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _state_names(source: str) -> frozenset[str]:
+    """Return the names of the states in the folder of a run; none for other sources."""
+    try:
+        return frozenset(os.listdir(Path(source) / "states"))
+    except OSError:
+        return frozenset()
 
 
 def _source(text: str) -> tuple[str, Path | None]:

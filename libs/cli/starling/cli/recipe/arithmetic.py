@@ -58,6 +58,8 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         what = size if recipe.model.lora is None else "the adapters alone"
         to = _each(recipe.launch.num_rollouts, "rollout")
         lines.append(f"weight sync: {what} to {to}, {_when_published(recipe)}")
+    if recipe.policy.weights_from:
+        lines.append(f"initial weights: from {recipe.policy.weights_from}, which the policy reads when it starts")
     return lines
 
 

@@ -48,9 +48,8 @@ def check_inputs(recipe: Recipe) -> list[str]:
             lines.append(f"{key}: {counted(num, 'group')} in {folder}")
             continue
         num, first = _first_rows(settings, needs, recipe)
-        lines.append(
-            f"{key}: the first {num} rows of {settings.source!r} are usable, {_length(first, tokenizer, recipe)}"
-        )
+        rows = f"the first {counted(num, 'row')} of {settings.source!r} {'is' if num == 1 else 'are'} usable"
+        lines.append(f"{key}: {rows}, {_length(first, tokenizer, recipe)}")
     return lines + _imports(recipe)
 
 

@@ -34,7 +34,10 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
     with damaged_lines(attempt.metrics, "of a publication or an adoption"):
         split = time_split(publication_timelines(iter_metrics(attempt.metrics, "published", "adopted"), last))
     if split is None:
-        raise ConfigError(f"no replica has adopted a version in {attempt.folder}; give a run that has made a step")
+        raise ConfigError(
+            f"no replica has adopted a version in {attempt.folder}; the first is published after the supervised steps: "
+            "try again then, or give another run"
+        )
     if as_json:
         print(json.dumps(msgspec.to_builtins(split)))  # as ASCII: names may have characters that cannot be encoded
     else:
