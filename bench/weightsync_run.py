@@ -37,7 +37,7 @@ from weightsync_fanout import Host, missing, network
 
 BENCH: Final = "weightsync_run"
 LINK_MBIT: Final = 200
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 5
 KV_CACHE_MB: Final = 64
 """Of each vLLM engine: eight of them share one machine here."""
 START_TIMEOUT_S, RUN_TIMEOUT_S = 120.0, 900.0

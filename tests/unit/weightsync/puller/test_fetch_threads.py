@@ -51,7 +51,17 @@ def test_failed_fetch_waits_for_each_writing_thread_though_several_fail() -> Non
             connections.connections({0: offer.ranks}),
             BufferPool(sum(read.buffer_bytes(scatters=False) for read in schedule.reads)),
             pool,
-            FetchOptions("full", 0, 0, DEADLINE_S, place, lambda *_: None, delta_bytes=0),
+            FetchOptions(
+                digests="full",
+                version=0,
+                rank=0,
+                stall_s=DEADLINE_S,
+                place=place,
+                tensor=lambda *_: None,
+                arrived=lambda *_: None,
+                requested_whole=lambda _: None,
+                delta_bytes=0,
+            ),
             connections.numbers,
             [-1] * len(schedule.reads),
         )

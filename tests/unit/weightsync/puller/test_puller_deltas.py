@@ -13,19 +13,27 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from property_tests import examples
 from puller_models import Model, Storages, equal, evolved, local, publish, publishers, zeros
-from transport_peers import served_transports
+from transport_peers import opening, piece, served_transports, serving
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box
 from starling.weightsync.offers.offer import Offer, Transport
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, ShardPiece, TensorSpec
 from starling.weightsync.plan.planner import make_plan
-from starling.weightsync.publisher.delta_history import MIN_PART_BYTES, DeltaHistory, DeltaPart, DeltaStep, parts_of
+from starling.weightsync.publisher.delta_history import (
+    MIN_PART_BYTES,
+    DeltaHistory,
+    DeltaPart,
+    DeltaStep,
+    ForwardedDeltas,
+    parts_of,
+)
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
 from starling.weightsync.puller.report import PullReport
 from starling.weightsync.transports.endpoints import ServingOptions
 from starling.weightsync.transports.messages import MeasureDeltas, ReadBoxes, decode_request, with_checksum
+from starling.weightsync.transports.source import Grant, PendingBoxes, ReaderSession
 
 torch.set_num_threads(1)
 DEADLINE_S = 30.0
@@ -259,6 +267,53 @@ def test_relay_forwards_deltas_unchanged(transport: Transport) -> None:
             assert report.num_deltas == first.num_deltas
     finally:
         relay.close()
+        world.close()
+
+
+def test_relay_says_that_there_are_no_deltas_before_the_boxes_arrive() -> None:
+    """Its reader would otherwise request each bucket only when the relay has it."""
+    wanted = piece("w", "uint8", (0, 1000))
+    with serving("tcp", [wanted]) as made:
+        made.source.pending = PendingBoxes([(0, wanted.box)])
+        made.source.deltas = deltas = ForwardedDeltas()
+        deltas.begin(made.offer.snapshot, (6,))
+        session = ReaderSession(made.source)
+        assert session.grant(opening(made.offer)).bases == (6,)
+        measured = session.grant(MeasureDeltas(number=2, base=6, boxes=(wanted,)))
+        assert not measured.ready()
+        deltas.expect_whole([(0, wanted.box)])
+        assert measured.ready()
+        assert measured.answer(2).sizes == (0,)
+        read = ReadBoxes(number=3, tag=3, segments=(1,), boxes=(wanted,), digests="full", salt=0)
+        assert not session.grant(read).ready()
+        session.close()
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_buckets_are_read_in_the_order_of_the_plan(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay and its reader would otherwise wait for each other's next bucket."""
+    granted: list[tuple[str, ...]] = []
+    read = ReaderSession._read
+
+    def recorded(session: ReaderSession, request: ReadBoxes, boxes: list[tuple[int, Box]]) -> Grant:
+        granted.append(tuple(str(box) for box in request.boxes))
+        return read(session, request, boxes)
+
+    world = World("tcp")
+    try:
+        world.pull(world.publish())
+        world.versions[-1] = evolved(world.versions[-2], 1, share)
+        offer = world.publish()
+        world.compared()
+        monkeypatch.setattr(ReaderSession, "_read", recorded)
+        world.pull(offer)
+        schedule = world.puller._schedule
+        assert schedule is not None
+        for rank in schedule.source_ranks:
+            planned = [tuple(map(str, one.boxes)) for one in schedule.reads if one.source_rank == rank]
+            assert len(planned) > 4
+            assert [boxes for boxes in granted if boxes in planned] == planned
+    finally:
         world.close()
 
 

@@ -241,6 +241,10 @@ class DeltaHistory:
                 return True
             return all(step.is_compared(index, box) for index, box in boxes)
 
+    def are_whole(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
+        """See `DeltaSource.are_whole`: here every box is in memory from the beginning."""
+        return False
+
     def delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
         """See `DeltaSource.delta`."""
         with self._lock:
@@ -309,11 +313,18 @@ class ForwardedDeltas:
         self._snapshot = 0
         self._bases: tuple[int, ...] = ()
         self._data: dict[CutKey, Memory] = {}
+        self._whole: set[tuple[int, Box]] = set()
+        """Boxes that were requested without deltas."""
 
     def begin(self, snapshot: int, bases: tuple[int, ...]) -> None:
         """Discard all deltas, and expect deltas of `snapshot` against `bases`."""
         with self._lock:
-            self._snapshot, self._bases, self._data = snapshot, bases, {}
+            self._snapshot, self._bases, self._data, self._whole = snapshot, bases, {}, set()
+
+    def expect_whole(self, boxes: Iterable[tuple[int, Box]]) -> None:
+        """Note that boxes will arrive without deltas."""
+        with self._lock:
+            self._whole.update(boxes)
 
     def put(self, index: int, box: Box, base: int, data: Memory) -> None:
         """Store a copy of a delta."""
@@ -328,6 +339,11 @@ class ForwardedDeltas:
     def ready(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
         """See `DeltaSource.ready`: a box arrives together with its delta."""
         return True
+
+    def are_whole(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
+        """See `DeltaSource.are_whole`."""
+        with self._lock:
+            return snapshot == self._snapshot and self._whole.issuperset(boxes)
 
     def delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
         """See `DeltaSource.delta`."""

@@ -8,10 +8,11 @@ requests their sizes. A bucket whose digest differs after a delta was applied is
 
 from __future__ import annotations
 
+import heapq
 import queue
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -100,6 +101,8 @@ class FetchOptions:
     arrived: Callable[[int, bytes, Sequence[ReceivedDelta]], None]
     """Called with each read that is complete, by its index in the schedule, with the digests of its boxes and the
     deltas among them, whose memory is reused afterwards."""
+    requested_whole: Callable[[int], None]
+    """Called with each read that is requested without deltas, by its index in the schedule."""
     delta_bytes: int
     """Maximum memory for deltas in flight."""
     report: Callable[[PullProgress], None] | None = None
@@ -186,9 +189,10 @@ class BucketFetcher:
         self._pool, self._options = pool, options
         self._by_key = {source.key: source for group in sources.values() for source in group}
         self._clients = list({id(source.client): source.client for source in self._by_key.values()}.values())
-        self._waiting: dict[int, deque[int]] = {rank: deque() for rank in schedule.source_ranks}
+        self._waiting: dict[int, list[int]] = {rank: [] for rank in schedule.source_ranks}
+        """By source rank, as a heap: a relay and its readers then request the same bucket next."""
         for index, read in enumerate(schedule.reads):
-            self._waiting[read.source_rank].append(index)
+            self._waiting[read.source_rank].append(index)  # the indices grow: it is a heap
         self._failures: dict[int, _Failures] = {}
         self._bases = bases
         self._measuring: dict[int, _DeltaSizes] = {}  # by request number
@@ -241,7 +245,7 @@ class BucketFetcher:
                 elif source.state == "opening" or not self._may_ask(source) or not self._ask(waiting[0], source):
                     break
                 else:
-                    waiting.popleft()
+                    heapq.heappop(waiting)
 
     def _choose_source(self, rank: int, index: int) -> SourceConnection:
         """Return the source to ask for a bucket: the first that is alive and has not failed to deliver it."""
@@ -308,6 +312,8 @@ class BucketFetcher:
         )
         source.in_flight += 1
         source.ask(request, target)
+        if not sizes:
+            self._options.requested_whole(index)
         return True
 
     def _tensors(self, read: BucketRead, source: SourceConnection) -> tuple[torch.Tensor | None, ...]:
@@ -426,7 +432,7 @@ class BucketFetcher:
             self._mark_dead(source, f"{source.offer.address} answered with impossible sizes of deltas")
         else:
             self._measured[index] = replace(measuring, sizes=answer.sizes)
-        self._waiting[self._schedule.reads[index].source_rank].appendleft(index)
+        heapq.heappush(self._waiting[self._schedule.reads[index].source_rank], index)
 
     def _unpack(self, bucket: _RequestedBucket, answer: SourceAnswer) -> None:
         source = bucket.source
@@ -494,12 +500,12 @@ class BucketFetcher:
         self._retry(bucket.index, bucket.source, reason, elsewhere=elsewhere)
 
     def _retry(self, index: int, source: SourceConnection, reason: str, *, elsewhere: bool = True) -> None:
-        """Put a bucket back to the front of its queue."""
+        """Put a bucket back into its queue."""
         self.stats.num_retries += 1
         failures = self._failures.setdefault(index, _Failures())
         failures.reasons.append(reason)
         failures.attempts[source.key] += MAX_ATTEMPTS if elsewhere else 1
-        self._waiting[self._schedule.reads[index].source_rank].appendleft(index)
+        heapq.heappush(self._waiting[self._schedule.reads[index].source_rank], index)
 
     def _mark_dead(self, source: SourceConnection, reason: str) -> None:
         """Drop a source, and request its outstanding buckets from others."""

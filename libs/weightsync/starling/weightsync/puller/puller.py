@@ -320,6 +320,10 @@ class Puller:
                 read = schedule.reads[index]
                 relay.arrived(read, split_digests(digests, len(read.boxes)), deltas)
 
+        def requested_whole(index: int) -> None:
+            if relay is not None:
+                relay.expect_whole(schedule.reads[index])
+
         if live is not None:
             self.state, self.version = "torn", -1
             for device in {each.device for each in live if each.device.type == "cuda"}:
@@ -333,6 +337,7 @@ class Puller:
             place=place,
             tensor=tensor,
             arrived=arrived,
+            requested_whole=requested_whole,
             delta_bytes=plan.peak_bytes(self._rank, in_place=True),
             report=progress,
         )

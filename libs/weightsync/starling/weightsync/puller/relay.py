@@ -73,6 +73,11 @@ class Relay:
         if announce is not None:
             announce(make_offer(offer.version, [rank]))
 
+    def expect_whole(self, read: BucketRead) -> None:
+        """Tell readers that a bucket, which has been requested, will arrive without deltas."""
+        self._deltas.expect_whole((shard, box.box) for shard, box in zip(read.shards, read.boxes, strict=True))
+        self._serving.server.wake()
+
     def arrived(self, read: BucketRead, digests: Sequence[bytes], deltas: Sequence[ReceivedDelta]) -> None:
         """Make a bucket that has arrived readable, with its digests and deltas."""
         for index, base, data in deltas:

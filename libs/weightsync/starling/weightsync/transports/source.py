@@ -59,6 +59,9 @@ class DeltaSource(Protocol):
     def ready(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
         """Return whether `delta` can answer for these boxes of pieces, or whether a comparison is still running."""
 
+    def are_whole(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
+        """Return whether it is known already that none of these boxes, which may not have arrived, has a delta."""
+
     def delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
         """Return the delta of a box of a piece against version `base`, or None where the whole box must be sent."""
 
@@ -75,6 +78,10 @@ class NoDeltas:
 
     def ready(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
         """See `DeltaSource.ready`."""
+        return True
+
+    def are_whole(self, snapshot: int, boxes: Sequence[tuple[int, Box]]) -> bool:
+        """See `DeltaSource.are_whole`."""
         return True
 
     def delta(self, snapshot: int, index: int, box: Box, base: int) -> Memory | None:
@@ -405,7 +412,10 @@ class ReaderSession:
             data = (deltas.delta(snapshot, index, box, base) for index, box in boxes)
             return tuple(0 if delta is None else delta.nbytes for delta in data)
 
-        return Grant(sizes=sizes, ready=lambda: deltas.ready(snapshot, boxes) and arrived())
+        def ready() -> bool:
+            return deltas.ready(snapshot, boxes) and (arrived() or deltas.are_whole(snapshot, boxes))
+
+        return Grant(sizes=sizes, ready=ready)
 
     def _arrival_check(self, boxes: Sequence[tuple[int, Box]]) -> Callable[[], bool]:
         lease, pending = self._lease, self._source.pending
