@@ -62,6 +62,7 @@ FULL: tuple[tuple[str, ...], ...] = (
     ("weightsync_fanout.py",),
     ("weightsync_run.py",),
     ("weightsync_run.py", "--engine", "vllm"),
+    ("weightsync_cold_start.py",),
     ("weightsync_faults.py",),
 )
 """The same at full size, and those that have no quick form."""

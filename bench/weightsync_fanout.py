@@ -170,7 +170,7 @@ def sent_bytes() -> int:
 
 
 class Worker:
-    """A process on a host that runs functions of this module by name, with its own objects.
+    """A process on a host that runs functions of modules that it has, with its own objects.
 
     It is forked, because loading torch nine times would take longer than the figures; so make workers before threads.
     """
@@ -186,7 +186,7 @@ class Worker:
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Start a function; its result comes through the pipe."""
         with contextlib.suppress(BrokenPipeError):  # the reason why it has ended is read later
-            self.pipe.send((function.__name__, arguments))
+            self.pipe.send((function, arguments))
 
     def take(self) -> tuple[str, Any]:
         """Return its next message: a kind and a value. Raises RuntimeError when it fails, or sends none in time."""
@@ -238,11 +238,11 @@ def _work(namespace: str, pipe: Connection) -> None:
         return
     while True:
         try:
-            name, arguments = pipe.recv()
+            function, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(("done", globals()[name](*arguments)))
+            pipe.send(("done", function(*arguments)))
         except Exception:  # noqa: BLE001 - sent to the other side
             pipe.send(("failed", traceback.format_exc()))
 
