@@ -56,6 +56,17 @@ def test_weights_of_an_older_format_are_read_where_there_are_no_others(folder: P
     assert model_digest(folder) != digest
 
 
+@pytest.mark.parametrize("beside", ["decoy.safetensors", "adapter_config.json"])
+def test_weights_that_transformers_prefers_change_the_digest(beside: str, folder: Path) -> None:
+    # It loads pytorch_model.bin beside any other *.safetensors, and adapter_model.bin where there is an adapter.
+    if beside == "decoy.safetensors":
+        (folder / "model.safetensors").unlink()
+    (folder / beside).write_text("{}")
+    digest = model_digest(folder)
+    (folder / "pytorch_model.bin").write_text("other")
+    assert model_digest(folder) != digest
+
+
 @pytest.mark.parametrize("name", ["/dev/zero", "../other", "a/../../other", "a\0b", "/"])
 def test_names_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "other").write_text("x")

@@ -168,6 +168,16 @@ def test_end_token_ids_are_those_of_tokenizer_and_folder(tmp_path: Path) -> None
         end_token_ids(tokenizer, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 99_999, "[]", *(f'{{"eos_token_id": {v}}}' for v in ('"a"', '[1, "a"]', '{"a": 1}'))]
+)
+def test_damaged_generation_config_is_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json (cannot be read \(|has eos_token_id = )") as caught:
+        end_token_ids(make_tokenizer(None), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_built_model_returns_no_router_logits(tmp_path: Path) -> None:
     from transformers import Qwen3MoeConfig
 

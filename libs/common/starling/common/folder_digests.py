@@ -7,7 +7,7 @@ that file, such as a model from a hub, is not checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -21,6 +21,9 @@ DIGESTS: Final = "starling-digests.json"
 _CHUNK: Final = 1 << 20
 _WEIGHTS: Final = (".safetensors", ".bin")
 """Endings of files of weights, in the order in which transformers and vLLM prefer them."""
+_PREFERRED: Final = frozenset({"model.safetensors", "model.safetensors.index.json"})
+"""Files beside which transformers loads no other weights of a model."""
+_ADAPTER: Final = "adapter_config.json"
 _OTHERS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Endings of a configuration, a chat template, a tokenizer, and code."""
 
@@ -84,13 +87,21 @@ def model_digest(folder: Path) -> str:
     try:
         listed = _listed(folder) if (folder / DIGESTS).is_file() else {}
         files = {path.name: path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS}
-        kind = next((one for one in _WEIGHTS if any(name.endswith(one) for name in files)), "")
-        read = sorted(name for name in files if name.endswith((*_OTHERS, kind) if kind else _OTHERS))
+        read = sorted(name for name in files if name.endswith((*_OTHERS, *_weight_endings(files))))
         digests = {name: str(listed.get(name) or _digest_of(files[name])) for name in read}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the files of the model folder {folder} cannot be read ({reason}); copy it again") from None
     return xxhash.xxh3_128(json.dumps(digests).encode()).hexdigest()
+
+
+def _weight_endings(names: Collection[str]) -> tuple[str, ...]:
+    """Return the endings of the files of weights that are loaded from a folder.
+
+    Of an unusual one transformers may take other files than vLLM, or others than the model's for an adapter.
+    """
+    is_usual = not _PREFERRED.isdisjoint(names) and _ADAPTER not in names
+    return _WEIGHTS[:1] if is_usual else _WEIGHTS
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -16,9 +15,9 @@ import structlog
 from pydantic import BaseModel
 
 from starling.common.errors import ConfigError
-from starling.common.files import open_regular
 from starling.common.folder_digests import check_digests
 from starling.common.ids import Role
+from starling.common.model_folder import check_indexes, check_named_files
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
@@ -54,8 +53,6 @@ OWN_FLAGS = ("--help", "--config", "--dir", "--key", "--name", "--controller")
 """Flags of every service that are not settings."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 """Names of the weight files of a Hugging Face model folder."""
-KERNEL_KEYS = ("attn_implementation", "experts_implementation")
-"""Ends of the names of settings in config.json by which transformers chooses kernels."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,8 @@ def check_model_folder(
             files are compared in any case, and those of the weights only then.
 
     Raises:
-        ConfigError: it is not a model folder, has no weights, a file differs from its digest, or it names a kernel of a
-            hub.
+        ConfigError: it is not a model folder, has no weights, a file differs from its digest, or it names other
+            files, models or kernels to load.
     """
     remedy = "give the path of a Hugging Face model folder"
     if not path:
@@ -193,34 +190,10 @@ def check_model_folder(
         )
         raise ConfigError(f"the model folder {path} has a config.json and no weights; add model.safetensors{other}")
     check_digests(folder, leave_out=() if weights and reads_weights else WEIGHT_FILES)
-    _check_kernels(folder / "config.json")
+    check_named_files(folder)
+    if weights:
+        check_indexes(folder)
     return folder
-
-
-def _check_kernels(path: Path) -> None:
-    """Refuse a config.json that names a kernel of a hub, such as ``owner/name``, for its attention or its experts.
-
-    Where the package `kernels` is installed, transformers downloads and runs it, whatever `model.trust_remote_code` is.
-    """
-    try:
-        with open_regular(path) as file:
-            pending: list[tuple[str, object]] = [("", json.load(file))]
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a Hugging Face folder") from None
-    except (ValueError, RecursionError):  # the loader's to report
-        return
-    while pending:
-        key, value = pending.pop()
-        if isinstance(value, dict):
-            # The names of the parts of a model are keys below such a key.
-            pending += [(key if key.endswith(KERNEL_KEYS) else name, part) for name, part in value.items()]
-        elif isinstance(value, list):
-            pending += [(key, part) for part in value]
-        elif isinstance(value, str) and key.endswith(KERNEL_KEYS) and "/" in value:
-            raise ConfigError(
-                f"{path} has {key} = {value!r:.200}, a kernel that transformers would download from a hub and run; "
-                "remove it, or name an implementation of transformers, such as sdpa"
-            )
 
 
 def host_name() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,3 +182,29 @@ def test_folder_with_keys_that_lead_out_of_it_is_not_fetched(store: Store, tmp_p
     with pytest.raises(ConfigError, match="which is no file in it"):
         checkpoints.fetch(target, "step-2")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [target / "inner" / "config.json"]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "checkpoint", "fifo"])
+@pytest.mark.timeout(60)
+def test_folder_with_links_is_not_fetched(kind: str, tmp_path: Path) -> None:
+    # An exported model is shared with others, and the keys that a link leads to are not.
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "controller.json").write_text("secret")
+    folder = tmp_path / "checkpoints" / "step-2"
+    folder.parent.mkdir()
+    if kind == "checkpoint":
+        folder.symlink_to(tmp_path / "keys")
+    else:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    if kind == "link":
+        (folder / "notes.txt").symlink_to(tmp_path / "keys" / "controller.json")
+    elif kind == "folder":
+        (folder / "notes.txt").symlink_to(tmp_path / "keys")
+    elif kind == "fifo":
+        os.mkfifo(folder / "notes.txt")
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(ConfigError, match=r"step-2\S* cannot be read \(it is (a symbolic link|not a regular file)\)"):
+        Storage(str(tmp_path / "checkpoints")).fetch(target, "step-2")
+    assert {path.name for path in target.iterdir()} <= {"config.json"}

@@ -293,8 +293,12 @@ def test_load_adapters_of_other_layers_is_refused(tiny: Make, tmp_path: Path) ->
             load_adapters(model, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"has no adapter_config.json"):
         load_adapters(model, tmp_path)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (tmp_path / "other" / name).write_bytes(b"{")
+    damaged = (
+        ("adapter_model.safetensors", b"{"),
+        *(("adapter_config.json", text) for text in (b"{", b"[" * 99_999, b"[]")),
+    )
+    for name, content in damaged:
+        (tmp_path / "other" / name).write_bytes(content)
         with pytest.raises(ConfigError, match="cannot be read"):
             load_adapters(model, tmp_path / "other")
 

@@ -39,20 +39,33 @@ def end_token_ids(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     The defaults of the model's configuration class are ignored: they name tokens of another vocabulary.
 
     Raises:
-        ConfigError: there is none, so that every completion would be truncated.
+        ConfigError: there is none, so that every completion would be truncated, or the file is damaged.
     """
     found: set[int] = set()
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     if (Path(path) / "generation_config.json").is_file():
-        declared = GenerationConfig.from_pretrained(str(path)).eos_token_id
-        found.update([declared] if isinstance(declared, int) else declared or [])
+        found.update(_declared_end_tokens(Path(path)))
     if not found:
         raise ConfigError(
             f"the model in {path} has no end-of-sequence token, so every completion would go on to its token limit; "
             "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
         )
     return tuple(sorted(found))
+
+
+def _declared_end_tokens(folder: Path) -> list[int]:
+    """Return the ids that end a completion by `generation_config.json`. Raises ConfigError for anything else there."""
+    path = folder / "generation_config.json"
+    try:
+        declared = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+    except Exception as error:  # the user's folder: transformers may raise anything
+        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0].rstrip(".")
+        raise ConfigError(f"{path} cannot be read ({reason:.300}): replace it, or remove it") from error
+    ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(type(one) is int for one in ids):
+        raise ConfigError(f"{path} has eos_token_id = {declared!r:.100}: give a number, or a list of them")
+    return ids
 
 
 def max_trainable_length(config: Any, wanted: int | None) -> int | None:

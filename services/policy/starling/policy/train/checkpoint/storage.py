@@ -28,7 +28,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from starling.common.errors import ConfigError, StarlingError
-from starling.common.files import open_regular, sync_folder, sync_tree
+from starling.common.files import open_own, open_regular, sync_folder, sync_tree
 
 MANIFEST: Final = "state.json"
 MAX_SMALL_BYTES: Final = 64 << 20
@@ -191,17 +191,29 @@ class Storage:
         """Copy the files of a folder, at any depth, into the local folder `target`.
 
         Raises:
-            ConfigError: the storage fails, or a file would leave `target`: a key of an object store may be any text.
+            ConfigError: the storage fails, a file would leave `target`, because a key of an object store may be any
+                text, or one is a link or no regular file: what it leads to would be shared with the others.
         """
         with self.explained("read", *names):
             folder = self.path(*names)
+            if self.is_local and Path(folder).is_symlink():
+                raise ValueError("it is a symbolic link")
             for path in map(str, self.fs.find(folder)):
                 inner = PurePosixPath(path.removeprefix(f"{folder}/"))
                 if inner.is_absolute() or ".." in inner.parts or not path.startswith(f"{folder}/"):
                     raise ValueError(f"it has {path!r:.255}, which is no file in it")
                 place = target / inner
                 place.parent.mkdir(parents=True, exist_ok=True)
-                self.fs.get_file(path, str(place))
+                with self.explained("read", *names, str(inner)):
+                    self._fetch_file(path, place)
+
+    def _fetch_file(self, path: str, place: Path) -> None:
+        """Copy a file; on a local disk only a regular one. Raises any exception of the storage."""
+        if not self.is_local:
+            self.fs.get_file(path, str(place))
+            return
+        with os.fdopen(open_own(Path(path)), "rb") as file, place.open("wb") as copy:
+            shutil.copyfileobj(file, copy, _CHUNK)
 
     @contextmanager
     def explained(self, done: str, *names: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from starling.algo.architecture import auto_class, context_length, random_model,
 from starling.algo.outline import cheap_outlines
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
-from starling.common.files import open_regular
+from starling.common.model_folder import check_indexes
 from starling.weightsync.tensors.adapters import published_tensors
 
 if TYPE_CHECKING:
@@ -218,26 +218,11 @@ def _check_folder(folder: Path, init: str) -> None:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}): replace it") from error
     if init != "random":
-        for index in folder.rglob("*.index.json"):
-            _check_index(index)
+        check_indexes(folder)
     if init != "random" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES):
         raise ConfigError(
             f"the model folder {folder} has a config.json but no weights: "
             'add model.safetensors, or set init = "random" to start from random weights'
-        )
-
-
-def _check_index(path: Path) -> None:
-    """Refuse an index of weights that names files elsewhere: they are not those that the folder's digest is of."""
-    try:
-        with open_regular(path) as file:
-            names = {str(name) for name in json.load(file)["weight_map"].values()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no index of weights ({_sentence(error):.300}): replace it") from error
-    other = next((name for name in sorted(names) if "/" in name or not name), None)
-    if other is not None:
-        raise ConfigError(
-            f"{path} names {other!r:.255}, which is no file beside it: put the weights into {path.parent}"
         )
 
 

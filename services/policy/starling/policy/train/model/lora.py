@@ -67,7 +67,7 @@ def load_adapters(model: torch.nn.Module, folder: Path) -> None:
             raise ConfigError(f"model.lora.adapter = {str(folder)!r} has no {name}: give a folder written by peft")
     try:
         saved, found = PeftConfig.from_pretrained(str(folder)), load_file(folder / _WEIGHTS)
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"the adapters in {folder} cannot be read ({reason}): give another folder") from error
     config = _config(model)

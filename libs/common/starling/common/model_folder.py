@@ -1,0 +1,113 @@
+"""What a model folder names for transformers and vLLM to load: only files of its own, and no code of a hub.
+
+`config.json` can name another configuration, weights elsewhere, another model, or a kernel of a hub, and an index of
+weights or of tokenizers any file. No digest of the folder covers these, so that they are refused before they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from starling.common.errors import ConfigError
+from starling.common.files import open_regular
+
+KERNEL_KEYS: Final = ("attn_implementation", "experts_implementation")
+"""Ends of the names of settings in config.json by which transformers chooses kernels."""
+_MODEL_KEYS: Final = ("speculators_config", "text_model_id", "audio_model_id")
+"""Settings in config.json with the path, or the name on a hub, of a model that vLLM loads in place of the folder's."""
+_INDEXED: Final = (".safetensors", ".bin")
+"""Endings of files of weights that an index can name."""
+
+
+def check_named_files(folder: Path) -> None:
+    """Refuse a configuration of a model or tokenizer that names files elsewhere, other models, or kernels of a hub.
+
+    Where the package `kernels` is installed, transformers downloads and runs such a kernel, whatever
+    `model.trust_remote_code` is. What is no JSON is left to the loader.
+
+    Raises:
+        ConfigError: the text names the entry.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            continue
+        for key, value in _entries(folder / name):
+            if problem := _problem(key, value):
+                raise ConfigError(f"{folder / name} has {key:.100} = {value!r:.200}, {problem}")
+
+
+def check_indexes(folder: Path) -> None:
+    """Refuse an index of weights that names anything but files of weights beside it.
+
+    Raises:
+        ConfigError: the text names the index, and what it names.
+    """
+    for ending in _INDEXED:
+        for index in sorted(folder.glob(f"*{ending}.index.json")):
+            other = next((name for name in _indexed(index) if not _is_plain(name, ending)), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{index} names {other!r:.255}, which is no file beside it that ends in {ending}: put the weights "
+                    f"into {folder}"
+                )
+
+
+def _indexed(index: Path) -> list[object]:
+    """Return the names in an index of weights, each once. Raises ConfigError."""
+    try:
+        with open_regular(index) as file:
+            return sorted(set(json.load(file)["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(f"{index} is no index of weights ({reason}): replace it") from None
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a JSON file at any depth, below a key that chooses kernels under that key.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            pending: list[tuple[str, Any]] = [("", json.load(file))]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a Hugging Face folder") from None
+    except (ValueError, RecursionError):  # the loader's to report
+        return
+    while pending:
+        key, value = pending.pop()
+        yield key, value
+        if isinstance(value, dict):
+            # The names of the parts of a model are keys below such a key.
+            pending += [(key if key.endswith(KERNEL_KEYS) else name, part) for name, part in value.items()]
+        elif isinstance(value, list):
+            pending += [(key, part) for part in value]
+
+
+def _problem(key: str, value: Any) -> str:
+    """Return what is wrong with an entry, and the remedy; empty if nothing is."""
+    if key.endswith(KERNEL_KEYS) and isinstance(value, str) and "/" in value:
+        return (
+            "a kernel that transformers would download from a hub and run; remove it, or name an implementation of "
+            "transformers, such as sdpa"
+        )
+    if key == "architecture" and isinstance(value, str) and ":" in value:
+        return "a model that timm would load from a hub or another folder; name an architecture of timm"
+    if key in _MODEL_KEYS and value is not None:
+        return "which has another model loaded; remove it, or give that model's folder"
+    if key == "configuration_files":
+        return "which has other files read in its place; put the entries of the right one into it"
+    if key == "transformers_weights" and value is not None:
+        known = (".safetensors", ".safetensors.index.json")
+        return "" if _is_plain(value, known) else "which is no file of weights beside it; remove it"
+    if key == "fast_tokenizer_files" and not isinstance(value, list):
+        return "" if _is_plain(value, ".json") else "which is no file beside it; remove it"
+    return ""
+
+
+def _is_plain(name: object, endings: str | tuple[str, ...]) -> bool:
+    """Return whether `name` is that of a file in the folder itself."""
+    return isinstance(name, str) and "/" not in name and "\0" not in name and name.endswith(endings)
