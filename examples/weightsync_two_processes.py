@@ -57,5 +57,6 @@ if __name__ == "__main__":
     engine = multiprocessing.get_context("spawn").Process(target=generate, args=(engine_end,))
     engine.start()
     engine_end.close()  # so that the trainer notices when the engine's process ends
-    train(trainer_end, sys.argv[1] if len(sys.argv) > 1 else "ucx")
+    with trainer_end:  # closed if the trainer fails, so that the engine notices
+        train(trainer_end, sys.argv[1] if len(sys.argv) > 1 else "ucx")
     engine.join(DEADLINE_S)
