@@ -17,7 +17,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.memory.arena import Arena
 from starling.weightsync.memory.arrays import Memory
 from starling.weightsync.memory.device_memory import ROOM, CpuAllocator, SnapshotPolicy
-from starling.weightsync.memory.protected_pages import ProtectedMemory
+from starling.weightsync.memory.protected_pages import ProtectedMemory, SharedPages
 from starling.weightsync.offers.offer import Transport
 from starling.weightsync.plan.layout import pieces_of
 from starling.weightsync.plan.planner import make_plan
@@ -89,7 +89,7 @@ class Device(CpuAllocator):
 
     def __init__(self, available_bytes: int = 1 << 30) -> None:
         self.available, self.num_used, self.num_allocated, self.num_pinned = available_bytes, 0, 0, 0
-        self.has_memory, self.may_pin, self.fails = True, True, False
+        self.has_memory, self.may_pin, self.fails, self.shares = True, True, False, True
         self.gate = threading.Event()
         self.gate.set()
 
@@ -101,6 +101,11 @@ class Device(CpuAllocator):
             raise WeightsError(f"No {size_bytes} bytes of memory on this device.")
         self.num_used, self.num_allocated = self.num_used + 1, self.num_allocated + 1
         return BlockedMemory(size_bytes, self)
+
+    def allocate_shared(self, size_bytes: int) -> SharedPages:
+        if not self.shares:
+            raise WeightsError("This device shares no memory.")
+        return super().allocate_shared(size_bytes)
 
     def pin(self, memory: Memory) -> None:
         if not self.may_pin:
@@ -114,11 +119,11 @@ class Device(CpuAllocator):
 class Written:
     """A writer to an arena, and versions of one tensor."""
 
-    def __init__(self, device: Device | None, policy: SnapshotPolicy) -> None:
+    def __init__(self, device: Device | None, policy: SnapshotPolicy, *, stays: bool = False) -> None:
         self.tensor = torch.arange(1000, dtype=torch.int32)
         layout = layout_of({"a": self.tensor}, "policy-0")
         self.arena = Arena(pieces_of(layout, 0))
-        self.writer = SnapshotWriter(layout, 0, self.arena, policy, allocator_of=lambda _: device)
+        self.writer = SnapshotWriter(layout, 0, self.arena, policy, stays=stays, allocator_of=lambda _: device)
 
     def write(self, slot: int, value: int) -> object:
         self.tensor.fill_(value)
@@ -131,8 +136,8 @@ class Written:
 
 
 @contextmanager
-def written(device: Device | None, policy: SnapshotPolicy) -> Iterator[Written]:
-    made = Written(device, policy)
+def written(device: Device | None, policy: SnapshotPolicy, *, stays: bool = False) -> Iterator[Written]:
+    made = Written(device, policy, stays=stays)
     try:
         yield made
     finally:
@@ -232,3 +237,47 @@ def test_device_without_an_allocator_is_copied_from_directly() -> None:
         assert made.value(0) == 6
     with written(None, "device") as made, pytest.raises(WeightsError, match=r"'cuda' tensors cannot be 'device'"):
         made.write(0, 6)
+
+
+def test_version_stays_in_the_memory_of_its_slot() -> None:
+    with written(Device(), "device", stays=True) as made:
+        for version in range(6):
+            made.write(version % 2, version)
+        made.writer.settle()
+        for slot, version in enumerate((4, 5)):
+            memory = made.writer.memory(slot)
+            assert memory is not None
+            with memory.reading() as flat:
+                assert set(flat[:4000].view(np.int32)) == {version} == {made.value(slot)}
+        kept = made.writer.memory(0)
+        made.writer.close()
+        assert made.writer.memory(0) is None
+        assert kept is not None
+        with pytest.raises(WeightsError, match="was freed"), kept.reading():
+            pass
+
+
+def test_device_that_shares_no_memory_is_gone_through(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device()
+    device.shares = False
+    with written(device, "device", stays=True) as made, caplog.at_level(logging.WARNING):
+        for version in range(4):
+            assert made.write(version % 2, version) is not None
+            assert made.writer.memory(version % 2) is None
+        made.writer.settle()
+        assert (made.value(0), made.value(1), device.num_allocated, device.num_used) == (2, 3, 4, 0)
+    assert caplog.text.count("readers copy snapshots from memory of the host: This device shares no memory.") == 1
+
+
+def test_failed_fill_leaves_no_memory_of_its_slot() -> None:
+    def fails(_: object) -> None:
+        raise WeightsError("cannot be quantised")
+
+    with written(Device(), "device", stays=True) as made:
+        made.write(0, 1)
+        with pytest.raises(WeightsError, match="cannot be quantised"):
+            made.writer.write(0, fails, GPU)
+        assert made.writer.memory(0) is None
+        made.write(0, 2)
+        made.writer.settle()
+        assert made.value(0) == 2

@@ -214,6 +214,13 @@ def test_reader_does_not_write_to_the_device() -> None:
     memory.free()
 
 
+def test_memory_may_be_freed_while_it_is_sent_from() -> None:
+    memory = SharedPages(4096)
+    with memory.reading() as flat:
+        memory.free()
+        assert not flat.any()
+
+
 def test_opened_memory_outlives_its_owner() -> None:
     memory = SharedPages(4096)
     with memory.opened() as flat:

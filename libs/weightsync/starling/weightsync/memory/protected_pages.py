@@ -75,7 +75,9 @@ class ProtectedMemory:
         return mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def _protect(self, rights: int) -> None:
-        flat = np.frombuffer(self._pages, np.uint8)  # type: ignore[arg-type]
+        if self._pages is None:  # freed while it was open: unmapped with the last view
+            return
+        flat = np.frombuffer(self._pages, np.uint8)
         if _libc.mprotect(flat.ctypes.data, flat.nbytes, rights) != 0:
             raise WeightsError(f"The rights of memory cannot be changed: {os.strerror(ctypes.get_errno())}.")
 
