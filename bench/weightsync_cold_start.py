@@ -35,7 +35,7 @@ from typing import Any, Final
 import tomli_w
 from figure import machine, print_figure, progress, rounded, versions
 from weightsync_fanout import Host, Worker, missing, network
-from weightsync_run import EXECUTABLES, await_file, on_host, read, sent_bytes, started, tail
+from weightsync_run import EXECUTABLES, await_file, make_keys, on_host, read, sent_bytes, started, tail
 
 from starling.cli.model.scratch import ScratchSettings, make_model_folder
 from starling.policy.train.checkpoint.source import whole_model
@@ -189,7 +189,7 @@ def measure_fanned_out(num: int, models: Models) -> Outcome:
         config, run = folder / "serve.toml", folder / "run"
         run.mkdir()
         names = [f"rollout-{number}" for number in range(num)]
-        subprocess.run([EXECUTABLES / "starling", "keys", "make", run / "keys", "policy-0", *names], check=True)
+        make_keys(run / "keys", "policy-0", *names)
         config.write_text(tomli_w.dumps(recipe(store, source, num)))
         shared = ["--config", str(config), "--dir"]
         command = on_host(source, str(EXECUTABLES / "starling-controller"), *shared, str(run))

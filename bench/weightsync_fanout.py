@@ -229,6 +229,7 @@ OBJECTS: dict[Any, Any] = {}
 def _work(namespace: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(2, 1)  # logs: standard output is for figures only
     OBJECTS["pipe"] = pipe
     try:
         enter(namespace)

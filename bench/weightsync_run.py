@@ -121,6 +121,12 @@ def sent_bytes(host: Host) -> int:
     return next(int(limiter["bytes"]) for limiter in json.loads(shown) if limiter["kind"] == "tbf")
 
 
+def make_keys(folder: Path, *names: str) -> None:
+    """Make the keys of replicas."""
+    command = [EXECUTABLES / "starling", "keys", "make", folder, *names]
+    subprocess.run(command, check=True, timeout=60, stdout=sys.stderr)  # standard output is for figures only
+
+
 @contextlib.contextmanager
 def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command with a log, and end it."""
@@ -151,7 +157,7 @@ def measure(engine: str, num: int, *, relays: bool) -> Outcome:
         run = stack.enter_context(started(command, folder / "run.log"))
         await_file(attempt / "controller.json", run, folder / "run.log")
         names = [f"rollout-{number}" for number in range(num)]
-        subprocess.run([EXECUTABLES / "starling", "keys", "make", attempt / "keys", *names], check=True, timeout=60)
+        make_keys(attempt / "keys", *names)
         address = json.loads((attempt / "controller.json").read_text())["address"]
         for name, host in zip(names, hosts, strict=True):
             (folder / name).mkdir()
