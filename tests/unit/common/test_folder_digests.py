@@ -12,6 +12,8 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import DIGESTS, check_digests, model_digest, write_digests
 
+TEMPLATE = "additional_chat_templates/default.jinja"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -42,9 +44,12 @@ def test_recorded_digests_are_those_of_the_files(folder: Path) -> None:
         model_digest(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", TEMPLATE, "chat_template.jinja"]
+)
 def test_any_file_that_an_engine_reads_changes_the_digest(name: str, folder: Path) -> None:
     digest = model_digest(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("other")
     assert model_digest(folder) != digest
 

@@ -70,3 +70,22 @@ def test_damaged_index_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"index\.json is no index of weights \(\w+\): replace it"):
         check_indexes(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"AutoConfig": "tiny.Config", "AutoModelForCausalLM": "owner/repository--tiny.Model"},
+        {"AutoTokenizer": ["../other--tiny.Tokenizer", None]},
+        ["/models/tiny.Tokenizer", None],
+        {"AutoConfig": "inner/tiny.Config"},
+    ],
+)
+def test_code_elsewhere_is_refused_where_code_is_run(name: str, code: object, tmp_path: Path) -> None:
+    write_json(tmp_path / name, {"auto_map": code})
+    check_named_files(tmp_path)  # without model.trust_remote_code, transformers uses its own classes
+    with pytest.raises(ConfigError, match=rf"{name} has auto_map = .*, code of a hub or of another folder"):
+        check_named_files(tmp_path, runs_code=True)
+    write_json(tmp_path / name, {"auto_map": {"AutoConfig": "tiny.Config", "AutoTokenizer": ["tiny.Tokenizer", None]}})
+    check_named_files(tmp_path, runs_code=True)

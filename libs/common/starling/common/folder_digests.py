@@ -24,6 +24,8 @@ _WEIGHTS: Final = (".safetensors", ".bin")
 _PREFERRED: Final = frozenset({"model.safetensors", "model.safetensors.index.json"})
 """Files beside which transformers loads no other weights of a model."""
 _ADAPTER: Final = "adapter_config.json"
+_TEMPLATES: Final = "additional_chat_templates"
+"""Subfolder in which transformers looks for chat templates; one of them, `default`, replaces that of the tokenizer."""
 _OTHERS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Endings of a configuration, a chat template, a tokenizer, and code."""
 
@@ -86,7 +88,9 @@ def model_digest(folder: Path) -> str:
     """
     try:
         listed = _listed(folder) if (folder / DIGESTS).is_file() else {}
-        files = {path.name: path for path in folder.iterdir() if path.is_file() and path.name != DIGESTS}
+        found = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*.jinja")]
+        files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
+        files.pop(DIGESTS, None)
         read = sorted(name for name in files if name.endswith((*_OTHERS, *_weight_endings(files))))
         digests = {name: str(listed.get(name) or _digest_of(files[name])) for name in read}
     except (OSError, ValueError, AttributeError, RecursionError) as error:

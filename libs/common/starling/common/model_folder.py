@@ -14,19 +14,31 @@ from typing import Any, Final
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
 
-KERNEL_KEYS: Final = ("attn_implementation", "experts_implementation")
+_KERNEL_KEYS: Final = (
+    "attn_implementation",
+    "experts_implementation",
+    "attn_implementation_internal",
+    "experts_implementation_internal",
+)
 """Ends of the names of settings in config.json by which transformers chooses kernels."""
+_CODE_KEY: Final = "auto_map"
+"""Name of the setting with the classes of custom code, as ``module.Class``."""
 _MODEL_KEYS: Final = ("speculators_config", "text_model_id", "audio_model_id")
 """Settings in config.json with the path, or the name on a hub, of a model that vLLM loads in place of the folder's."""
 _INDEXED: Final = (".safetensors", ".bin")
 """Endings of files of weights that an index can name."""
 
 
-def check_named_files(folder: Path) -> None:
+def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
     """Refuse a configuration of a model or tokenizer that names files elsewhere, other models, or kernels of a hub.
 
     Where the package `kernels` is installed, transformers downloads and runs such a kernel, whatever
     `model.trust_remote_code` is. What is no JSON is left to the loader.
+
+    Args:
+        folder: a Hugging Face model folder.
+        runs_code: whether its custom code is run: that of another folder or of a hub is then refused, because only the
+            folder's own was reviewed.
 
     Raises:
         ConfigError: the text names the entry.
@@ -35,7 +47,8 @@ def check_named_files(folder: Path) -> None:
         if not (folder / name).is_file():
             continue
         for key, value in _entries(folder / name):
-            if problem := _problem(key, value):
+            problem = _problem(key, value) or (_problem_of_code(key, value) if runs_code else "")
+            if problem:
                 raise ConfigError(f"{folder / name} has {key:.100} = {value!r:.200}, {problem}")
 
 
@@ -66,7 +79,7 @@ def _indexed(index: Path) -> list[object]:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a JSON file at any depth, below a key that chooses kernels under that key.
+    """Yield the entries of a JSON file at any depth, below a key that chooses kernels or code under that key.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -81,15 +94,16 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         key, value = pending.pop()
         yield key, value
         if isinstance(value, dict):
-            # The names of the parts of a model are keys below such a key.
-            pending += [(key if key.endswith(KERNEL_KEYS) else name, part) for name, part in value.items()]
+            # The names of the parts of a model are keys below a key that chooses kernels.
+            is_choice = key.endswith(_KERNEL_KEYS) or key == _CODE_KEY
+            pending += [(key if is_choice else name, part) for name, part in value.items()]
         elif isinstance(value, list):
             pending += [(key, part) for part in value]
 
 
 def _problem(key: str, value: Any) -> str:
     """Return what is wrong with an entry, and the remedy; empty if nothing is."""
-    if key.endswith(KERNEL_KEYS) and isinstance(value, str) and "/" in value:
+    if key.endswith(_KERNEL_KEYS) and isinstance(value, str) and "/" in value:
         return (
             "a kernel that transformers would download from a hub and run; remove it, or name an implementation of "
             "transformers, such as sdpa"
@@ -105,6 +119,16 @@ def _problem(key: str, value: Any) -> str:
         return "" if _is_plain(value, known) else "which is no file of weights beside it; remove it"
     if key == "fast_tokenizer_files" and not isinstance(value, list):
         return "" if _is_plain(value, ".json") else "which is no file beside it; remove it"
+    return ""
+
+
+def _problem_of_code(key: str, value: Any) -> str:
+    """Return what is wrong with an entry that names custom code, and the remedy; empty if nothing is."""
+    if key == _CODE_KEY and isinstance(value, str) and ("--" in value or "/" in value):
+        return (
+            "code of a hub or of another folder, which model.trust_remote_code does not cover; copy the code into the "
+            "folder, and name it as module.Class"
+        )
     return ""
 
 

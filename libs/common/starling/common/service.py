@@ -158,7 +158,13 @@ def link_settings(arguments: ServiceArguments, settings: ServiceSettings) -> Lin
 
 
 def check_model_folder(
-    path: str, *, weights: bool, key: str = "model.path", may_draw: bool = True, reads_weights: bool = True
+    path: str,
+    *,
+    weights: bool,
+    key: str = "model.path",
+    may_draw: bool = True,
+    reads_weights: bool = True,
+    runs_code: bool = False,
 ) -> Path:
     """Return the model folder at `path`, the value of the setting `key`.
 
@@ -171,6 +177,7 @@ def check_model_folder(
         may_draw: whether a policy could initialise the weights at random instead.
         reads_weights: whether this process is about to read the weights. Where the folder has digests, those of other
             files are compared in any case, and those of the weights only then.
+        runs_code: whether custom code in the folder is run (`model.trust_remote_code`).
 
     Raises:
         ConfigError: it is not a model folder, has no weights, a file differs from its digest, or it names other
@@ -190,7 +197,7 @@ def check_model_folder(
         )
         raise ConfigError(f"the model folder {path} has a config.json and no weights; add model.safetensors{other}")
     check_digests(folder, leave_out=() if weights and reads_weights else WEIGHT_FILES)
-    check_named_files(folder)
+    check_named_files(folder, runs_code=runs_code)
     if weights:
         check_indexes(folder)
     return folder

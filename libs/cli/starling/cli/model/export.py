@@ -28,7 +28,7 @@ def export_model(
         raise ConfigError(f"{out} exists and is not empty; give a new folder")
     state_source, config = _source(source)
     settings, seed = _model_settings(config, source, model, trust_remote_code)
-    check_model_folder(settings.path, weights=settings.lora is not None)
+    check_model_folder(settings.path, weights=settings.lora is not None, runs_code=settings.trust_remote_code)
     with without_modules("torchao"):  # transformers imports it for its quantisers; it takes time, and warns
         from transformers.utils.logging import disable_progress_bar
 

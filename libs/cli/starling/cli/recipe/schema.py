@@ -249,7 +249,13 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         check_engine(recipe.rollout.engine)
     if recipe.model.scratch is None:
         wanted = (untrained or recipe.policy.init == "pretrained") and not recipe.policy.weights_from
-        check_model_folder(recipe.model.path, weights=wanted, may_draw=not untrained, reads_weights=False)
+        check_model_folder(
+            recipe.model.path,
+            weights=wanted,
+            may_draw=not untrained,
+            reads_weights=False,
+            runs_code=recipe.model.trust_remote_code,
+        )
     if recipe.teacher is not None:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     check_chat_template(recipe)

@@ -76,7 +76,11 @@ class Shell:
         self._settings = settings
         self._trains = KINDS[settings.run.kind].trains
         pretrained = settings.policy.init == "pretrained" or not self._trains
-        path = check_model_folder(settings.model.path, weights=pretrained and not settings.policy.weights_from)
+        path = check_model_folder(
+            settings.model.path,
+            weights=pretrained and not settings.policy.weights_from,
+            runs_code=settings.model.trust_remote_code,
+        )
         self._transport, self._encrypted = _choose_transport(settings)
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import check_end_token, load_tokenizer

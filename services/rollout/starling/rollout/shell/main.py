@@ -51,7 +51,11 @@ class Shell:
             ConfigError: the settings do not allow it.
         """
         own = settings.rollout
-        path = check_model_folder(settings.model.path, weights=own.load_weights or settings.model.lora is not None)
+        path = check_model_folder(
+            settings.model.path,
+            weights=own.load_weights or settings.model.lora is not None,
+            runs_code=settings.model.trust_remote_code,
+        )
         # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import load_tokenizer
         from starling.rollout.engine.model_config import read_config

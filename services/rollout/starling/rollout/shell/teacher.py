@@ -38,7 +38,7 @@ class Shell:
         """Load the model. Raises ConfigError when that is impossible, or its vocabulary is not the policy's."""
         teacher = settings.teacher
         path = check_model_folder(teacher.path, weights=True, key="teacher.path")
-        student = check_model_folder(settings.model.path, weights=False)
+        student = check_model_folder(settings.model.path, weights=False, runs_code=settings.model.trust_remote_code)
         # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.rollout.engine.embedded.model import build_model
         from starling.rollout.engine.teacher import TokenScorer, num_shared_token_ids
