@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from starling.common.files import write_whole
 from starling.common.net.keyring import make_keys
 from starling.common.sandbox import view
 from starling.common.sandbox.settings import SandboxNeeds
@@ -61,6 +63,19 @@ def test_single_key_file_in_a_package_is_hidden(name: str, tmp_path: Path, monke
     assert {package / "tools.py", package / "words.json", package / "secrets" / "words.json"} <= shown
     hidden = (key, package / "link.json", package / "hard.json")
     assert [one for one in hidden if not {one, *one.parents}.isdisjoint(shown)] == []
+
+
+def test_http_key_of_a_rollout_in_a_package_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On the machine of a rollout the run's folder has no journal by which it is known.
+    package = tmp_path / "project"
+    (package / "run" / "api").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    address = {"base_url": "http://127.0.0.1:8000/v1", "api_key": "secret", "model": "m"}
+    write_whole(package / "run" / "api" / "rollout-0.json", json.dumps(address), private=True)
+    monkeypatch.chdir(tmp_path)
+    shown = {Path(path) for path in view_of(SandboxNeeds(), []).readable()}
+    assert package / "__init__.py" in shown
+    assert not any((package / "run" / "api" / "rollout-0.json").is_relative_to(path) for path in shown)
 
 
 def test_link_out_of_a_package_shows_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,6 +297,17 @@ def test_index_with_impossible_numbers_is_refused(
         load_data(settings(tmp_path / FOLDER))
 
 
+def test_files_larger_than_the_memory_are_refused(files: TrajectoryFiles, tmp_path: Path) -> None:
+    files.write(1, [group(0)])
+    os.truncate(tmp_path / FOLDER / "step-000001.msgpack", 1 << 42)
+    write_index(tmp_path / FOLDER, size_bytes=1 << 42)
+    with pytest.raises(ConfigError, match=r"step-000001.msgpack has \d+ bytes in index.jsonl, and this machine \d+"):
+        load_data(settings(tmp_path / FOLDER))
+    os.truncate(tmp_path / FOLDER / INDEX, 1 << 42)
+    with pytest.raises(ConfigError, match=r"index.jsonl has more than \d+ bytes, which no run has written"):
+        load_data(settings(tmp_path / FOLDER))
+
+
 def test_index_that_tells_more_groups_than_its_file_has_is_refused(files: TrajectoryFiles, tmp_path: Path) -> None:
     files.write(1, [group(0), group(1)])
     write_index(tmp_path / FOLDER, num_groups=5, num_usable=5)

@@ -33,8 +33,8 @@ _LINKS: Final = (("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"),
 _SUFFIXES: Final = (".py", ".pyc", ".so", ".pyd", ".pyi", ".typed")
 _OF_RUNS: Final = frozenset(("journal.sqlite", "allowed.json"))
 """Files of the folder of a run, and of that of its keys."""
-_KEY_FIELDS: Final = ("secret", "controller_public")
-"""Fields of a key file (`starling.common.net.curve.KeyFile`)."""
+_KEY_FIELDS: Final = ((b'"secret"', b'"controller_public"'), (b'"base_url"', b'"api_key"'))
+"""Fields of a key file (`starling.common.net.curve.KeyFile`), and of the file with the HTTP key of a rollout."""
 _KEY_BYTES: Final = 4096
 """Limit on the size of a key file; one has 250 bytes."""
 REUSED_S: Final = 10.0
@@ -193,7 +193,7 @@ def _look_through(path: str) -> set[str]:
 
 
 def _is_key(path: str) -> bool:
-    """Return whether a file is a key as `starling keys` makes it. It is one only with mode 0600: else it is refused."""
+    """Return whether a file is a key as `starling keys` or a rollout's HTTP server writes it, with mode 0600."""
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or not 0 < found.st_size <= _KEY_BYTES:
@@ -202,7 +202,7 @@ def _is_key(path: str) -> bool:
             content = file.read(_KEY_BYTES)
     except OSError:  # the code inside cannot read it either, or it has gone
         return False
-    return all(f'"{name}"'.encode() in content for name in _KEY_FIELDS)
+    return any(all(name in content for name in names) for names in _KEY_FIELDS)
 
 
 def _show_without(view: View, path: str, hidden: set[str], package: str) -> None:

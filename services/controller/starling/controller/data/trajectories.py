@@ -41,6 +41,8 @@ INDEX: Final = "index.jsonl"
 FORMAT: Final = "starling-trajectories"
 VERSION: Final = 1
 
+MAX_INDEX_BYTES: Final = 1 << 30
+"""Largest index: it has some 200 bytes a step."""
 MAX_REASON: Final = 1000
 """Characters of what is wrong with a group; parts of it are from the file."""
 _NAMES: Final = re.compile(r"step-[0-9]{6,12}\.msgpack")
@@ -98,7 +100,9 @@ def read_index(folder: Path) -> list[IndexEntry]:
     if not path.is_file():
         raise ConfigError(f"{folder} has no {INDEX}, so it has no trajectories; give the folder {FOLDER} of a run")
     with open_regular(path) as file:
-        content = file.read()
+        content = file.read(MAX_INDEX_BYTES + 1) if os.fstat(file.fileno()).st_size <= MAX_INDEX_BYTES else None
+    if content is None:
+        raise ConfigError(f"{path} has more than {MAX_INDEX_BYTES} bytes, which no run has written; restore the file")
     lines: list[IndexEntry] = []
     for number, text in enumerate(content.splitlines(keepends=True), start=1):
         if not text.endswith(b"\n"):
@@ -147,6 +151,10 @@ def encode_line(line: IndexEntry) -> bytes:
 def read_file(folder: Path, line: IndexEntry) -> tuple[StoredGroup, ...]:
     """Return the groups of a file. Raises ConfigError when it does not match the index."""
     path = folder / line.file
+    if line.size_bytes > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise ConfigError(
+            f"{path} has {line.size_bytes} bytes in {INDEX}, and this machine {memory} of memory; restore the file"
+        )
     try:
         with open_regular(path) as opened:
             size_bytes = os.fstat(opened.fileno()).st_size
