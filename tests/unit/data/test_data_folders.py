@@ -221,9 +221,9 @@ def test_hub_dataset_in_the_cache_is_read_offline(folder: Path, monkeypatch: pyt
     assert questions(Path("somebody/rows")) == ["honest"]
 
 
-def member(archive: tarfile.TarFile, name: str, kind: bytes, target: str = "") -> None:
+def member(archive: tarfile.TarFile, name: str, kind: bytes, target: str = "", mode: int = 0o755) -> None:
     info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.mode = kind, target, 0o755
+    info.type, info.linkname, info.mode = kind, target, mode
     archive.addfile(info)
 
 
@@ -233,6 +233,8 @@ def write_archive(path: Path, attempt: str) -> None:
     with tarfile.open(path, "w") as archive:
         if attempt == "fifo":
             return member(archive, "a.csv", tarfile.FIFOTYPE)
+        if attempt == "owner":  # other users of the machine could run it as the one of the controller
+            return member(archive, "a.csv", tarfile.REGTYPE, mode=0o4755)
         # `s/t/t/../..` is the folder itself as it reads, and the one above it as it is followed.
         member(archive, "s", tarfile.DIRTYPE)
         member(archive, "s/t", tarfile.SYMTYPE, ".")
@@ -261,11 +263,11 @@ def test_archive_under_the_name_of_rows_is_not_unpacked(folder: Path, attempt: s
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("attempt", ["read", "write", "fifo"])
+@pytest.mark.parametrize("attempt", ["read", "write", "fifo", "owner"])
 def test_archive_of_the_hub_with_links_or_pipes_is_refused(folder: Path, attempt: str) -> None:
     write_archive(folder / "train.csv", attempt)
     builder = Csv(cache_dir=str(folder / "cache"), data_files={"train": [str(folder / "train.csv")]})
-    with pytest.raises(ConfigError, match="which is neither a file nor a folder"):
+    with pytest.raises(ConfigError, match="which is no file or folder, or a program"):
         prepare(builder, Checked)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["secret.csv", "set"]
 

@@ -7,6 +7,7 @@ archive has any file of this machine read as rows, or written. Imported late, be
 
 from __future__ import annotations
 
+import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,8 @@ def check_archive(path: str) -> None:
     """Check that an archive unpacks to files and folders only: no links, pipes or devices.
 
     Raises:
-        ConfigError: it has something else, is damaged, or is of a format that is not read.
+        ConfigError: it has something else, or a file that runs as its owner, is damaged, or is of a format that is
+            not read.
     """
     kind = Extractor.infer_extractor_format(path)
     if kind not in _UNPACKED:
@@ -74,13 +76,19 @@ def check_archive(path: str) -> None:
         return
     try:
         with tarfile.open(path) as archive:
-            other = next((member for member in archive if not (member.isreg() or member.isdir())), None)
+            other = next((member for member in archive if not _is_harmless(member)), None)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         raise ConfigError(f"the archive {path} is damaged ({error}): restore the dataset") from None
     if other is not None:
         raise ConfigError(
-            f"the archive {path} has {other.name!r:.255}, which is neither a file nor a folder: give another dataset"
+            f"the archive {path} has {other.name!r:.255}, which is no file or folder, or a program that runs as its "
+            "owner: give another dataset"
         )
+
+
+def _is_harmless(member: tarfile.TarInfo) -> bool:
+    """Return whether a member is a folder, or a file that does not run with the rights of the user who unpacks it."""
+    return member.isdir() or (member.isreg() and not member.mode & (stat.S_ISUID | stat.S_ISGID))
 
 
 def _flat(value: Any) -> Iterator[str]:
