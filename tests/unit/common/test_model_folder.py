@@ -47,10 +47,41 @@ def test_tokenizer_elsewhere_is_refused(files: object, tmp_path: Path) -> None:
         check_named_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"vocab": "/other/vocab.json"},
+        {"merges": "m.txt"},
+        {"merges_file": "/other/merges.txt"},
+        {"gguf_file": "../x.gguf"},
+        {"init_inputs": ["/other/vocab"]},
+    ],
+)
+def test_tokenizer_that_is_given_paths_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", **entry})
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json has \w+ = .*, which can have a file elsewhere read"):
+        check_named_files(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file", "vocab", "init_inputs", "token", ""])
+def test_special_tokens_that_are_none_are_refused(key: str, tmp_path: Path) -> None:
+    # transformers gives them to the class of the tokenizer in place of the folder's own files.
+    write_json(tmp_path / "special_tokens_map.json", {"eos_token": {"content": "</s>"}, key: "/other/vocab.json"})
+    with pytest.raises(ConfigError, match=rf"special_tokens_map\.json has {key} = .*, which is no special token"):
+        check_named_files(tmp_path)
+
+
 def test_files_of_the_folder_itself_may_be_named(tmp_path: Path) -> None:
     entries = {"transformers_weights": "model.safetensors.index.json", "text_model_id": None, "architecture": "vit"}
     write_json(tmp_path / "config.json", entries)
-    write_json(tmp_path / "tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.json", "tokenizer.json"]})
+    files = {"fast_tokenizer_files": ["tokenizer.4.0.json", "tokenizer.json"], "vocab_file": "/home/author/vocab.json"}
+    inline = {"init_inputs": [], "added_tokens_decoder": {"0": {"content": "vocab"}}, "extra": {"vocab": "x"}}
+    write_json(tmp_path / "tokenizer_config.json", {**files, **inline, "gguf_file": None})
+    special = {
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "additional_special_tokens": ["<a>", {"content": "b"}],
+    }
+    write_json(tmp_path / "special_tokens_map.json", {**special, "image_token": "<i>"})
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": SHARD, "b": SHARD}})
     write_json(tmp_path / "tf_model.h5.index.json", {"weight_map": {"a": "tf_model-00001.h5"}})
     check_named_files(tmp_path)

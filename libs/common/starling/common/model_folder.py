@@ -25,6 +25,10 @@ _CODE_KEY: Final = "auto_map"
 """Name of the setting with the classes of custom code, as ``module.Class``."""
 _MODEL_KEYS: Final = ("speculators_config", "text_model_id", "audio_model_id")
 """Settings in config.json with the path, or the name on a hub, of a model that vLLM loads in place of the folder's."""
+_TOKENIZER: Final = "tokenizer_config.json"
+_SPECIAL: Final = "special_tokens_map.json"
+"""Its entries become arguments of the tokenizer's class, after transformers has checked those that are files."""
+_TOKEN_KEYS: Final = ("_token", "_tokens", "_token_id", "_token_ids")
 _INDEXED: Final = (".safetensors", ".bin")
 """Endings of files of weights that an index can name."""
 
@@ -43,11 +47,12 @@ def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
     Raises:
         ConfigError: the text names the entry.
     """
-    for name in ("config.json", "tokenizer_config.json"):
+    checks = {"config.json": _problem, _TOKENIZER: _problem_of_tokenizer, _SPECIAL: _problem_of_special_token}
+    for name, check in checks.items():
         if not (folder / name).is_file():
             continue
-        for key, value in _entries(folder / name):
-            problem = _problem(key, value) or (_problem_of_code(key, value) if runs_code else "")
+        for depth, key, value in _entries(folder / name):
+            problem = check(depth, key, value) or (_problem_of_code(key, value) if runs_code else "")
             if problem:
                 raise ConfigError(f"{folder / name} has {key:.100} = {value!r:.200}, {problem}")
 
@@ -78,31 +83,33 @@ def _indexed(index: Path) -> list[object]:
         raise ConfigError(f"{index} is no index of weights ({reason}): replace it") from None
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a JSON file at any depth, below a key that chooses kernels or code under that key.
+def _entries(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Yield depth, key and value of the entries of a JSON file; those of its object have depth 1.
+
+    Entries below a key that chooses kernels or code have that key.
 
     Raises ConfigError for a file that cannot be read.
     """
     try:
         with open_regular(path) as file:
-            pending: list[tuple[str, Any]] = [("", json.load(file))]
+            pending: list[tuple[int, str, Any]] = [(0, "", json.load(file))]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a Hugging Face folder") from None
     except (ValueError, RecursionError):  # the loader's to report
         return
     while pending:
-        key, value = pending.pop()
-        yield key, value
+        depth, key, value = pending.pop()
+        yield depth, key, value
         if isinstance(value, dict):
             # The names of the parts of a model are keys below a key that chooses kernels.
             is_choice = key.endswith(_KERNEL_KEYS) or key == _CODE_KEY
-            pending += [(key if is_choice else name, part) for name, part in value.items()]
+            pending += [(depth + 1, key if is_choice else name, part) for name, part in value.items()]
         elif isinstance(value, list):
-            pending += [(key, part) for part in value]
+            pending += [(depth + 1, key, part) for part in value]
 
 
-def _problem(key: str, value: Any) -> str:
-    """Return what is wrong with an entry, and the remedy; empty if nothing is."""
+def _problem(_: int, key: str, value: Any) -> str:
+    """Return what is wrong with an entry of a model's configuration, and the remedy; empty if nothing is."""
     if key.endswith(_KERNEL_KEYS) and isinstance(value, str) and "/" in value:
         return (
             "a kernel that transformers would download from a hub and run; remove it, or name an implementation of "
@@ -117,9 +124,23 @@ def _problem(key: str, value: Any) -> str:
     if key == "transformers_weights" and value is not None:
         known = (".safetensors", ".safetensors.index.json")
         return "" if _is_plain(value, known) else "which is no file of weights beside it; remove it"
+    return ""
+
+
+def _problem_of_tokenizer(depth: int, key: str, value: Any) -> str:
+    """Return what is wrong with an entry of a tokenizer's configuration, and the remedy; empty if nothing is."""
     if key == "fast_tokenizer_files" and not isinstance(value, list):
         return "" if _is_plain(value, ".json") else "which is no file beside it; remove it"
+    is_path = isinstance(value, str) and (key in ("vocab", "merges") or (key == "merges_file" and "/" in value))
+    is_file = is_path or (key == "gguf_file" and value is not None)
+    if depth == 1 and (is_file or (key == "init_inputs" and value)):
+        return "which can have a file elsewhere read as the tokenizer; remove it, and add tokenizer.json"
     return ""
+
+
+def _problem_of_special_token(depth: int, key: str, _: Any) -> str:
+    """Return what is wrong with an entry among the special tokens, and the remedy; empty if nothing is."""
+    return "which is no special token; remove it" if depth == 1 and not key.endswith(_TOKEN_KEYS) else ""
 
 
 def _problem_of_code(key: str, value: Any) -> str:
