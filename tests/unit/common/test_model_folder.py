@@ -63,6 +63,15 @@ def test_tokenizer_that_is_given_paths_is_refused(entry: dict[str, object], tmp_
         check_named_files(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["XLORA", None, ["LORA"]])
+def test_adapter_that_loads_others_is_refused(kind: object, tmp_path: Path) -> None:
+    write_json(tmp_path / "adapter_config.json", {"peft_type": "LORA"})
+    check_named_files(tmp_path)
+    write_json(tmp_path / "adapter_config.json", {"peft_type": kind, "adapters": {"0": "owner/adapter"}})
+    with pytest.raises(ConfigError, match=r"adapter_config\.json has peft_type = .*, an adapter that can have others"):
+        check_named_files(tmp_path)
+
+
 @pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file", "vocab", "init_inputs", "token", ""])
 def test_special_tokens_that_are_none_are_refused(key: str, tmp_path: Path) -> None:
     # transformers gives them to the class of the tokenizer in place of the folder's own files.

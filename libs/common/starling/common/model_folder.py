@@ -47,7 +47,12 @@ def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
     Raises:
         ConfigError: the text names the entry.
     """
-    checks = {"config.json": _problem, _TOKENIZER: _problem_of_tokenizer, _SPECIAL: _problem_of_special_token}
+    checks = {
+        "config.json": _problem,
+        "adapter_config.json": _problem_of_adapter,
+        _TOKENIZER: _problem_of_tokenizer,
+        _SPECIAL: _problem_of_special_token,
+    }
     for name, check in checks.items():
         if not (folder / name).is_file():
             continue
@@ -125,6 +130,12 @@ def _problem(_: int, key: str, value: Any) -> str:
         known = (".safetensors", ".safetensors.index.json")
         return "" if _is_plain(value, known) else "which is no file of weights beside it; remove it"
     return ""
+
+
+def _problem_of_adapter(depth: int, key: str, value: Any) -> str:
+    """Return what is wrong with an entry of an adapter's configuration, and the remedy; empty if nothing is."""
+    is_other = depth == 1 and key == "peft_type" and value != "LORA"
+    return "an adapter that can have others loaded from elsewhere; merge it into the weights" if is_other else ""
 
 
 def _problem_of_tokenizer(depth: int, key: str, value: Any) -> str:
