@@ -48,7 +48,8 @@ def test_recipe_with_every_default_is_valid(tmp_path: Path, capsys: pytest.Captu
     path.write_text(capsys.readouterr().out)
     bare = tmp_path / "bare.toml"
     bare.write_text(
-        f'[data]\nsource = "{CHOICES["data.source"]}"\n[rl]\nnum_steps = {CHOICES["rl.num_steps"]}\n'
+        f'[data]\nsource = "{CHOICES["data.source"]}"\nformat = "{CHOICES["data.format"]}"\n'
+        f"[rl]\nnum_steps = {CHOICES['rl.num_steps']}\n"
         f'[[reward.scorers]]\nname = "{CHOICES["reward.scorers[].name"]}"\n[model.scratch.config]\n'
         + "".join(f"{key} = {value}\n" for key, value in CHOICES["model.scratch.config"].items())
     )

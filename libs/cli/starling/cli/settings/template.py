@@ -16,11 +16,12 @@ from starling.common.settings import item_of, section_of, type_name
 
 CHOICES: Final[dict[str, Any]] = {
     "data.source": "reasoning_gym:spell_backward",
+    "data.format": "{metadata[word]}>",
     "reward.scorers[].name": "reasoning_gym:spell_backward",
     "rl.num_steps": 100,
     "model.scratch.config": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
 }
-"""Values of settings that a run cannot do without and that have no default."""
+"""Values of settings whose defaults make no run. The data are plain text: the model has no chat template."""
 PRESENT: Final = ("data", "model.scratch", "reward", "reward.scorers[]")
 """Optional sections that a run with `CHOICES` needs."""
 HEADER: Final = """\
