@@ -64,9 +64,7 @@ def walk(recipe: Recipe, folder: Path) -> None:
     publisher, puller, plan = Publisher(source, transport="local"), Puller(destination), make_plan(source, destination)
     buffer = GroupBuffer(num_steps=rl.num_steps, prompts_per_step=rl.prompts_per_step, max_staleness=0, max_tries=0)
     for step in range(1, rl.num_steps + 1):
-        offer = publisher.publish(
-            step - 1, version_tensors(policy)
-        )  # 9 publish: (the first version is the initial weights)
+        offer = publisher.publish(step - 1, version_tensors(policy))  # 9 publish: first the initial weights
         puller.pull(offer, plan, deadline_s=10)  # 10 adopt: pull, switch, prove
         puller.switch(engine.tensors())
         assert puller.attest(engine.tensors(), offer) == offer.root

@@ -5,9 +5,8 @@
 The engine stores the trainer's two projections fused in one tensor; only its layout has to describe that.
 """
 
-import multiprocessing
+import multiprocessing.connection
 import sys
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -21,7 +20,7 @@ from starling.weightsync.tensors.modules import layout_of
 WIDTH, VERSIONS, DEADLINE_S = 1024, 3, 30.0
 
 
-def train(engine: Connection, transport: str) -> None:
+def train(engine: multiprocessing.connection.Connection, transport: str) -> None:
     model = torch.nn.ModuleDict({name: torch.nn.Linear(WIDTH, WIDTH, bias=False) for name in ("gate", "up")})
     layout = layout_of(model.state_dict(), "trainer")
     with Publisher(layout, transport=transport) as publisher:
@@ -34,7 +33,7 @@ def train(engine: Connection, transport: str) -> None:
             engine.recv_bytes()  # a real trainer continues; a reader that is two versions late pulls a newer one
 
 
-def generate(trainer: Connection) -> None:
+def generate(trainer: multiprocessing.connection.Connection) -> None:
     fused = {"gate_up": torch.empty(2 * WIDTH, WIDTH)}
     specs = tuple(TensorSpec(name=f"{n}.weight", shape=(WIDTH, WIDTH), dtype="float32") for n in ("gate", "up"))
     fields = {"box": Box(offset=(0, 0), size=(WIDTH, WIDTH)), "storage": "gate_up", "strides": (WIDTH, 1)}
@@ -54,9 +53,8 @@ def generate(trainer: Connection) -> None:
 
 if __name__ == "__main__":
     trainer_end, engine_end = multiprocessing.Pipe()
-    engine = multiprocessing.get_context("spawn").Process(target=generate, args=(engine_end,))
-    engine.start()
+    engine = multiprocessing.get_context("spawn").Process(target=generate, args=(engine_end,), daemon=True)
+    engine.start()  # a daemon: it ends if the trainer fails
     engine_end.close()  # so that the trainer notices when the engine's process ends
-    with trainer_end:  # closed if the trainer fails, so that the engine notices
-        train(trainer_end, sys.argv[1] if len(sys.argv) > 1 else "ucx")
+    train(trainer_end, sys.argv[1] if len(sys.argv) > 1 else "ucx")
     engine.join(DEADLINE_S)

@@ -20,8 +20,8 @@ def lines_of(folder: Path, kind: str, replica: str) -> list[dict[str, Any]]:
 
 
 def test_server_follows_a_run_without_weights_on_its_disk(tmp_path: Path) -> None:
-    slow = {"num_steps": 400, "max_staleness": 1}
-    folder = make_workdir(tmp_path, rl=slow, sft={"num_steps": 0}, evaluation={"at_end": False})
+    endless = {"num_steps": 10_000, "max_staleness": 1}  # until it is interrupted
+    folder = make_workdir(tmp_path, rl=endless, sft={"num_steps": 0}, evaluation={"at_end": False})
     with run(folder) as command:
         command.wait_until(lambda: metrics(folder, "published"), "a version")
         run_folder = attempt(folder)
@@ -53,14 +53,17 @@ def test_server_follows_a_run_without_weights_on_its_disk(tmp_path: Path) -> Non
 
 def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path: Path) -> None:
     folder = make_workdir(tmp_path)
-    (folder / "served.toml").write_text('[run]\nkind = "serve"\n[data]\nsource = ""\n[network]\ncurve = false\n')
-    (folder / "open.toml").write_text("[network]\ncurve = true\n")
+    served = '[run]\nid = "a/1"\nkind = "serve"\n[data]\nsource = ""\n[network]\ncurve = false\n'
+    (folder / "served.toml").write_text(served)
+    (folder / "open.toml").write_text('[run]\nid = "a/1"\n[network]\ncurve = true\n')
+    (folder / "recipe.toml").write_text("[network]\ncurve = true\n")
     with starling_command(folder, "keys", "make", "keys", "operator-0", name="keys") as keys:
         assert keys.wait() == 0, keys.transcript()
     at = ("--from", "tcp://127.0.0.1:1")
     expected = {
         ("--from", "somewhere"): "--from somewhere is not an address; write tcp://host:port",
         at: "--config is missing; give the run's config.toml",
+        (*at, "--config", "recipe.toml"): "recipe.toml has no run.id, as a recipe has none",
         (*at, "--config", "open.toml"): "--key is missing; make a key of this replica's own where the run is",
         (*at, "--config", "open.toml", "--key", "keys/operator-0.json"): "was made for operator-0, which is no rollout",
         (*at, "--config", "served.toml"): "run.kind = 'serve', which publishes no weights to serve",
