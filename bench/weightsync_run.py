@@ -156,6 +156,7 @@ def measure(engine: str, num: int, *, relays: bool) -> Outcome:
         command = on_host(trainer, str(EXECUTABLES / "starling"), "run", str(file))
         run = stack.enter_context(started(command, folder / "run.log"))
         await_file(attempt / "controller.json", run, folder / "run.log")
+        await_file(attempt / "model", run, folder / "run.log")  # made meanwhile; a rollout needs it at its start
         names = [f"rollout-{number}" for number in range(num)]
         make_keys(attempt / "keys", *names)
         address = json.loads((attempt / "controller.json").read_text())["address"]
