@@ -84,7 +84,7 @@ def _run(
         pipe.send((True, target(rank, *arguments)))
         dist.barrier()
         dist.destroy_process_group()
-    except Exception:
+    except Exception:  # the test raises it
         pipe.send((False, traceback.format_exc()))
         raise
     finally:

@@ -124,7 +124,7 @@ def test_unreachable_store_is_one_sentence(options: dict[str, Any], local: Path,
 
 
 def test_only_weights_are_fetched(options: dict[str, Any], model: Path, local: Path, tmp_path: Path) -> None:
-    # Whoever may write there must not decide what code or configuration a policy runs.
+    # A user with write access there must not decide what code or configuration a policy runs.
     (local / "modeling_tiny.py").write_text("ours = True")
     (local / "tokenizer.json").write_text("{}")
     for name in ("modeling_tiny.py", "configuration_tiny.py", "adapter_config.json", "tokenizer.json"):

@@ -4,7 +4,7 @@ An arena is a memfd: it has no name, so nothing stays behind however its process
 user map it through ``/proc/<pid>/fd/<n>``, for reading only. It has a page of header, the slots, and a list of the
 pieces in each slot. Per slot the header has the id of the snapshot in it (0 while it is written), the snapshot's
 secret, whether the digests of its pieces, which follow the pieces, are there yet, and the handle of a copy of it in
-memory of a device, if there is one. So the handle is open to those who may read the snapshot, and to nobody else.
+memory of a device, if there is one. So the handle can be read by those who may read the snapshot, and by no others.
 
 A lease is a shared lock (open file description lock) on the byte numbered like the snapshot, far beyond the arena's
 end. The kernel drops it when its holder dies, and a lease on a revoked snapshot blocks no one. A writer takes the

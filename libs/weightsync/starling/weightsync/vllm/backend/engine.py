@@ -146,7 +146,7 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
             live = recorded_weights(self.model, self.vllm_config, published, recorded)
             serving = ServingOptions(choice.transport, link.host, choice.encrypted)
             weights = WorkerWeights(live, recorded.layout, 0, info.digests, serving)
-        except Exception as error:
+        except Exception as error:  # of the model's own loaders; raised again, once the trainer knows it
             reason = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
             link.send(Hello(name=name, vllm=vllm_version(), problem=shortened(reason)))
             await_welcome(link)  # which is a refusal

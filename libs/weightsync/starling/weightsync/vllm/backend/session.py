@@ -94,7 +94,7 @@ class TrainerSession:
         except WeightsError as error:
             self._tell(Switched(version=version, problem=shortened(str(error))))
             raise
-        except Exception as error:
+        except Exception as error:  # raised again: the trainer must not wait for an answer that never comes
             self._tell(Switched(version=version, problem=shortened(f"{type(error).__name__}: {error}")))
             raise
         self._tell(Switched(version=version, root=roots.root, seconds=time.perf_counter() - begin, report=report))
@@ -148,7 +148,7 @@ class TrainerSession:
             report = self._weights.pull(offer, **arguments, announce=announce if order.announce else None)
         except WeightsError as error:
             self._tell(Pulled(number=order.number, problem=shortened(str(error))))
-        except Exception as error:
+        except Exception as error:  # in a thread of its own: the trainer must hear of it
             log.exception("a pull failed")
             self._tell(Pulled(number=order.number, problem=shortened(f"{type(error).__name__}: {error}")))
         else:

@@ -28,7 +28,7 @@ STATUS = {"stop": Status.OK, "length": Status.TRUNCATED}
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this to it."""
 OUTPUT_TOKENS = 8
-"""Tokens of a completion in one output of vLLM, if nobody listens to each token; the first one comes at once."""
+"""Tokens of a completion in one output of vLLM, unless a client streams them; the first token is sent at once."""
 NO_LOGPROBS, WITH_LOG_MASS, WITH_KEPT_TOKENS = 0, 1, -1
 """Log-probabilities to ask for besides that of the sampled token: see `worker/sampler.py`."""
 
