@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
+from rank_processes import run_ranks
 from torch.distributed.tensor import DTensor
 
 from starling.policy.settings.memory import MemorySettings
@@ -209,3 +212,29 @@ def assert_close(found: dict[str, Array], expected: dict[str, Array], tolerance:
     }
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not wrong, wrong
+
+
+@cache
+def alone(name: str, step: str) -> Outcome:
+    """Return the outcome of a single process."""
+    return make_steps(name, step)
+
+
+def steps_of_rank(_: int, steps: list[tuple[str, str]], parallel: dict[str, Any]) -> dict[tuple[str, str], Outcome]:
+    """Make steps, each named by model and kind, on one rank of a mesh."""
+    return {(name, step): make_steps(name, step, parallel) for name, step in steps}
+
+
+def check_mesh(parallel: dict[str, Any], steps: list[tuple[str, str]], tolerance: float = TOLERANCE) -> None:
+    """Compare gradients, weights and metrics of steps on every rank of a mesh with those of a single process."""
+    for name, step in steps:
+        alone(name, step)  # imports what the forked ranks then have
+    for outcome in run_ranks(int(np.prod(list(parallel.values()))), steps_of_rank, steps, parallel):
+        for (name, step), found in outcome.items():
+            expected = alone(name, step)
+            assert expected.metrics["num_microbatches"] >= 2
+            assert_close(found.gradients, expected.gradients, tolerance)
+            assert_close(found.weights, expected.weights)
+            assert found.metrics.keys() == expected.metrics.keys()
+            assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
+            assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)

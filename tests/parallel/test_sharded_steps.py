@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from small_steps import (
-    Outcome,
+    alone,
     assert_close,
+    check_mesh,
     make_examples,
     make_groups,
     make_model,
@@ -39,33 +39,10 @@ STEPS = [(name, "rl") for name in ("qwen2", "qwen3", "qwen3-tied", "llama")] + [
 ]
 
 
-@cache
-def alone(name: str, step: str) -> Outcome:
-    """Return the outcome of a single process."""
-    return make_steps(name, step)
-
-
-def all_steps(_: int, parallel: dict[str, Any]) -> dict[tuple[str, str], Outcome]:
-    """Make every kind of step, on one rank of a mesh."""
-    return {(name, step): make_steps(name, step, parallel) for name, step in STEPS}
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
     """In the first of two steps, and every weight after both; as are norm, loss and other metrics."""
-    parallel = MESHES[mesh]
-    for name, step in STEPS:
-        alone(name, step)  # imports what the forked ranks then have
-    outcomes = run_ranks(int(np.prod(list(parallel.values()))), all_steps, parallel)
-    for outcome in outcomes:
-        for (name, step), found in outcome.items():
-            expected = alone(name, step)
-            assert expected.metrics["num_microbatches"] >= 2
-            assert_close(found.gradients, expected.gradients)
-            assert_close(found.weights, expected.weights)
-            assert found.metrics.keys() == expected.metrics.keys()
-            assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
-            assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)
+    check_mesh(MESHES[mesh], STEPS)
 
 
 def sharded_details(_: int) -> dict[str, Any]:

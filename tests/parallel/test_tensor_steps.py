@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from small_steps import Array, Outcome, assert_close, make_model, make_settings, make_steps
+from small_steps import Array, check_mesh, make_model, make_settings
 
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
@@ -40,30 +37,10 @@ STEPS = [
 ]
 
 
-@cache
-def alone(name: str, step: str) -> Outcome:
-    """Return the outcome of a single process."""
-    return make_steps(name, step)
-
-
-def all_steps(_: int, parallel: dict[str, Any]) -> dict[tuple[str, str], Outcome]:
-    """Make every kind of step, on one rank of a mesh."""
-    return {(name, step): make_steps(name, step, parallel) for name, step in STEPS}
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
     """Those of query and key norms too, which are sums over ranks, with several passes before an update."""
-    for name, step in STEPS:
-        alone(name, step)  # imports what the forked ranks then have
-    parallel = MESHES[mesh]
-    for outcome in run_ranks(int(np.prod(list(parallel.values()))), all_steps, parallel):
-        for (name, step), found in outcome.items():
-            expected = alone(name, step)
-            assert_close(found.gradients, expected.gradients, TOLERANCE)
-            assert_close(found.weights, expected.weights)
-            assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
-            assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)
+    check_mesh(MESHES[mesh], STEPS, TOLERANCE)
 
 
 def head_outcome(rank: int, num_ranks: int) -> list[Array]:
