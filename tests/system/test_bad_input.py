@@ -165,6 +165,14 @@ UNUSABLE_INPUTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["--model.path", "endless", "--policy.init", "random"],
         ("the model in endless has no end-of-sequence token",),
     ),
+    "weights from a folder that does not exist": (
+        ["--model.path", "plain", "--policy.weights-from", "nowhere"],
+        ("policy.weights_from = ", "nowhere' has no config.json; give the folder of a whole"),
+    ),
+    "weights from a folder without any": (
+        ["--model.path", "plain", "--policy.weights-from", "plain"],
+        ("policy.weights_from = ", "has no weights; give the folder of a whole"),
+    ),
 }
 """Flags of `starling run --dry-run`, and parts of the sentence."""
 
@@ -178,7 +186,7 @@ def write_inputs(folder: Path) -> None:
     )
     (folder / "broken.py").write_text("{}['missing']\n")
     make_model_folder(ScratchSettings(config={"hidden_size": 32, "num_hidden_layers": 1}), folder / "bare")
-    for name in ("small", "endless"):
+    for name in ("small", "endless", "plain"):
         shutil.copytree(folder / "bare", folder / name)
     for path in (folder / "bare").glob("tokenizer*"):
         path.unlink()

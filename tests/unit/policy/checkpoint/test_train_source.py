@@ -168,4 +168,6 @@ def test_weights_that_are_no_files_are_refused(model: Path, local: Path, tmp_pat
         os.mkfifo(model / name)
     else:
         (model / name).symlink_to("/dev/zero")
-    assert f"{name} cannot be read (" in refusal(local, {}, tmp_path / "place", str(model))
+    text = refusal(local, {}, tmp_path / "place", str(model))
+    assert f"{name} cannot be read (" in text
+    assert text.endswith("check the folder and its permissions, or choose another folder")

@@ -1,4 +1,4 @@
-"""Check of what a run reads besides its recipe, by `starling run --dry-run`: data, tokenizer, and the user's code.
+"""Check of what a run reads besides its recipe, by `starling run --dry-run`: data, tokenizer, the user's code, weights.
 
 Everything happens in this process, without a sandbox: the modules of scorers, environments and loggers are imported,
 and none of their functions is called but that of a dataset.
@@ -50,7 +50,18 @@ def check_inputs(recipe: Recipe) -> list[str]:
         num, first = _first_rows(settings, needs, recipe)
         rows = f"the first {counted(num, 'row')} of {settings.source!r} {'is' if num == 1 else 'are'} usable"
         lines.append(f"{key}: {rows}, {_length(first, tokenizer, recipe)}")
-    return lines + _imports(recipe)
+    return lines + _weights(recipe) + _imports(recipe)
+
+
+def _weights(recipe: Recipe) -> list[str]:
+    """Return where the policy finds its initial weights, if not in the model's folder. Raises ConfigError."""
+    policy = recipe.policy
+    if not policy.weights_from:
+        return []
+    from starling.policy.train.checkpoint.source import check_source
+
+    found = check_source(Path(recipe.model.path), policy.weights_from, policy.saving.storage_options)
+    return [f"policy.weights_from: {found}"]
 
 
 def _datasets(recipe: Recipe) -> Iterator[tuple[str, DataSettings, Needs]]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import structlog
 
+from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
 from starling.common.folder_digests import DIGESTS, check_digests
@@ -66,6 +67,21 @@ def whole_model(path: Path, url: str, options: Mapping[str, Any], place: Path) -
         yield place
     finally:
         _remove(place)
+
+
+def check_source(path: Path, url: str, options: Mapping[str, Any]) -> str:
+    """Check, without reading weights, that `whole_model` of the same arguments would find them.
+
+    Returns what is there, in words.
+
+    Raises:
+        ConfigError: the folder cannot be read, has no weights, or is of another model.
+    """
+    storage = Storage(url, options)
+    names, digests = _weights_of(storage)
+    _check_config(storage, path)
+    proven = "with digests" if digests is not None else "without digests, so that damaged weights are not found"
+    return f"{counted(len(names), 'file')} in {storage.url()}, {proven}"
 
 
 def _weights_of(storage: Storage) -> tuple[list[str], bytes | None]:

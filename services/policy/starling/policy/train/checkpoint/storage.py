@@ -224,8 +224,14 @@ class Storage:
             raise
         except Exception as error:  # the storage is the user's, and its libraries raise anything
             reason = getattr(error, "strerror", None) or _first_line(error)
-            remedy = "free space or choose another folder" if self.is_local else "check policy.saving and the storage"
-            raise ConfigError(f"{self.url(*names)} cannot be {done} ({reason}): {remedy}") from error
+            raise ConfigError(f"{self.url(*names)} cannot be {done} ({reason}): {self._remedy(done)}") from error
+
+    def _remedy(self, done: str) -> str:
+        if not self.is_local:
+            return "check policy.saving and the storage"
+        if done in ("written", "copied"):
+            return "free space or choose another folder"
+        return "check the folder and its permissions, or choose another folder"
 
 
 def open_file(fs: Any, path: str) -> Any:
