@@ -60,7 +60,7 @@ def run(
         tuple[Path, ...], Parameter(help="Another TOML file on top of the recipe; may be repeated.", group=START)
     ] = (),
     dry_run: Annotated[
-        bool, Parameter(help="Check recipe, data, tokenizer, scorers, weights; print sizes; start nothing.", group=START)
+        bool, Parameter(help="Check recipe, data, tokenizer, scorers, weights; start nothing.", group=START)
     ] = False,
     state: Annotated[
         str,
