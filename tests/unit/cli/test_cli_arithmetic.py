@@ -159,3 +159,17 @@ name = "exact_match"
     )
     lines = describe_arithmetic(load_recipe([recipe], ()))
     assert lines[-1] == "initial weights: from s3://bucket/model, which the policy reads when it starts"
+
+
+def test_dry_run_shows_the_mesh() -> None:
+    flags = ("--policy.parallel.tp", "2", "--policy.parallel.dp-shard", "2", "--policy.tokens-per-microbatch", "1000")
+    lines = dry_run("quickstart.toml", *flags)
+    (mesh,) = (line for line in lines if line.startswith("mesh: "))
+    assert re.fullmatch(
+        r"mesh: dp_shard 2 x tp 2 = 4 ranks; each needs about [\d.]+ MB, [\d.]+ MB of them for its weights, "
+        "gradients and moments",
+        mesh,
+    )
+    (sent,) = (line for line in lines if line.startswith("in a pass of a microbatch and an update each sends "))
+    assert re.search(r"sends [\d.]+ [kM]B along dp_shard, [\d.]+ [kM]B along tp$", sent)
+    assert not any(line.startswith(("mesh", "in a pass")) for line in dry_run("quickstart.toml"))

@@ -36,7 +36,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "smoke": (),
     "settings": ("--toml", "--json"),
     "plan": (
-        "--model", "--dtype", "--quantise", "--topology", "--bucket-mib", "--rows", "--picture", "--json",
+        "--model", "--dtype", "--quantise", "--topology", "--bucket-mib", "--gpus", "--gpus-per-host", "--gpu-gb",
+        "--gpu-tflops", "--host-gb-per-s", "--network-gb-per-s", "--step-tokens", "--microbatch-tokens",
+        "--sequence-tokens", "--rows", "--picture", "--json",
     ),
     "sync-report": ("--last", "--json"),
     "sim": (

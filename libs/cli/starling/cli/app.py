@@ -38,7 +38,11 @@ GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("keys", "cli.operate.keys:command", "Create, list or revoke the CURVE keys of a run."),
     ),
     "Inspect": (
-        ("plan", "cli.plan.command:command", "Estimate a weight synchronisation, without a GPU."),
+        (
+            "plan",
+            "cli.plan.command:command",
+            "Estimate a weight synchronisation, or meshes for training, without a GPU.",
+        ),
         (
             "sync-report",
             "cli.report.command:sync_report_command",

@@ -1,4 +1,4 @@
-"""`starling plan`: the forecast of a weight synchronisation, before anything is started."""
+"""`starling plan`: the forecast of a weight synchronisation, or of a policy's mesh, before anything is started."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from starling.cli.command_line import define
+from starling.common.errors import ConfigError
 
 WEIGHTS = Group("Weights", sort_key=1)
 MACHINES = Group("Machines", sort_key=2)
+MESH = Group("Mesh of a policy", sort_key=3)
 OUTPUT = Group("Output", sort_key=9)
 
 
 def plan(
-    source: Annotated[str, Parameter(help="A parallelism such as fsdp256, or a file with an encoded layout.")],
-    destination: Annotated[str, Parameter(help="Likewise; 'tp8 x16' means 16 replicas.")],
+    source: Annotated[str, Parameter(help="A parallelism such as fsdp256, or a file with an encoded layout.")] = "",
+    destination: Annotated[str, Parameter(help="Likewise; 'tp8 x16' means 16 replicas.")] = "",
     /,
     *,
     model: Annotated[
@@ -34,6 +36,21 @@ def plan(
         ),
     ] = None,
     bucket_mib: Annotated[float, Parameter(help="Size of a bucket in MiB.", group=MACHINES)] = 32.0,
+    gpus: Annotated[
+        int, Parameter(help="Propose meshes for training on so many GPUs, without SOURCE and DESTINATION.", group=MESH)
+    ] = 0,
+    gpus_per_host: Annotated[int, Parameter(help="GPUs of a host.", group=MESH)] = 8,
+    gpu_gb: Annotated[float, Parameter(help="Memory of a GPU in GB.", group=MESH)] = 80.0,
+    gpu_tflops: Annotated[
+        float, Parameter(help="What a GPU achieves in training, in 10^12 operations per second.", group=MESH)
+    ] = 400.0,
+    host_gb_per_s: Annotated[float, Parameter(help="From a GPU to others of its host.", group=MESH)] = 400.0,
+    network_gb_per_s: Annotated[float, Parameter(help="From a GPU to other hosts.", group=MESH)] = 50.0,
+    step_tokens: Annotated[int, Parameter(help="Tokens of a step.", group=MESH)] = 1 << 20,
+    microbatch_tokens: Annotated[int, Parameter(help="Tokens of a microbatch.", group=MESH)] = 1 << 14,
+    sequence_tokens: Annotated[
+        int, Parameter(help="Tokens of a sequence; by default those of a microbatch.", group=MESH)
+    ] = 0,
     rows: Annotated[int, Parameter(help="Rows of each table.", group=OUTPUT)] = 10,
     picture: Annotated[
         Path | None,
@@ -41,9 +58,30 @@ def plan(
     ] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object instead.", group=OUTPUT)] = False,
 ) -> int:
-    """Estimate a weight synchronisation: bytes, time and memory, without a GPU."""
-    from starling.cli.plan.forecast import print_forecast
+    """Estimate a weight synchronisation, or meshes for training: bytes, time and memory, without a GPU."""
+    from starling.cli.plan.forecast import print_forecast, read_config
 
+    if gpus:
+        from starling.cli.plan.meshes import print_meshes
+        from starling.policy.plan.proposals import Hardware, StepSize
+
+        if source or not model:
+            raise ConfigError("--gpus proposes meshes for a model: write `starling plan --model NAME --gpus NUMBER`")
+        print_meshes(
+            read_config(model),
+            gpus,
+            StepSize(step_tokens, microbatch_tokens, sequence_tokens or microbatch_tokens),
+            Hardware(gpus_per_host, gpu_gb, gpu_tflops, host_gb_per_s, network_gb_per_s),
+            num_rows=rows,
+            as_json=json,
+        )
+        return 0
+    if source and not destination:
+        raise ConfigError("DESTINATION is missing; see starling plan --help")
+    if not source:
+        raise ConfigError(
+            "give SOURCE and DESTINATION of a weight synchronisation, or --model and --gpus for meshes of a policy"
+        )
     print_forecast(
         source,
         destination,
@@ -62,8 +100,9 @@ def plan(
 command = define(
     "plan",
     plan,
-    "SOURCE DESTINATION [--model NAME] [OPTIONS]",
+    "[SOURCE DESTINATION] [--model NAME] [--gpus NUMBER] [OPTIONS]",
     """Examples:
   starling plan fsdp256 "tp8 x16" --model kimi-k2 --quantise fp8_block
-  starling plan fsdp8 tp4 --model /models/Qwen3-8B --picture plan.svg""",
+  starling plan fsdp8 tp4 --model /models/Qwen3-8B --picture plan.svg
+  starling plan --model qwen3-8b --gpus 64""",
 )

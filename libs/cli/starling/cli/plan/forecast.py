@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from starling.cli.plan.sizes import size_text
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.weightsync.costs.estimate import NUM_SNAPSHOTS, Estimate, estimate, estimate_fan_out
@@ -107,7 +108,7 @@ def print_forecast(
         forecast = forecast_sync(
             source,
             destination,
-            config=_config(model) if model else None,
+            config=read_config(model) if model else None,
             dtype=dtype,
             recipe=linear_weights(quantise) if quantise else None,
             topology=decode_topology(_read(topology).decode()) if topology and machine is None else None,
@@ -234,11 +235,11 @@ def to_text(forecast: SyncForecast, num_rows: int) -> str:
         f"{plan.source} ({counted(len(forecast.source.places), 'rank')}) -> {plan.destination} "
         f"({counted(len(forecast.destination.places), 'rank')}{copies})",
         "",
-        f"moved             {_size(found.total_bytes)}",
-        f"publisher sends   {_size(found.publisher_bytes)}",
-        f"peak staging      {_size(found.peak_staging_bytes)} on a rank ({_size(_in_place(plan))} in place)",
-        f"snapshots         {_size(_snapshots(forecast.source))} on a rank of the source, besides the packed weights",
-        f"plan              {_size(len(encode(plan)))}, {len(plan.moves)} classes of tensors",
+        f"moved             {size_text(found.total_bytes)}",
+        f"publisher sends   {size_text(found.publisher_bytes)}",
+        f"peak staging      {size_text(found.peak_staging_bytes)} on a rank ({size_text(_in_place(plan))} in place)",
+        f"snapshots         {size_text(_snapshots(forecast.source))} on a rank of the source, besides packed weights",
+        f"plan              {size_text(len(encode(plan)))}, {len(plan.moves)} classes of tensors",
         "",
         f"expected          {_time(found.seconds)}",
         f"  packing         {_time(found.pack_s)}",
@@ -248,21 +249,21 @@ def to_text(forecast: SyncForecast, num_rows: int) -> str:
         f"switch            {_time(found.switch_s)} (the engine pauses)",
     ]
     if packed:
-        lines.append(f"repacking         {_size(packed)} on a rank of vllm: one layer, during the switch")
+        lines.append(f"repacking         {size_text(packed)} on a rank of vllm: one layer, during the switch")
     if count > 1:
         lines.append(f"one replica       {_time(forecast.one.seconds)}")
     lines += ["", "distance   bytes"]
-    lines += [f"{name:<10} {_size(num_bytes)}" for name, num_bytes in found.link_bytes.items() if num_bytes]
+    lines += [f"{name:<10} {size_text(num_bytes)}" for name, num_bytes in found.link_bytes.items() if num_bytes]
     lines += ["", f"{'link':<32} {'bytes':>12} {'time':>12}"]
     lines += [
-        f"{link.link:<32} {_size(link.num_bytes):>12} {_time(link.seconds):>12}" for link in found.links[:num_rows]
+        f"{link.link:<32} {size_text(link.num_bytes):>12} {_time(link.seconds):>12}" for link in found.links[:num_rows]
     ]
     pairs = plan.pair_bytes
     largest = np.argsort(-pairs, axis=None, kind="stable")[:num_rows]
     lines += ["", f"{'from rank':>9} {'to rank':>9} {'bytes':>12}   (to one replica)"]
     for a, b in zip(*np.unravel_index(largest, pairs.shape), strict=True):
         if pairs[a, b]:
-            lines.append(f"{a:>9} {b:>9} {_size(int(pairs[a, b])):>12}")
+            lines.append(f"{a:>9} {b:>9} {size_text(int(pairs[a, b])):>12}")
     hidden = int((pairs > 0).sum()) - min(num_rows, int((pairs > 0).sum()))
     return "\n".join([*lines, *([f"... and {hidden} pairs more"] if hidden else [])])
 
@@ -314,7 +315,8 @@ def _machines(num_sources: int, num_destinations: int) -> Topology:
     )
 
 
-def _config(model: str) -> Mapping[str, Any]:
+def read_config(model: str) -> Mapping[str, Any]:
+    """Return the configuration that `--model` names. Raises ConfigError if there is none."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
@@ -335,13 +337,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _time(seconds: float) -> str:

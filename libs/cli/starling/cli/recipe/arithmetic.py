@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from starling.algo.algorithm import defaults
 from starling.algo.staleness import num_slots
 from starling.cli.model.scratch import model_folder
+from starling.cli.plan.sizes import size_text
 from starling.cli.recipe.schema import Recipe
 from starling.common.counts import counted
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.policy.settings.optimizer import OptimizerSettings
 
@@ -50,7 +52,7 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         lines.append(_optimizer_line(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
     size, memory = _size_and_memory(recipe)
-    lines += memory
+    lines += _mesh(recipe) or memory
     travels = recipe.generates
     if recipe.model.lora is not None or not travels:
         lines.append(f"model: {size}")
@@ -204,6 +206,38 @@ def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
         check_compiler(device)
     check_fit(model, recipe.policy, trainer)
     return size, _memory(recipe, model, trainer, device)
+
+
+def _mesh(recipe: Recipe) -> list[str]:
+    """Return the mesh of a policy, and what each of its ranks holds and sends; nothing if it has one rank.
+
+    Raises ConfigError if there is no configuration of the model.
+    """
+    from starling.policy.plan.memory import memory_of
+    from starling.policy.plan.proposals import written
+    from starling.policy.plan.sizes import model_sizes
+    from starling.policy.plan.traffic import Update, traffic_of
+
+    policy, parallel = recipe.policy, recipe.policy.parallel
+    if parallel.num_ranks == 1:
+        return []
+    mesh = f"mesh: {written(parallel)} = {counted(parallel.num_ranks, 'rank')}"
+    with model_folder(recipe.model.path, recipe.model.scratch) as folder:
+        config = json.loads((folder / "config.json").read_bytes())
+    try:
+        sizes = model_sizes(config)
+    except WeightsError as error:
+        return [f"{mesh}; its memory and traffic are not known beforehand: {error}"]
+    item = ITEM_BYTES[recipe.model.dtype]
+    update = Update(1, policy.tokens_per_microbatch, item, policy.memory.checkpointing != "none")
+    memory = memory_of(sizes, parallel, update, chunk_tokens=policy.memory.logprob_chunk_tokens)
+    sent = traffic_of(sizes, parallel, update)
+    return [
+        f"{mesh}; each needs about {size_text(memory.total)}, {size_text(memory.states)} of them for its weights, "
+        "gradients and moments",
+        "in a pass of a microbatch and an update each sends "
+        + ", ".join(f"{size_text(one.num_bytes)} along {axis}" for axis, one in sent.items()),
+    ]
 
 
 def _memory(recipe: Recipe, model: Any, trainer: TrainerKind, device: Any) -> list[str]:

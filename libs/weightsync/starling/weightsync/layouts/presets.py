@@ -1,4 +1,7 @@
-"""Configurations of well-known models, for planning without a checkpoint: only the entries that determine shapes."""
+"""Configurations of well-known models, for planning without a checkpoint.
+
+They have only the entries that determine shapes, and how many experts a token passes.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
         "num_experts": 128,
+        "num_experts_per_tok": 8,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
@@ -81,6 +85,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": 12288,
         "moe_intermediate_size": 1536,
         "num_experts": 128,
+        "num_experts_per_tok": 8,
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
         "num_key_value_heads": 4,
@@ -93,6 +98,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,
         "num_hidden_layers": 61,
@@ -110,6 +116,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "num_hidden_layers": 61,

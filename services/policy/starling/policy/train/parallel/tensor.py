@@ -37,13 +37,12 @@ from torch.distributed.tensor.parallel import (
 
 from starling.algo.attention.forest import Forest
 from starling.common.errors import ConfigError
+from starling.policy.plan.sizes import TENSOR_MODELS
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.model.lm_head import VocabularyShard, output_layer, shard_vocabulary
 from starling.policy.train.parallel.mesh import Mesh
 
-MODELS: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures with a plan, by their `model_type`."""
 _HEADS_DIM: Final = 2
 """Of queries and keys before the attention, [R, L, heads, D]."""
 
@@ -56,10 +55,10 @@ def check_tensors(model: Any, size: int) -> None:
     """
     config = model.config
     given = f"policy.parallel.tp = {size}"
-    if config.model_type not in MODELS or model.get_output_embeddings() is None:
+    if config.model_type not in TENSOR_MODELS or model.get_output_embeddings() is None:
         raise ConfigError(
-            f"{given} has no plan for {type(model).__name__}, only for language models of type {', '.join(MODELS)}: "
-            "set it to 1, and use dp_shard"
+            f"{given} has no plan for {type(model).__name__}, only for language models of type "
+            f"{', '.join(TENSOR_MODELS)}: set it to 1, and use dp_shard"
         )
     for name, number in (("attention heads", config.num_attention_heads), ("hidden units", config.intermediate_size)):
         if number % size:

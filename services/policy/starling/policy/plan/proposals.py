@@ -1,0 +1,166 @@
+"""Meshes for a model and a number of GPUs, the fastest first, with their memory, traffic and time. Pure.
+
+The time of a step is a model of first order, for choosing between meshes and not for promises:
+
+    compute       6 operations per active parameter and token, and 6 per token, head element and token of its sequence
+                  for the attention; a third more where blocks are computed again; at the stated rate of a GPU
+    tp            waits for its exchanges: nothing else can be computed meanwhile
+    dp_shard      gathers and sums while it computes: only what takes longer than that counts
+    dp_replicate  sums after the last pass
+
+An axis whose ranks lie within a host uses the links between its GPUs, any other one the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from starling.common.errors import ConfigError
+from starling.policy.plan.memory import RankMemory, memory_of
+from starling.policy.plan.sizes import ModelSizes
+from starling.policy.plan.traffic import Traffic, Update, traffic_of
+from starling.policy.settings.parallel import ParallelSettings
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+BFLOAT16: Final = 2
+USABLE: Final = 0.9
+"""Share of a GPU's memory that is planned: the rest is context, gaps and buckets of a publication."""
+LATENCY_S: Final = 20e-6
+"""Of a collective, however small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The GPUs of a replica; defaults are those of H100s with NVLink and a card of 400 Gbit/s each."""
+
+    gpus_per_host: int = 8
+    memory_gb: float = 80.0
+    tflops: float = 400.0
+    """That a GPU achieves in the products of training, in 10^12 operations per second."""
+    host_gb_per_s: float = 400.0
+    """From one GPU to others of its host, in one direction."""
+    network_gb_per_s: float = 50.0
+    """From one GPU to those of other hosts, in one direction."""
+
+    def gb_per_s(self, num_ranks: int, stride: int) -> float:
+        """Return the bandwidth of `num_ranks` ranks that are `stride` apart."""
+        return self.host_gb_per_s if num_ranks * stride <= self.gpus_per_host else self.network_gb_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Tokens of a step."""
+
+    num_tokens: int
+    """Of all its microbatches."""
+    microbatch_tokens: int
+    sequence_tokens: int
+    """Of one sequence: what its last token attends to."""
+    chunk_tokens: int = 1024
+    """`policy.memory.logprob_chunk_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A mesh, and what a rank of it needs for a step."""
+
+    parallel: ParallelSettings
+    recomputes: bool
+    memory: RankMemory
+    traffic: dict[str, Traffic]
+    """By axis, for a step."""
+    compute_s: float
+    waiting_s: float
+    """For communication that nothing hides."""
+    tokens_per_s: float
+    """Of each GPU."""
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.compute_s + self.waiting_s
+
+
+def propose(sizes: ModelSizes, num_gpus: int, step: StepSize, hardware: Hardware) -> list[Proposal]:
+    """Return the meshes of `num_gpus` ranks that fit into memory, the fastest first; of equal ones the simpler first.
+
+    Raises:
+        ConfigError: none fits; the text names the one that needs least, and the remedy.
+    """
+    found = [
+        proposal_of(sizes, parallel, step, hardware, recomputes=recomputes)
+        for parallel in _meshes(sizes, num_gpus, hardware)
+        for recomputes in (False, True)
+    ]
+    limit = USABLE * hardware.memory_gb * 1e9
+    fitting = [one for one in found if one.memory.total <= limit]
+    if not fitting:
+        least = min(found, key=lambda one: one.memory.total)
+        raise ConfigError(
+            f"no mesh of {num_gpus} GPUs fits into {USABLE:.0%} of {hardware.memory_gb:g} GB each: "
+            f"{written(least.parallel)} needs least, {least.memory.total / 1e9:.1f} GB; give more GPUs, or smaller "
+            "microbatches"
+        )
+    return sorted(fitting, key=lambda one: (one.seconds, one.recomputes, len(one.traffic)))
+
+
+def proposal_of(
+    sizes: ModelSizes, parallel: ParallelSettings, step: StepSize, hardware: Hardware, *, recomputes: bool
+) -> Proposal:
+    """Return what a rank of one mesh needs."""
+    copies = parallel.dp_replicate * parallel.dp_shard
+    num_passes = math.ceil(step.num_tokens / (step.microbatch_tokens * copies))
+    update = Update(num_passes, step.microbatch_tokens, BFLOAT16, recomputes)
+    traffic = traffic_of(sizes, parallel, update)
+    query = sizes.heads * sizes.head_dim
+    operations = 6 * sizes.num_active + 6 * sizes.num_blocks * query * step.sequence_tokens
+    operations *= num_passes * step.microbatch_tokens / parallel.tp * (4 / 3 if recomputes else 1)
+    compute_s = operations / (hardware.tflops * 1e12)
+    seconds = {axis: _seconds(axis, sent, parallel, hardware) for axis, sent in traffic.items()}
+    waiting_s = max(0.0, seconds.pop("dp_shard", 0.0) - compute_s) + sum(seconds.values())
+    return Proposal(
+        parallel=parallel,
+        recomputes=recomputes,
+        memory=memory_of(sizes, parallel, update, chunk_tokens=step.chunk_tokens),
+        traffic=traffic,
+        compute_s=compute_s,
+        waiting_s=waiting_s,
+        tokens_per_s=step.num_tokens / (compute_s + waiting_s) / parallel.num_ranks,
+    )
+
+
+def written(parallel: ParallelSettings) -> str:
+    """Return the axes of a mesh in words, such as `dp_shard 8 x tp 2`."""
+    sizes = {axis: getattr(parallel, axis) for axis in AXES}
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+
+
+def _meshes(sizes: ModelSizes, num_gpus: int, hardware: Hardware) -> Iterator[ParallelSettings]:
+    """Yield the meshes of `num_gpus` ranks that the trainer has, with tp within a host."""
+    for tp in _divisors(math.gcd(num_gpus, hardware.gpus_per_host)):
+        if not can_divide(sizes, tp):
+            continue
+        for dp_shard in _divisors(num_gpus // tp):
+            yield ParallelSettings(dp_replicate=num_gpus // tp // dp_shard, dp_shard=dp_shard, tp=tp)
+
+
+def can_divide(sizes: ModelSizes, tp: int) -> bool:
+    """Return whether `tp` ranks can divide the heads and hidden units of a model."""
+    if tp == 1:
+        return True
+    key_heads = sizes.key_heads % tp == 0 or tp % sizes.key_heads == 0
+    return sizes.has_tensor_plan and key_heads and sizes.heads % tp == 0 and sizes.inner % tp == 0
+
+
+def _divisors(number: int) -> Iterator[int]:
+    yield from (one for one in range(1, number + 1) if number % one == 0)
+
+
+def _seconds(axis: str, sent: Traffic, parallel: ParallelSettings, hardware: Hardware) -> float:
+    """Return the time of the traffic along an axis."""
+    strides = {"tp": 1, "dp_shard": parallel.tp, "dp_replicate": parallel.tp * parallel.dp_shard}
+    bandwidth = hardware.gb_per_s(getattr(parallel, axis), strides[axis])
+    return sent.num_bytes / (bandwidth * 1e9) + sent.num_calls * LATENCY_S

@@ -1,0 +1,130 @@
+"""Bytes that a rank sends in its collectives, counted where torch dispatches them, by axis of the mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from small_steps import MODELS, make_examples, make_model, make_settings
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from starling.policy.settings.memory import MemorySettings
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.learner import Learner
+from starling.policy.train.memory.setup import apply_memory_settings
+from starling.policy.train.parallel.apply import ParallelModel
+from starling.policy.train.parallel.mesh import AXES, DATA, Mesh
+
+OTHER = "other"
+"""In place of an axis: a group that is none, such as that of all ranks."""
+_NO_TRAFFIC = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank has sent for one step."""
+
+    num_bytes: Mapping[str, float]
+    """By axis."""
+    num_calls: Mapping[str, int]
+    """Collectives, by axis."""
+    tokens: Sequence[int]
+    """Of each of its passes, padding included."""
+
+
+def step_of_rank(_: int, name: str, parallel: dict[str, Any]) -> Sent:
+    """Make a supervised step on one rank of a mesh, the second one, and return what it sends."""
+    mesh = Mesh(ParallelSettings(**parallel))
+    kind, tied = MODELS[name]
+
+    def load() -> Any:
+        model = make_model(kind, tied)
+        apply_memory_settings(model, MemorySettings())
+        return model
+
+    learner = Learner(load, make_settings(**parallel), mesh=mesh)
+    learner.supervise(make_examples(seed=1), num_steps=2)
+    tokens: list[int] = []
+    padded = ParallelModel.padded
+
+    def observe(model: ParallelModel, inputs: MicrobatchInputs) -> MicrobatchInputs:
+        found = padded(model, inputs)
+        tokens.append(found.input_ids.shape[1])
+        return found
+
+    # Its process is the rank's own.
+    ParallelModel.padded = observe  # type: ignore[method-assign]
+    with CountTraffic(mesh) as count:
+        learner.supervise(make_examples(seed=2), num_steps=2)
+    return Sent(dict(count.sent), dict(count.calls), tokens)
+
+
+class CountTraffic(TorchDispatchMode):
+    """Counts while it is active.
+
+    The bytes are those of the algorithms that send the least. Of n ranks with an equal part each, one sends its part
+    n - 1 times in a gather, and as much in a sum of which each rank keeps a part; a sum that all ranks keep is both.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Count the traffic of this rank of `mesh`."""
+        super().__init__()
+        axes = [axis for axis in (DATA, *AXES) if mesh.size(axis) > 1]
+        self._axes = {mesh.group(axis).group_name: axis for axis in axes}
+        self.sent: Counter[str] = Counter()
+        """Bytes by axis."""
+        self.calls: Counter[str] = Counter()
+        """Collectives by axis."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Count `func`, if it is a collective, and call it."""
+        name = func._opname
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
+            group, size = _group(args)
+            if size > 1:
+                axis = self._axes.get(group, OTHER)
+                self.sent[axis] += _bytes_sent(name, args, size)
+                self.calls[axis] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _group(args: Sequence[Any]) -> tuple[str, int]:
+    """Return name and size of the group of a collective's arguments."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for value in reversed(args):
+        if isinstance(value, str):
+            return value, _resolve_process_group(value).size()
+    for value in args:
+        if hasattr(value, "_type") and "ProcessGroup" in str(value._type()):
+            found = ProcessGroup.unbox(value)
+            return found.group_name, found.size()
+    raise AssertionError(f"no process group among {args}")
+
+
+def _bytes_sent(name: str, args: Sequence[Any], size: int) -> float:
+    """Return the bytes that a rank sends in one collective of `size` ranks."""
+    if name == "_allgather_base_":
+        return (size - 1) * _bytes(args[1])
+    if name in ("all_gather_into_tensor", "allgather_"):
+        return (size - 1) * _bytes(args[0] if name != "allgather_" else args[1])
+    if name == "_reduce_scatter_base_":
+        return (size - 1) * _bytes(args[0])
+    if name == "reduce_scatter_tensor":
+        return (size - 1) * _bytes(args[0]) / size
+    if name in ("allreduce_", "all_reduce"):
+        return 2 * (size - 1) * _bytes(args[0]) / size
+    raise AssertionError(f"no formula for {name}")
+
+
+def _bytes(tensors: Tensor | Sequence[Any]) -> int:
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_bytes(one) for one in tensors)

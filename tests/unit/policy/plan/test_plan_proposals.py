@@ -1,0 +1,99 @@
+"""Proposed meshes: what fits, in which order, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from starling.common.errors import ConfigError
+from starling.policy.plan.proposals import AXES, USABLE, Hardware, StepSize, proposal_of, propose, written
+from starling.policy.plan.sizes import model_sizes
+from starling.policy.plan.traffic import Update, traffic_of
+from starling.policy.settings.parallel import ParallelSettings
+from starling.weightsync.layouts.presets import PRESETS
+
+STEP = StepSize(1 << 20, 1 << 14, 1 << 14)
+SIZES = {name: model_sizes(PRESETS[name]) for name in ("qwen3-0.6b", "qwen3-8b", "qwen2.5-7b", "qwen3-30b-a3b")}
+
+
+@given(
+    name=st.sampled_from(sorted(SIZES)),
+    num_gpus=st.sampled_from([1, 2, 3, 6, 8, 12, 64, 96, 1024]),
+    gpus_per_host=st.sampled_from([1, 4, 8]),
+    memory_gb=st.sampled_from([24.0, 80.0, 192.0]),
+)
+def test_proposals_fit_and_are_ordered(name: str, num_gpus: int, gpus_per_host: int, memory_gb: float) -> None:
+    hardware = Hardware(gpus_per_host=gpus_per_host, memory_gb=memory_gb)
+    try:
+        found = propose(SIZES[name], num_gpus, STEP, hardware)
+    except ConfigError:
+        least = propose(SIZES[name], num_gpus, STEP, replace(hardware, memory_gb=1e6))
+        assert all(one.memory.total > USABLE * memory_gb * 1e9 for one in least)
+        return
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert len({(one.parallel, one.recomputes) for one in found}) == len(found)
+    for one in found:
+        assert prod(getattr(one.parallel, axis) for axis in AXES) == num_gpus
+        assert one.memory.total <= USABLE * memory_gb * 1e9
+        assert gpus_per_host % one.parallel.tp == 0
+        assert SIZES[name].heads % one.parallel.tp == 0
+        assert set(one.traffic) == {axis for axis in AXES if getattr(one.parallel, axis) > 1}
+
+
+def test_model_that_fits_one_gpu_is_copied() -> None:
+    best = propose(SIZES["qwen3-0.6b"], 8, STEP, Hardware())[0]
+    assert best.parallel.tp == 1
+    assert not best.recomputes
+
+
+def test_larger_model_is_sharded() -> None:
+    best = propose(SIZES["qwen3-8b"], 64, STEP, Hardware())[0]
+    assert best.parallel.dp_shard > 1
+    with pytest.raises(ConfigError, match=r"no mesh of 1 GPUs fits .* 1 rank needs least, \d+\.\d GB; give more GPUs"):
+        propose(SIZES["qwen3-8b"], 1, STEP, Hardware())
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    one, other = (
+        proposal_of(SIZES["qwen3-8b"], ParallelSettings(dp_shard=8), STEP, Hardware(), recomputes=recomputes)
+        for recomputes in (False, True)
+    )
+    assert other.compute_s == pytest.approx(one.compute_s * 4 / 3)
+    assert other.memory.activations < one.memory.activations / 4
+
+
+def test_compute_is_divided_and_slow_links_are_waited_for() -> None:
+    fast = proposal_of(SIZES["qwen3-8b"], ParallelSettings(dp_shard=8, tp=8), STEP, Hardware(), recomputes=False)
+    slow = proposal_of(
+        SIZES["qwen3-8b"], ParallelSettings(dp_shard=8, tp=8), STEP, Hardware(gpus_per_host=4), recomputes=False
+    )
+    alone = proposal_of(SIZES["qwen3-8b"], ParallelSettings(), STEP, Hardware(), recomputes=False)
+    assert fast.compute_s == slow.compute_s == pytest.approx(alone.compute_s / 64)
+    assert alone.waiting_s == 0.0 < fast.waiting_s < slow.waiting_s
+    assert written(fast.parallel) == "dp_shard 8 x tp 8"
+
+
+def test_traffic_of_known_sizes() -> None:
+    # 2 passes: the weights twice but for the last block, in bfloat16, and gradients once in float32; 7 of 8 parts.
+    sizes = SIZES["qwen3-8b"]
+    sent = traffic_of(sizes, ParallelSettings(dp_shard=8), Update(2, 4096, 2))["dp_shard"]
+    weights, block = 8190735360, 192946432
+    ends = weights - 36 * block
+    gathered = ends + (2 * 36 - 1) * block
+    assert sizes.num_parameters == weights
+    assert sent.num_bytes == pytest.approx(2 * 7 / 8 * (2 * gathered + 4 * weights), rel=1e-6)
+    # 8 exchanges in each of 36 blocks and 4 at the ends, of 4096 x 4096 elements in bfloat16; 3 of 4 parts.
+    sent = traffic_of(sizes, ParallelSettings(tp=4), Update(1, 4096, 2))["tp"]
+    assert sent.num_bytes == pytest.approx((36 * 8 + 4) * 4096 * 4096 * 2 * 3 / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+def test_resharding_decides_how_often_weights_are_gathered(reshard: str) -> None:
+    parallel = ParallelSettings.model_validate({"dp_shard": 2, "reshard": reshard})
+    sent = traffic_of(SIZES["qwen3-8b"], parallel, Update(1, 4096, 2))["dp_shard"]
+    gathers = {"default": 35, "always": 36, "never": 0}[reshard]
+    assert sent.num_calls == 2 * 37 + gathers
