@@ -46,6 +46,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("weightsync_quantise.py", "--quick"),
     ("weightsync_vllm.py", "--quick"),
     ("memory.py", "--quick"),
+    ("parallel.py", "--quick"),
     ("attention.py", "--quick"),
     ("train_step.py", "--quick"),
     ("learning.py", "--quick"),

@@ -8,7 +8,8 @@ The time of a step is a model of first order, for choosing between meshes and no
     dp_shard      gathers and sums while it computes: only what takes longer than that counts
     dp_replicate  sums after the last pass
 
-An axis whose ranks lie within a host uses the links between its GPUs, any other one the network.
+An axis whose ranks lie within a host uses the links between its GPUs, any other one the network. Each collective takes
+a fixed time, and some for each host that it passes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ USABLE: Final = 0.9
 """Share of a GPU's memory that is planned: the rest is context, gaps and buckets of a publication."""
 LATENCY_S: Final = 20e-6
 """Of a collective, however small."""
+HOP_S: Final = 5e-6
+"""From host to host: a ring passes each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,11 @@ class Hardware:
     network_gb_per_s: float = 50.0
     """From one GPU to those of other hosts, in one direction."""
 
-    def gb_per_s(self, num_ranks: int, stride: int) -> float:
-        """Return the bandwidth of `num_ranks` ranks that are `stride` apart."""
-        return self.host_gb_per_s if num_ranks * stride <= self.gpus_per_host else self.network_gb_per_s
+    def seconds(self, sent: Traffic, num_ranks: int, stride: int) -> float:
+        """Return the time of traffic among `num_ranks` ranks that are `stride` apart."""
+        num_hosts = -(-num_ranks * stride // self.gpus_per_host)
+        bandwidth = self.host_gb_per_s if num_hosts == 1 else self.network_gb_per_s
+        return sent.num_bytes / (bandwidth * 1e9) + sent.num_calls * (LATENCY_S + HOP_S * (num_hosts - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,5 +167,4 @@ def _divisors(number: int) -> Iterator[int]:
 def _seconds(axis: str, sent: Traffic, parallel: ParallelSettings, hardware: Hardware) -> float:
     """Return the time of the traffic along an axis."""
     strides = {"tp": 1, "dp_shard": parallel.tp, "dp_replicate": parallel.tp * parallel.dp_shard}
-    bandwidth = hardware.gb_per_s(getattr(parallel, axis), strides[axis])
-    return sent.num_bytes / (bandwidth * 1e9) + sent.num_calls * LATENCY_S
+    return hardware.seconds(sent, getattr(parallel, axis), strides[axis])
