@@ -6,9 +6,9 @@ Traffic: small models on meshes of two or four processes, connected by gloo. Eac
 counted, with the bytes that the algorithm that sends the least would send; the ratio to the formula of
 `starling.policy.plan.traffic` is a figure for each axis, the worst of its meshes. At 1.00 nothing is sent twice.
 
-Scaling: the best mesh for 8 to 1024 GPUs by the model of `starling.policy.plan.proposals`, with 8,192 tokens per GPU and
-step in microbatches of 4,096, on H100s as `Hardware` states them. The figure is a rank's speed at 1024 GPUs over that
-at 8, or at the fewest that the model fits on; it was not measured on GPUs. `--picture` draws it (SVG or PNG, needs
+Scaling: the best mesh for 8 to 1024 GPUs by the model of `starling.policy.plan.proposals`, with 8,192 tokens per GPU
+and step in microbatches of 4,096, on H100s as `Hardware` states them. The figure is a rank's speed at 1024 GPUs over
+that at 8, or at the fewest that the model fits on; it was not measured on GPUs. `--picture` draws it (SVG or PNG, needs
 matplotlib). `--quick` is the same.
 """
 
