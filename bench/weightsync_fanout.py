@@ -10,8 +10,6 @@ until the last replica has the version in staging, and the bytes that left the p
 - `one`: a single replica from the publisher.
 - `direct`: eight replicas, each from the publisher.
 - `chain`: eight replicas, each from the previous one, which relays what has arrived.
-- `fan_out`: eight replicas as planned by `make_fan_out`. The model is cut into eight parts, and every replica has a
-  puller for each part: one part comes from the publisher, each other part from the replica that has it from there.
 Each time every replica switches to what it pulled and its attestation is compared with the offer's root.
 
 Delta (one bf16 piece of 128 MiB of which 1 % has changed, a plain socket over a link of 1 Gbit/s): from the new piece
@@ -30,13 +28,11 @@ import ctypes
 import json
 import multiprocessing
 import os
-import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +51,7 @@ from figure import machine, print_figure, progress, rounded, versions
 from starling.weightsync.delta.codec import apply
 from starling.weightsync.delta.codec import encode as encode_delta
 from starling.weightsync.offers.offer import Offer, Transport
-from starling.weightsync.plan.fan_out import PUBLISHER, make_fan_out, parts_of
+from starling.weightsync.plan.fan_out import PUBLISHER
 from starling.weightsync.plan.layout import Box, Layout, Place, RankLayout, Shard, TensorSpec, decode, encode
 from starling.weightsync.plan.planner import decode_plan, make_plan
 from starling.weightsync.publisher.publisher import Publisher
@@ -80,8 +76,8 @@ BURST_BYTES: Final = 128 << 10
 GOALS: Final = {"egress_over_model": 1.1, "seconds_over_one": 1.5, "delta_over_dense_on_1_gbit_s": 15.0}
 CLONE_NEWNS, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x00020000, 0x40000000, 1
 
-Sources = Sequence[Sequence[int]]
-"""Row: a replica. Column: a part of the model. Entry: from which replica it comes, or `PUBLISHER`."""
+Sources = Sequence[int]
+"""For each replica from which one it reads, or `PUBLISHER`."""
 
 
 # --- namespaces ----------------------------------------------------------------------------------------------------
@@ -281,76 +277,47 @@ def publish(version: int) -> tuple[bytes, str, int]:
     return encode(offer), offer.ranks[0].transport, sent_bytes()
 
 
-def open_pullers(key: str, layouts: list[bytes], plans: list[bytes], transport: Transport, host: str) -> None:
-    """Make a puller, and the live tensors, for each part of the model."""
-    made = []
-    for layout, plan in zip(layouts, plans, strict=True):
-        described = decode(Layout, layout)
-        live = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in described.tensors}
-        puller = Puller(described, serving=ServingOptions(transport, host), stall_s=DEADLINE_S)
-        made.append((puller, live, decode_plan(plan)))
-    OBJECTS[key] = made
+def open_puller(layout: bytes, plan: bytes, transport: Transport, host: str) -> None:
+    """Make a puller and the live tensors."""
+    described = decode(Layout, layout)
+    OBJECTS["live"] = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in described.tensors}
+    OBJECTS["puller"] = Puller(described, serving=ServingOptions(transport, host), stall_s=DEADLINE_S)
+    OBJECTS["plan"] = decode_plan(plan)
 
 
-def pull_parts(key: str, offer: bytes, sources: Sequence[int]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Pull all parts into staging, each as soon as its source offers it.
+def pull(offer: bytes, source: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Pull into staging, from the publisher or from a replica as soon as that offers the version.
 
-    The offers of this replica are sent as ``("offer", (part, offer))`` before their bytes arrive; those of others come
-    as a pair of the same form. Returns the payload by source, and the lanes.
+    The offer of this replica is sent as ``("offer", offer)`` before its bytes arrive; that of the other one comes
+    through the pipe. Returns the payload by source, and the lanes.
     """
     pipe: Connection = OBJECTS["pipe"]
-    version = decode(Offer, offer)
-    results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    sending = threading.Lock()
-
-    def pull(part: int, relays: list[Offer]) -> None:
-        puller, _, plan = OBJECTS[key][part]
-
-        def announce(own: Offer) -> None:
-            with sending:
-                pipe.send(("offer", (part, encode(own))))
-
-        try:
-            report = puller.pull(
-                version, plan, deadline_s=DEADLINE_S, relays=relays, relays_first=True, announce=announce
-            )
-            results.put((part, report))
-        except Exception as error:  # noqa: BLE001 - raised below
-            results.put((part, error))
-
-    def start(part: int, relays: list[Offer]) -> None:
-        threading.Thread(target=pull, args=(part, relays), daemon=True).start()
-
-    waiting = {part for part, source in enumerate(sources) if source != PUBLISHER}
-    for part in range(len(sources)):
-        if part not in waiting:
-            start(part, [])
-    while waiting:
+    relays: list[Offer] = []
+    if source != PUBLISHER:
         if not pipe.poll(DEADLINE_S):
-            raise RuntimeError(f"Nobody offers parts {sorted(waiting)}.")
-        part, relay = pipe.recv()
-        waiting.remove(part)
-        start(part, [decode(Offer, relay)])
+            raise RuntimeError(f"Replica {source} offers nothing.")
+        relays.append(decode(Offer, pipe.recv()))
+    report = OBJECTS["puller"].pull(
+        decode(Offer, offer),
+        OBJECTS["plan"],
+        deadline_s=DEADLINE_S,
+        relays=relays,
+        relays_first=True,
+        announce=lambda own: pipe.send(("offer", encode(own))),
+    )
     by_source: dict[str, int] = {}
-    lanes: set[str] = set()
-    for _ in sources:
-        _, report = results.get(timeout=DEADLINE_S)
-        if isinstance(report, Exception):
-            raise report
-        lanes |= set(report.lanes)
-        for address, size in report.bytes_by_source.items():
-            host = address.rpartition(":")[0]
-            by_source[host] = by_source.get(host, 0) + size
-    return by_source, tuple(sorted(lanes))
+    for address, size in report.bytes_by_source.items():
+        host = address.rpartition(":")[0]
+        by_source[host] = by_source.get(host, 0) + size
+    return by_source, tuple(sorted(report.lanes))
 
 
-def prove(key: str, offer: bytes) -> None:
+def prove(offer: bytes) -> None:
     """Switch to the pulled version, and raise unless it equals the published one."""
-    version = decode(Offer, offer)
-    for puller, live, _ in OBJECTS[key]:
-        puller.switch(live)
-        if puller.attest(live, version) != version.root:
-            raise AssertionError("a replica holds other weights than were published")
+    version, puller, live = decode(Offer, offer), OBJECTS["puller"], OBJECTS["live"]
+    puller.switch(live)
+    if puller.attest(live, version) != version.root:
+        raise AssertionError("a replica holds other weights than were published")
 
 
 # --- fan-out: the figures ------------------------------------------------------------------------------------------
@@ -361,8 +328,6 @@ class Side:
     """One way to bring a version to replicas, with its times and bytes of each round."""
 
     name: str
-    key: str
-    """Whether the pullers are one for the `whole` model or one for each of its `parts`."""
     sources: Sources
     seconds: list[float] = field(default_factory=list)
     egress: list[int] = field(default_factory=list)
@@ -374,26 +339,15 @@ class Side:
 
 def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
     """Return the measurements of each way."""
-    direct = [[PUBLISHER]] * NUM_REPLICAS
-    chain = [[number - 1] for number in range(NUM_REPLICAS)]  # the first of them is PUBLISHER
-    planned = make_fan_out([[Place(host=f"replica-{number}")] for number in range(NUM_REPLICAS)])
-    sides = [
-        Side("one", "whole", direct[:1]),
-        Side("direct", "whole", direct),
-        Side("chain", "whole", chain),
-        Side("fan_out", "parts", planned.sources),
-    ]
-    dealt = parts_of(np.full(NUM_TENSORS, MODEL_BYTES // NUM_TENSORS), NUM_REPLICAS)
-    parts = [np.flatnonzero(dealt == part).tolist() for part in range(NUM_REPLICAS)]
-    trained = model_layout("trainer", range(NUM_TENSORS))
+    direct = [PUBLISHER] * NUM_REPLICAS
+    chain = [number - 1 for number in range(NUM_REPLICAS)]  # the first of them is PUBLISHER
+    sides = [Side("one", direct[:1]), Side("direct", direct), Side("chain", chain)]
+    trained, engine = (model_layout(name, range(NUM_TENSORS)) for name in ("trainer", "engine"))
+    plan = encode(make_plan(trained, engine, bucket_bytes=BUCKET_BYTES))
     with workers(1 + NUM_REPLICAS, LINK_MBIT) as (publisher, *replicas):
         publisher.call(open_publisher, transport, publisher.host.address)
-        for key, groups in (("whole", [list(range(NUM_TENSORS))]), ("parts", parts)):
-            layouts = [model_layout("engine", group) for group in groups]
-            plans = [encode(make_plan(trained, layout, bucket_bytes=BUCKET_BYTES)) for layout in layouts]
-            encoded = [encode(layout) for layout in layouts]
-            for replica in replicas:
-                replica.call(open_pullers, key, encoded, plans, transport, replica.host.address)
+        for replica in replicas:
+            replica.call(open_puller, encode(engine), plan, transport, replica.host.address)
         version = 0
         for number in range(rounds + 1):  # the first warms up: connections, pages
             for side in sides:
@@ -403,10 +357,10 @@ def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
                 offer, used, before = publisher.call(publish, version)
                 if used != transport:
                     raise RuntimeError(f"Transport {transport} is not to be had here; {used} would stand in.")
-                seconds, results = spread(replicas, side.key, offer, side.sources)
+                seconds, results = spread(replicas, offer, side.sources)
                 egress = publisher.call(sent_bytes) - before
                 for replica in replicas[: len(side.sources)]:
-                    replica.call(prove, side.key, offer)
+                    replica.call(prove, offer)
                 if number:
                     side.seconds.append(seconds)
                     side.egress.append(egress)
@@ -417,7 +371,7 @@ def measure_fan_out(transport: Transport, rounds: int) -> list[Side]:
     return sides
 
 
-def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources) -> tuple[float, list[Any]]:
+def spread(replicas: Sequence[Worker], offer: bytes, sources: Sources) -> tuple[float, list[Any]]:
     """Distribute a version to replicas; return the seconds until the last one has it, and the report of each.
 
     Offers of relays are forwarded as by a controller.
@@ -426,7 +380,7 @@ def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources)
     pulling = {replica.pipe: number for number, replica in enumerate(replicas[: len(sources)])}
     results: dict[int, Any] = {}
     for replica, own in zip(replicas, sources, strict=False):
-        replica.begin(pull_parts, key, offer, own)
+        replica.begin(pull, offer, own)
     while len(results) < len(sources):
         ready = wait(list(pulling), DEADLINE_S)
         if not ready:
@@ -437,10 +391,9 @@ def spread(replicas: Sequence[Worker], key: str, offer: bytes, sources: Sources)
             if kind == "done":
                 results[number] = value
                 continue
-            part, relay = value
             for taker, own in enumerate(sources):
-                if own[part] == number:
-                    replicas[taker].pipe.send((part, relay))
+                if own == number:
+                    replicas[taker].pipe.send(value)
     return time.perf_counter() - begin, [results[number] for number in range(len(sources))]
 
 
@@ -692,7 +645,7 @@ def main() -> int:
     jobs: list[tuple[list[str], Callable[[], None]]] = []
     if arguments.only != "delta":
         for transport in arguments.transport or ("tcp", "ucx"):
-            ways = [f"{transport}_{side}" for side in ("direct", "chain", "fan_out")]
+            ways = [f"{transport}_{side}" for side in ("direct", "chain")]
             figures = [f"{way}_{what}" for way in ways for what in ("egress_over_model", "seconds_over_one")]
             jobs.append((figures, partial(bench_fan_out, transport, 1 if arguments.quick else 3)))
     if arguments.only != "fan-out":

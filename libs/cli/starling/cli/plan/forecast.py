@@ -20,7 +20,7 @@ from starling.weightsync.layouts.presets import PRESETS
 from starling.weightsync.layouts.symbolic import compact_layout, model_layout
 from starling.weightsync.places.machine import Machine, find_machine
 from starling.weightsync.plan.compact import CompactLayout, to_compact
-from starling.weightsync.plan.fan_out import FanOut, make_fan_out
+from starling.weightsync.plan.fan_out import FanOut, for_relays, make_fan_out
 from starling.weightsync.plan.layout import Layout, Place, decode_layout, encode
 from starling.weightsync.plan.planner import Plan, make_plan
 from starling.weightsync.plan.topology import HostSpec, Nic, Topology, decode_topology
@@ -71,7 +71,7 @@ class SyncForecast:
     plan: Plan
     """To one replica."""
     estimate: Estimate
-    """To all replicas, each serving the others."""
+    """To all replicas, which relay to each other."""
     one: Estimate
     """To one replica alone."""
     fan_out: FanOut
@@ -186,8 +186,9 @@ def forecast_sync(
         replicas = (target.places,)
     plan = make_plan(sources, target, topology=machines, bucket_bytes=bucket_bytes)
     one = estimate(plan, sources.places, replicas[0], machines)
-    fan_out = make_fan_out(replicas, machines)
-    every = estimate_fan_out(plan, fan_out, sources.places, replicas, machines)
+    fan_out = make_fan_out(replicas, sources.places)
+    relayed = for_relays(plan) if wanted.num_replicas > 1 else plan
+    every = estimate_fan_out(relayed, fan_out, sources.places, replicas, machines)
     return SyncForecast(sources, target, replicas, plan, every, one, fan_out)
 
 

@@ -67,13 +67,14 @@ def _flow(
         receivers, columns = _nodes(destinations)
         return senders, receivers, _summed(plan.pair_bytes, rows, columns)
     receivers = [f"replica {number}" for number in range(count)]
-    direct = _summed(plan.pair_bytes, rows, [0] * plan.pair_bytes.shape[1]) // count
-    relayed = np.zeros((count, count), np.int64)
-    for replica, parts in enumerate(fan_out.sources):
-        for other in parts:
-            if other != PUBLISHER:
-                relayed[other, replica] += plan.total_bytes // count
-    return [*senders, *receivers], receivers, np.concatenate([np.repeat(direct, count, axis=1), relayed])
+    whole = _summed(plan.pair_bytes, rows, [0] * plan.pair_bytes.shape[1])[:, 0]
+    flow = np.zeros((len(senders) + count, count), np.int64)
+    for replica, source in enumerate(fan_out.sources):
+        if source == PUBLISHER:
+            flow[: len(senders), replica] = whole
+        else:
+            flow[len(senders) + source, replica] = plan.total_bytes
+    return [*senders, *receivers], receivers, flow
 
 
 def _draw_lines(axes: Any, senders: Sequence[str], receivers: Sequence[str], flow: Ints) -> None:

@@ -112,8 +112,8 @@ def estimate_fan_out(
     """Estimate a transfer in which replicas relay to each other.
 
     Args:
-        plan: a plan for all ranks of one replica.
-        fan_out: the relay tree.
+        plan: a plan for all ranks of one replica, with the buckets of `for_relays`.
+        fan_out: which replica reads from which.
         sources: place of each source rank.
         replicas: place of each rank of each replica.
         topology: as in `estimate`.
@@ -122,24 +122,15 @@ def estimate_fan_out(
     count = fan_out.num_replicas
     flow = np.zeros((num_sources + count * num_ranks, count * num_ranks), np.int64)
     arriving = plan.pair_bytes.sum(axis=0)
-    for replica, row in enumerate(fan_out.sources):
-        into = slice(replica * num_ranks, (replica + 1) * num_ranks)
-        for part, source in enumerate(row):
-            if source == PUBLISHER:
-                flow[:num_sources, into] += _share(plan.pair_bytes, part, count)
-            else:
-                ranks = np.arange(num_ranks)
-                rows = num_sources + source * num_ranks + ranks
-                flow[rows, replica * num_ranks + ranks] += _share(arriving, part, count)
+    ranks = np.arange(num_ranks)
+    for replica, source in enumerate(fan_out.sources):
+        if source == PUBLISHER:
+            flow[:num_sources, replica * num_ranks + ranks] = plan.pair_bytes
+        else:
+            flow[num_sources + source * num_ranks + ranks, replica * num_ranks + ranks] = arriving
     places = [place for replica_places in replicas for place in replica_places]
-    hops = max((fan_out.depth(k, part) for k in range(count) for part in range(count)), default=1)
-    num_hops = 1 + (hops - 1) * count  # each further link delays one bucket of every part
+    num_hops = max((fan_out.depth(replica) for replica in range(count)), default=1)
     return _estimate(plan, flow, [*sources, *places], places, topology or Topology(), num_hops=num_hops)
-
-
-def _share(values: Ints, part: int, count: int) -> Ints:
-    """Return one of `count` near-equal parts of each value."""
-    return values * (part + 1) // count - values * part // count
 
 
 def _estimate(
