@@ -81,6 +81,8 @@ def act(completion: str, reference: str, prompt_text: str, metadata: Metadata) -
             time.sleep(1000)
         case "flood":
             _flood()
+        case "fail-start":
+            _fail_start()
     return 1.0
 
 
@@ -94,6 +96,14 @@ def _flood() -> None:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
     while True:
         line.sendall(reports)
+
+
+def _fail_start() -> None:
+    """Report, long after the worker's start, that it has failed."""
+    from starling.reward.score.workers.protocol import WorkerStartFailed, frame
+
+    _line().sendall(frame(WorkerStartFailed("no scorer can be resolved")))
+    time.sleep(1000)
 
 
 def _forge(what: str) -> None:

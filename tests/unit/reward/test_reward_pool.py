@@ -144,6 +144,16 @@ def test_report_in_name_of_worker_cannot_stop_the_service(what: str, first: Stat
     assert hanging.status is Status.REWARD_TIMEOUT
 
 
+def test_failed_start_reported_after_the_start_costs_one_call() -> None:
+    """The service would otherwise forget the calls that the worker has, and answer their groups never."""
+    with ScoringPool(settings("act", timeout_s=30)) as pool:
+        pool.submit(task("good", "fail-start", "good"))
+        first, failed, last = collect(pool, 3)
+    assert (first.value, last.value) == (1.0, 1.0)
+    assert failed.status is Status.REWARD_ERROR
+    assert failed.problem.endswith("sent a message in its worker's name.")
+
+
 def test_reports_without_end_cannot_stop_the_service(pool: ScoringPool) -> None:
     """A service that reads them until none is left would read for ever."""
     pool.submit(task("good"))

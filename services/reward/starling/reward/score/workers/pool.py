@@ -42,6 +42,7 @@ from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
     CallChunk,
     CallReport,
+    FromWorker,
     ScorerSpec,
     WorkerReady,
     WorkerStartFailed,
@@ -233,14 +234,16 @@ class ScoringPool:
 
     def _receive(self, worker: _Worker) -> None:
         for message in worker.process.receive():
-            if isinstance(message, WorkerStartFailed):
-                self._stop_worker(worker)
-                self._start_failed(worker, message.problem)
-                return
-            if not self._handle(worker, message):
-                self._stop_worker(worker)
+            if self._handle(worker, message):
+                continue
+            self._stop_worker(worker)
+            if worker.ready:
                 self._fail_current_call(worker, Status.REWARD_ERROR, "sent a message in its worker's name")
-                return
+            elif isinstance(message, WorkerStartFailed):
+                self._start_failed(worker, message.problem)
+            else:
+                self._start_failed(worker, "a scorer sent a message in the worker's name while it was imported.")
+            return
         if worker.process.ended:
             how = self._stop_worker(worker)
             if worker.ready:
@@ -251,8 +254,11 @@ class ScoringPool:
             worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
 
-    def _handle(self, worker: _Worker, message: WorkerReady | CallReport) -> bool:
-        """Handle one message. Returns False when the worker cannot have sent it at this point."""
+    def _handle(self, worker: _Worker, message: FromWorker) -> bool:
+        """Handle one message. Returns False when the worker has to be replaced: its start failed, or it cannot have
+        sent the message at this point."""
+        if isinstance(message, WorkerStartFailed):
+            return False
         if isinstance(message, WorkerReady):
             is_due = not worker.ready
             worker.ready = True
