@@ -159,6 +159,36 @@ def test_program_finds_nothing_of_earlier_requests(judge: Judge) -> None:
     assert score == 1.0, "it found some of it, or not even what it has itself"
 
 
+BURNER = """
+import os
+for _ in range(100):
+    if os.fork() == 0:
+        os.setsid()
+        break
+while True:
+    pass
+"""
+BUSY = """
+import time
+while time.process_time() < 0.6:
+    pass
+print('done')
+"""
+
+
+@pytest.mark.parametrize("level", STRONG)
+def test_program_that_takes_all_processors_fails_no_other(level: Mechanism) -> None:
+    """A completion could otherwise lower the rewards of all that are scored at the same time."""
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    scorer = {"name": "code", "timeout_s": 50.0, "options": {"timeout_s": 1.0}}
+    settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 2, "sandbox": level})
+    with ScoringPool(settings) as pool:
+        judge, tests = Judge(pool), [{"input": "", "output": "done"}]
+        judge.values(BUSY, BUSY, tests=tests)  # both workers have started
+        assert judge.values(BURNER, BUSY, tests=tests) == [0.0, 1.0]
+
+
 def test_programs_need_a_worker() -> None:
     with pytest.raises(ConfigError, match="no sandbox for them: install bubblewrap"):
         check_executor("code")

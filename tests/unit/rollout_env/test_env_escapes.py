@@ -64,7 +64,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It sends datagrams, or connects otherwise than by TCP": NO_PROCESS,
     "It reaches the host of a virtual machine": ALL,
     "It connects to an abstract socket": NO_PROCESS,
-    "It connects to a socket in the file system": NAMESPACES,
+    "It connects to a socket in the file system": NO_PROCESS,
     "It sees files of another session": NAMESPACES,
     "It adds files where other code looks for modules and libraries": NO_PROCESS,
     "It finds temporary files of an earlier session": ALL,

@@ -4,6 +4,9 @@ A worker calls `start_executor` before it imports user code. That forks a proces
 module, which forks a session for each program: without network, with its own `/proc` and `/tmp`, and killed with
 everything that it has started. User code then calls `run_python`. The executor only passes descriptors on: the worker
 describes the program in a file without a name, the session alone reads it, and the worker reads what it prints.
+
+The sessions of several workers run at the same time. The time limit of a program does not count the time in which it
+waits for a processor that others have: the program of another completion could otherwise make it fail.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.inside import Sessions
+from starling.common.sandbox.processes import Usage, usage_of
 
 OUTPUT_BYTES: Final = 1 << 20
 """Limit on what a program may print; the rest is dropped."""
@@ -33,6 +38,8 @@ _GRACE_S: Final = 30.0
 _NUM_DESCRIPTORS: Final = 3
 """Of a session: the program with its token, and the writing ends of the pipes for its output and its report."""
 _KILLED: Final = b"killed"
+_START, _MEASURE, _KILL = b"s", b"m", b"k"
+"""Requests to the executor."""
 _ANSWER_BYTES: Final = 1 << 12
 _CHUNK: Final = 1 << 16
 _TOKEN_BYTES: Final = 16
@@ -92,7 +99,7 @@ def run_python(
         code: the program.
         check: Python code that runs after it, in the same module; an exception is a failure.
         stdin: what the program reads.
-        timeout_s: limit on both together, in seconds.
+        timeout_s: limit on both together, in seconds, without those in which others have the processors.
         memory_mb: limit on the address space, in MiB.
 
     Raises:
@@ -120,11 +127,12 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
                     stack.callback(os.close, descriptor)
             with os.fdopen(described, "wb", closefd=False) as file:
                 file.write(token + json.dumps(asdict(program)).encode())
-            until = time.monotonic() + program.timeout_s
+            begun_at = time.monotonic()
             line.settimeout(_GRACE_S)
-            socket.send_fds(line, [b"s"], [described, output_write, report_write])
+            socket.send_fds(line, [_START], [described, output_write, report_write])
         try:
-            printed, reported = _collect(output, report, until)
+            until = begun_at + program.timeout_s
+            printed, reported = _collect(output, report, until, lambda: _delay_s(line, program.timeout_s))
         finally:
             _end_session(line)
     text = bytes(printed[:OUTPUT_BYTES]).decode("utf-8", "replace")
@@ -136,7 +144,7 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
 
 def _end_session(line: socket.socket) -> None:
     """Let the executor kill the session, and wait until it has. Raises ExecutionError when there was none."""
-    line.send(b"k")
+    line.send(_KILL)
     answer = line.recv(_ANSWER_BYTES)
     if not answer:
         raise ExecutionError("the executor has ended")
@@ -144,17 +152,29 @@ def _end_session(line: socket.socket) -> None:
         raise ExecutionError(answer.decode("utf-8", "replace"))
 
 
-def _collect(output: int, report: int, until: float) -> tuple[bytearray, bytes | None]:
-    """Read what the program prints and its report, until both are closed; no report at the time limit."""
+def _delay_s(line: socket.socket, timeout_s: float) -> float:
+    """Return for how many seconds a program has waited for a processor that others had: 0 if its own processes have had
+    the whole time limit."""
+    line.send(_MEASURE)
+    usage = Usage(*map(float, line.recv(_ANSWER_BYTES).split()))
+    return usage.delay_s if usage.processor_s < timeout_s else 0.0
+
+
+def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytes | None]:
+    """Read what the program prints and its report, until both are closed; no report at the time limit, `until`, which
+    is later by `delay_s`."""
     printed, reported = bytearray(), bytearray()
     poller = select.poll()
     for descriptor in (output, report):
         poller.register(descriptor, select.POLLIN)
     left = {output: printed, report: reported}
+    end = until
     while report in left and len(reported) < _REPORT_BYTES:  # what a child prints after its end does not count
-        ready = poller.poll(max(0.0, until - time.monotonic()) * 1000)
+        ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
         if not ready:
-            return printed, None
+            end = until + delay_s()
+            if end <= time.monotonic():
+                return printed, None
         for descriptor, _ in ready:
             data = os.read(descriptor, _CHUNK)
             if not data:
@@ -208,7 +228,9 @@ def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]
     finally:
         for descriptor in descriptors:  # the worker sees the ends of the pipes when the session alone has them
             os.close(descriptor)
-    line.recv(1)
+    while line.recv(1) == _MEASURE:
+        usage = Usage(0.0, 0.0) if pid is None else usage_of(pid)
+        line.send(f"{usage.processor_s} {usage.delay_s}".encode())
     if pid is not None:
         sessions.kill(pid)
     return answer

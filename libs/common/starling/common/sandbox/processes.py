@@ -1,4 +1,4 @@
-"""Descendants of a process, and the end of all of them and of their files."""
+"""Descendants of a process, their use of processors, and the end of all of them and of their files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 KILL_S: Final = 5.0
 """How long killed processes may take to be gone."""
 _BLOCK_BYTES: Final = 4096
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_TIMES: Final = slice(11, 15)
+"""Of the fields of `/proc/<pid>/stat` after the name: user and system time of a process, and of its ended children."""
+
+
+class Usage(NamedTuple):
+    """Use of processors by a process and what it has started."""
+
+    processor_s: float
+    """Processor time of all of them."""
+    delay_s: float
+    """The longest time in which the first thread of one was ready to run, and others ran."""
 
 
 def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
@@ -23,6 +35,18 @@ def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
         found += below
         pending += below
     return found
+
+
+def usage_of(pid: int) -> Usage:
+    """Return how a process and its descendants have used processors, as far as the kernel shows it."""
+    ticks, delay_ns = 0, 0
+    for one in (pid, *descendants(pid)):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{one}/stat", "rb") as file:
+                ticks += sum(map(int, file.read().rpartition(b")")[2].split()[_TIMES]))
+            with open(f"/proc/{one}/schedstat", "rb") as file:
+                delay_ns = max(delay_ns, int(file.read().split()[1]))
+    return Usage(ticks / _TICKS_PER_S, delay_ns / 1e9)
 
 
 def _children(pid: int, default: list[int]) -> list[int]:

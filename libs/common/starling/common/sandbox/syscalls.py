@@ -384,11 +384,14 @@ class _Filter:
         num = len(_FAMILIES)
         families = [_step(_EQUAL, family, num - index) for index, family in enumerate(_FAMILIES)]
         steps = [_argument(0), *families, _step(_RETURN, _NO_FAMILY)]
-        if only_tcp:  # Landlock limits neither datagrams nor other protocols of streams, nor data that opens one
+        # Landlock limits neither datagrams nor other protocols of streams, nor data that opens one, nor who connects to
+        # a socket in the file system, as that of D-Bus, by which a user has programs started.
+        if only_tcp:
             stream = [_argument(1), _step(_AND, 15), _step(_EQUAL, 1, 1, 0), _step(_RETURN, _DENY)]
             tcp = [_argument(2), _step(_EQUAL, 0, 2, 0), _step(_EQUAL, 6, 1, 0), _step(_RETURN, _DENY)]
             after = len(stream) + len(tcp)
-            steps += [_step(_EQUAL, 1, after + 1), _step(_EQUAL, 16, after, 0), *stream, *tcp]
+            unix = [_step(_EQUAL, 1, 0, 1), _step(_RETURN, _DENY)]
+            steps += [*unix, _step(_EQUAL, 16, after, 0), *stream, *tcp]
             for sending, flags in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
                 self._check(sending, _argument(flags), _step(_ANY_BIT, _FAST_OPEN, 0, 1), _step(_RETURN, _DENY))
         self._check(_SOCKET, *steps)
