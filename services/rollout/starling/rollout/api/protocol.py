@@ -1,26 +1,53 @@
-"""HTTP protocol of the server: uvicorn's, with limits on headers and on clients that do not read.
+"""HTTP protocol of the server: uvicorn's, with limits on headers, on clients that do not read, and on connections.
 
-uvicorn waits for a request's headers without a limit, keeps all of them, and waits for ever for a client to read.
+uvicorn waits for a request's headers without a limit, keeps all of them, waits for ever for a client to read, and
+accepts connections as long as the process has descriptors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import Any, Final
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 MAX_HEADER_BYTES: Final = 64 << 10
 """Limit on the headers of one request, with its first line and what follows its body."""
+MAX_CONNECTIONS: Final = 4096
+CONNECTIONS_SHARE: Final = 4
+"""A server has at most one in so many of the process's descriptors: a rollout needs others to pull weights and to start
+sessions of sandboxes."""
+
+
+def most_connections() -> int:
+    """Return how many connections may be open at a time, and let the process open as many files as that needs, if it
+    may."""
+    wanted = CONNECTIONS_SHARE * MAX_CONNECTIONS
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    if files < wanted:
+        files = wanted if most_files == resource.RLIM_INFINITY else min(wanted, most_files)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most_files))
+    return min(MAX_CONNECTIONS, files // CONNECTIONS_SHARE)
 
 
 class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Closes a connection when the headers of a request are too many or take too long, or the client reads nothing."""
+    """Closes a connection when the headers of a request are too many or take too long, or the client reads nothing.
+
+    Where too many are open, the one without a request in progress that was heard least recently is closed: a client
+    without a key, such as the code in a sandbox, could otherwise take all.
+    """
 
     headers_s: float
     """How long headers may take."""
     unread_s: float
     """How long the client may take nothing of what waits for it."""
+    most: int
+    """How many connections may be open."""
+    heard_at = 0.0
+    """When the client has connected, or last sent anything, by the loop's clock."""
     _unread: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
@@ -33,9 +60,18 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         # Writing then pauses as soon as the kernel takes no more, also at the end of a response.
         transport.set_write_buffer_limits(high=0)
         self._start_timer()
+        self.heard_at = self.loop.time()
+        if len(self.connections) > self.most:
+            self._make_room()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in progress, or the client does not read its response."""
+        return self.cycle is None or self.cycle.response_complete or self._unread is not None
 
     def data_received(self, data: bytes) -> None:
         self._num_pending += len(data)
+        self.heard_at = self.loop.time()
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # a request whose headers are complete
             self._stop_timer()
@@ -79,6 +115,13 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._num_bytes += num_bytes
         self._num_pending = 0
 
+    def _make_room(self) -> None:
+        """Close a connection for this one, or this one if all others have requests in progress."""
+        others = [one for one in self.connections if one is not self and not one.transport.is_closing()]
+        if len(others) >= self.most:
+            idle = (one for one in others if one.is_idle)
+            min(idle, key=lambda one: one.heard_at, default=self).transport.abort()
+
     def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(self.headers_s, self.transport.close)
@@ -105,11 +148,13 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self._unread = None
 
 
-def limited_protocol(headers_s: float, unread_s: float) -> type[asyncio.Protocol]:
+def limited_protocol(headers_s: float, unread_s: float, most: int = MAX_CONNECTIONS) -> type[asyncio.Protocol]:
     """Return the protocol of connections that are closed when a client sends headers, or reads, too slowly.
 
     Args:
         headers_s: how long headers may take, in seconds; `MAX_HEADER_BYTES` is how many bytes they may have.
         unread_s: how long a client may read nothing of a response that waits for it, in seconds.
+        most: how many connections may be open at a time.
     """
-    return type(LimitedProtocol.__name__, (LimitedProtocol,), {"headers_s": headers_s, "unread_s": unread_s})
+    limits = {"headers_s": headers_s, "unread_s": unread_s, "most": most}
+    return type(LimitedProtocol.__name__, (LimitedProtocol,), limits)

@@ -44,6 +44,10 @@ ACCEPTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
 MAX_STOP_TEXTS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1000
 """Limit on each stop text: with each new token as much text is searched for it."""
+MAX_STOP_TOKENS: Final = 1024
+"""Engines compare each sampled token with all stop tokens of all sequences that run."""
+MAX_PROMPTS: Final = 4096
+"""Prompts of one request: each is tokenized, and a group of its own."""
 SHOWN_CHARACTERS: Final = 80
 MAX_SEED: Final = (1 << 63) - 1
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, default=str)
@@ -199,6 +203,8 @@ def _read_prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(prompt, list) and prompt:
         if _is_token_ids(prompt):
             return (tuple(prompt),)
+        if len(prompt) > MAX_PROMPTS:
+            raise ApiError(f"prompt has {len(prompt)} prompts; give at most {MAX_PROMPTS}", parameter="prompt")
         if all(isinstance(one, str) or _is_token_ids(one) for one in prompt):
             return tuple(one if isinstance(one, str) else tuple(one) for one in prompt)
     raise ApiError(
@@ -262,6 +268,8 @@ class _Parameters:
         value = self.take(name) or []
         if not isinstance(value, list) or not all(_is_integer(token) and token >= 0 for token in value):
             raise ApiError(f"{name} = {as_json(value)}: give a list of token ids", parameter=name)
+        if len(value) > MAX_STOP_TOKENS:
+            raise ApiError(f"{name} has {len(value)} tokens; give at most {MAX_STOP_TOKENS}", parameter=name)
         return tuple(value)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from starling.common.service import host_name
 from starling.rollout.api.app import Endpoint
 from starling.rollout.api.episode_limits import EpisodeLimits
 from starling.rollout.api.keys import ApiKeys
-from starling.rollout.api.protocol import limited_protocol
+from starling.rollout.api.protocol import limited_protocol, most_connections
 from starling.rollout.api.recording import Recording
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ log = structlog.get_logger(__name__)
 
 START_S: Final = 30
 CLOSE_S: Final = 5
-BACKLOG: Final = 1024
+BACKLOG: Final = 128
+"""Connections that wait to be accepted; asyncio accepts as many before any can be closed again."""
 KEEP_ALIVE_S: Final = 75
 """How long an idle connection stays open: much longer than clients keep theirs (OpenAI's 5 s), since a request fails
 when it crosses with the server's closing of the connection."""
@@ -112,10 +113,12 @@ class ApiServer:
         self._endpoint = Endpoint(engine_queue, served, settings, self.keys)
         config = uvicorn.Config(
             self._endpoint.application(),
-            http=limited_protocol(settings.read_timeout_s, settings.write_timeout_s),
+            http=limited_protocol(settings.read_timeout_s, settings.write_timeout_s, most_connections()),
+            backlog=BACKLOG,
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # it warns of each invalid request, which anybody can send, without end
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
