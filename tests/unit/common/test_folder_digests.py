@@ -29,7 +29,8 @@ def test_copies_of_a_folder_have_one_digest(folder: Path, tmp_path: Path) -> Non
     digest = model_digest(folder)
     assert len(bytes.fromhex(digest)) == 16
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    (copy / "README.md").write_text("about the model")
+    for name in ("README.md", "LICENSE", ".gitattributes", "consolidated.00.pth", "model.gguf", "optimizer.pt"):
+        (copy / name).write_text("about the model")
     (copy / "pytorch_model.bin").unlink()  # not read where there are safetensors
     (copy / "logs").mkdir()
     assert model_digest(copy) == digest
@@ -45,7 +46,11 @@ def test_recorded_digests_are_those_of_the_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors", "tokenizer.json", TEMPLATE, "chat_template.jinja"]
+    "name",
+    [
+        *("config.json", "model.safetensors", "tokenizer.json", TEMPLATE, "chat_template.jinja", "merges.txt"),
+        *("source.spm", "bpe.codes", "prophetnet.tokenizer", "tokenizer.model.v3", "spk_dict.pt", "of_a_later_version"),
+    ],
 )
 def test_any_file_that_an_engine_reads_changes_the_digest(name: str, folder: Path) -> None:
     digest = model_digest(folder)

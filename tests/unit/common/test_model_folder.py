@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.model_folder import check_indexes, check_named_files
+from starling.common.model_folder import check_indexes, check_links, check_named_files
 
 SHARD = "model-00001-of-00001.safetensors"
 
@@ -47,20 +48,86 @@ def test_tokenizer_elsewhere_is_refused(files: object, tmp_path: Path) -> None:
         check_named_files(tmp_path)
 
 
+@pytest.mark.parametrize("entry", [{"gguf_file": "../x.gguf"}, {"gguf_file": "x.gguf"}, {"init_inputs": ["x"]}])
+def test_tokenizer_that_is_given_files_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", **entry})
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json has \w+ = .*, which can have another file read"):
+        check_named_files(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a model folder beside other files, of which one is in the working directory."""
+    for name in ("model/config.json", "model/inner/own.json", "model/vocab.json", "other/vocab.json", "cwd/words.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        write_json(tmp_path / name, {})
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "model"
+
+
+ELSEWHERE = (
+    *("{}/other/vocab.json", "{}/other", "../other/vocab.json", "words.json", "~/other/vocab.json"),
+    *("file://{}/other/vocab.json", "inner/own.json", "./inner/../../other", "{}/model/inner"),
+)
+
+
+@pytest.mark.parametrize("value", ELSEWHERE)
+def test_paths_of_files_elsewhere_are_refused(value: str, model: Path) -> None:
+    write_json(model / "processor_config.json", {"parts": [{"any_key": value.format(model.parent)}]})
+    with pytest.raises(ConfigError, match=r"processor_config\.json has any_key = .*, which is a file of this machine"):
+        check_named_files(model)
+
+
 @pytest.mark.parametrize(
-    "entry",
+    ("name", "entry"),
     [
-        {"vocab": "/other/vocab.json"},
-        {"merges": "m.txt"},
-        {"merges_file": "/other/merges.txt"},
-        {"gguf_file": "../x.gguf"},
-        {"init_inputs": ["/other/vocab"]},
+        # GemmaTokenizer has only tokenizer.json as a file of its own: the path is read where that is missing.
+        ("tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer", "vocab_file": "{}/other/vocab.json"}),
+        ("tokenizer_config.json", {"vocab": "{}/other/vocab.json"}),
+        ("tokenizer_config.json", {"merges_file": "{}/other/vocab.json"}),
+        ("config.json", {"vision_config": {"model_args": {"checkpoint_path": "{}/other/vocab.json"}}}),
     ],
 )
-def test_tokenizer_that_is_given_paths_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
-    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", **entry})
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json has \w+ = .*, which can have a file elsewhere read"):
-        check_named_files(tmp_path)
+def test_paths_that_loaders_take_are_refused(name: str, entry: dict[str, object], model: Path) -> None:
+    (model / name).write_text(json.dumps(entry).replace("{}", str(model.parent)))
+    with pytest.raises(ConfigError, match=r"\w+\.json has \w+ = .*, which is a file of this machine"):
+        check_named_files(model)
+
+
+def test_other_texts_are_no_paths(model: Path) -> None:
+    (Path.cwd() / "gelu").mkdir()
+    texts = ["</s>", "/", "..", "", "a\0b", "gelu", "owner/name", "/nowhere/x", "x" * 9999, "\ud800/x", "./vocab.json"]
+    write_json(model / "config.json", {"_name_or_path": str(model.parent / "other"), "texts": [*texts, str(model)]})
+    template = "{% for message in messages %}/{{ message }}\n{% endfor %}"
+    notes = {"name_or_path": str(model.parent / "other"), "tokenizer_file": str(model.parent / "other/vocab.json")}
+    write_json(model / "tokenizer_config.json", {"chat_template": template, "vocab_file": "vocab.json", **notes})
+    check_named_files(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "chat_template.jinja", "additional_chat_templates/a.jinja"]
+)
+def test_links_out_of_the_folder_are_refused(name: str, model: Path) -> None:
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).symlink_to(model.parent / "other/vocab.json")
+    with pytest.raises(ConfigError, match=r" is a link to .*/other/vocab\.json, outside of the model fol"):
+        check_links(model)
+
+
+def test_links_of_weights_and_of_a_hubs_cache_are_followed(model: Path) -> None:
+    (model / "model.safetensors").symlink_to(model.parent / "other/vocab.json")
+    (model / "tokenizer_config.json").symlink_to("vocab.json")
+    (model / "README.md").symlink_to("nowhere")
+    check_links(model)
+    cached = model.parent / "models--a--b"
+    for name in ("blobs", "snapshots/1a"):
+        (cached / name).mkdir(parents=True)
+    (cached / "blobs" / "77").write_text("{}")
+    (cached / "snapshots/1a/config.json").symlink_to("../../blobs/77")
+    os.symlink(cached / "snapshots/1a", model.parent / "link")
+    check_links(cached / "snapshots/1a")
+    check_links(model.parent / "link")
 
 
 @pytest.mark.parametrize("kind", ["XLORA", None, ["LORA"]])

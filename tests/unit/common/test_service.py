@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +94,29 @@ def test_model_folder_that_names_a_kernel_of_a_hub_is_refused(
 def test_other_configurations_are_left_to_the_loader(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert check_model_folder(str(tmp_path), weights=False) == tmp_path
+
+
+def test_link_in_a_model_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").symlink_to("../config.json")
+    with pytest.raises(ConfigError, match=r"config\.json is a link to .*, outside of the model folder: copy the file"):
+        check_model_folder(str(tmp_path / "model"), weights=False)
+
+
+PROGRAM = """
+import os, sys
+from starling.common.service import serve
+from starling.common.settings import ServiceSettings
+serve(sys.argv[1], ServiceSettings, None, ["--no-such-flag"])
+print(os.environ.get("HF_HUB_OFFLINE"), os.environ["USE_HUB_KERNELS"])
+"""
+
+
+@pytest.mark.parametrize(("role", "expected"), [("policy", "1"), ("rollout", "1"), ("teacher", "1"), ("reward", None)])
+def test_processes_that_load_models_leave_the_hub(role: str, expected: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment["USE_HUB_KERNELS"] = "YES"  # what the user has set is left
+    command = [sys.executable, "-c", PROGRAM, role]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == [str(expected), "YES"]

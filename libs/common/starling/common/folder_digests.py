@@ -26,8 +26,14 @@ _PREFERRED: Final = frozenset({"model.safetensors", "model.safetensors.index.jso
 _ADAPTER: Final = "adapter_config.json"
 _TEMPLATES: Final = "additional_chat_templates"
 """Subfolder in which transformers looks for chat templates; one of them, `default`, replaces that of the tokenizer."""
-_OTHERS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
-"""Endings of a configuration, a chat template, a tokenizer, and code."""
+_UNREAD: Final = (
+    *("README", "LICENSE", "NOTICE", ".md", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg"),
+    *(".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".pth", "optimizer.pt", "scheduler.pt"),
+)
+"""Ends of the names of files that no engine reads: texts and pictures, weights of other formats, states of trainers.
+
+All others count: tokenizers have files of many names, such as ``source.spm``, ``bpe.codes`` and ``tokenizer.model.v3``.
+"""
 
 
 def write_digests(folder: Path) -> None:
@@ -78,10 +84,10 @@ def check_digests(folder: Path, *, leave_out: Sequence[str] = (), source: str = 
 def model_digest(folder: Path) -> str:
     """Return one digest of the files of a model folder that an engine reads: 32 hexadecimal digits.
 
-    It is that of the names and digests of the files of weights, configuration, tokenizer and code, and equal for copies
-    of a folder, whatever else lies beside these files. Digests that the folder has are used: compare them first
-    (`check_digests`). Other files are read, at the speed of the disk or, in memory, of some GB/s; a thread of its own
-    can do that.
+    It is that of the names and digests of all files in it, and equal for copies. Left out are hidden files and those
+    that no engine reads (`_UNREAD`), weights that are not loaded, and subfolders but that of chat templates. Digests
+    that the folder has are used: compare them first (`check_digests`). Other files are read, at the speed of the disk
+    or, in memory, of some GB/s; a thread of its own can do that.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -91,7 +97,8 @@ def model_digest(folder: Path) -> str:
         found = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*.jinja")]
         files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
         files.pop(DIGESTS, None)
-        read = sorted(name for name in files if name.endswith((*_OTHERS, *_weight_endings(files))))
+        unread = (*_UNREAD, *_unloaded_weights(files))
+        read = sorted(name for name in files if not name.startswith(".") and not name.endswith(unread))
         digests = {name: str(listed.get(name) or _digest_of(files[name])) for name in read}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -99,13 +106,13 @@ def model_digest(folder: Path) -> str:
     return xxhash.xxh3_128(json.dumps(digests).encode()).hexdigest()
 
 
-def _weight_endings(names: Collection[str]) -> tuple[str, ...]:
-    """Return the endings of the files of weights that are loaded from a folder.
+def _unloaded_weights(names: Collection[str]) -> tuple[str, ...]:
+    """Return the endings of files of weights that are not loaded from a folder.
 
     Of an unusual one transformers may take other files than vLLM, or others than the model's for an adapter.
     """
     is_usual = not _PREFERRED.isdisjoint(names) and _ADAPTER not in names
-    return _WEIGHTS[:1] if is_usual else _WEIGHTS
+    return _WEIGHTS[1:] if is_usual else ()
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -1,12 +1,15 @@
 """What a model folder names for transformers and vLLM to load: only files of its own, and no code of a hub.
 
-`config.json` can name another configuration, weights elsewhere, another model, or a kernel of a hub, and an index of
-weights or of tokenizers any file. No digest of the folder covers these, so that they are refused before they are read.
+The settings of a model, tokenizer or processor can name another configuration, weights or a tokenizer elsewhere,
+another model, or a kernel of a hub, an index of weights any file, and a link can lead to one. No digest of the folder
+covers these, so that they are refused before they are read: a path by the file that it leads to, whatever setting has
+it; names on a hub, and of files in the folder, by the settings that have them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +17,9 @@ from typing import Any, Final
 from starling.common.errors import ConfigError
 from starling.common.files import open_regular
 
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0"}
+"""Environment variables of processes that load models from local folders: whatever a folder names, nothing is fetched
+from a hub, and transformers takes no kernels from there. Both are read when transformers is imported."""
 _KERNEL_KEYS: Final = (
     "attn_implementation",
     "experts_implementation",
@@ -28,9 +34,37 @@ _MODEL_KEYS: Final = ("speculators_config", "text_model_id", "audio_model_id")
 _TOKENIZER: Final = "tokenizer_config.json"
 _SPECIAL: Final = "special_tokens_map.json"
 """Its entries become arguments of the tokenizer's class, after transformers has checked those that are files."""
+_SETTINGS: Final = (
+    "config.json",
+    "generation_config.json",
+    _TOKENIZER,
+    _SPECIAL,
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "adapter_config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+)
+"""Files of settings, of which transformers or vLLM can take a value for the path of a file."""
+_NOTES: Final = (
+    *("_name_or_path", "name_or_path", "base_model_name_or_path"),
+    *("tokenizer_file", "special_tokens_map_file"),
+)
+"""Settings with the paths of the author's files, which the loaders replace by those of the folder."""
 _TOKEN_KEYS: Final = ("_token", "_tokens", "_token_id", "_token_ids")
 _INDEXED: Final = (".safetensors", ".bin")
 """Endings of files of weights that an index can name."""
+
+
+def leave_hub() -> None:
+    """Switch the hub off for this process and those it starts, before transformers is imported.
+
+    Variables that the user has set are left.
+    """
+    os.environ.update(OFFLINE | os.environ)
 
 
 def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
@@ -53,13 +87,33 @@ def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
         _TOKENIZER: _problem_of_tokenizer,
         _SPECIAL: _problem_of_special_token,
     }
-    for name, check in checks.items():
+    for name in _SETTINGS:
         if not (folder / name).is_file():
             continue
         for depth, key, value in _entries(folder / name):
-            problem = check(depth, key, value) or (_problem_of_code(key, value) if runs_code else "")
-            if problem:
+            problem = checks[name](depth, key, value) if name in checks else ""
+            problem = problem or _problem_of_path(folder, key, value)
+            if problem or (runs_code and (problem := _problem_of_code(key, value))):
                 raise ConfigError(f"{folder / name} has {key:.100} = {value!r:.200}, {problem}")
+
+
+def check_links(folder: Path) -> None:
+    """Refuse links out of the folder, but for those of weights, and those into the blobs of a hub's cache.
+
+    Other files are small, so that they can be copied; an export copies some of them, and any file could be behind a
+    link. Weights are large, and nothing but tensors is taken from them.
+
+    Raises:
+        ConfigError: the text names the link.
+    """
+    home = folder.resolve()
+    places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        is_left_alone = path.name.startswith(".") or path.name.endswith(_INDEXED) or not path.is_file()
+        if not is_left_alone and not any(path.resolve().is_relative_to(place) for place in places):
+            raise ConfigError(
+                f"{path} is a link to {path.resolve()}, outside of the model folder: copy the file into it"
+            )
 
 
 def check_indexes(folder: Path) -> None:
@@ -142,11 +196,32 @@ def _problem_of_tokenizer(depth: int, key: str, value: Any) -> str:
     """Return what is wrong with an entry of a tokenizer's configuration, and the remedy; empty if nothing is."""
     if key == "fast_tokenizer_files" and not isinstance(value, list):
         return "" if _is_plain(value, ".json") else "which is no file beside it; remove it"
-    is_path = isinstance(value, str) and (key in ("vocab", "merges") or (key == "merges_file" and "/" in value))
-    is_file = is_path or (key == "gguf_file" and value is not None)
-    if depth == 1 and (is_file or (key == "init_inputs" and value)):
-        return "which can have a file elsewhere read as the tokenizer; remove it, and add tokenizer.json"
+    if depth == 1 and ((key == "gguf_file" and value is not None) or (key == "init_inputs" and value)):
+        return "which can have another file read as the tokenizer; remove it, and add tokenizer.json"
     return ""
+
+
+def _problem_of_path(folder: Path, key: str, value: Any) -> str:
+    """Return what is wrong with the path of a file elsewhere, and the remedy; empty if `value` is none."""
+    if key in _NOTES or not isinstance(value, str) or not _leads_elsewhere(folder, value):
+        return ""
+    return "which is a file of this machine outside of the folder, or in a subfolder; remove it, or copy the file there"
+
+
+def _leads_elsewhere(folder: Path, value: str) -> bool:
+    """Return whether a loader could take `value` for a path, which leads to anything but a file in `folder` itself."""
+    path = os.path.expanduser(value.removeprefix("file://"))
+    if not path.strip("./"):
+        return False
+    if os.sep not in path:  # a word, such as the name of a function: a folder of that name means nothing
+        return os.path.isfile(path) and not _is_in(folder, path)
+    found = (part for part in (path, os.path.join(folder, path)) if os.path.exists(part))
+    return any(not _is_in(folder, part) for part in found)
+
+
+def _is_in(folder: Path, path: str) -> bool:
+    """Return whether an existing `path` is that of a file in `folder` itself, or of `folder`."""
+    return os.path.samefile(path if os.path.isdir(path) else os.path.dirname(path) or ".", folder)
 
 
 def _problem_of_special_token(depth: int, key: str, _: Any) -> str:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import check_digests
 from starling.common.ids import Role
-from starling.common.model_folder import check_indexes, check_named_files
+from starling.common.model_folder import check_indexes, check_links, check_named_files, leave_hub
 from starling.common.net.curve import KeyFile, load_key
 from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
@@ -181,7 +181,7 @@ def check_model_folder(
 
     Raises:
         ConfigError: it is not a model folder, has no weights, a file differs from its digest, or it names other
-            files, models or kernels to load.
+            files, models or kernels to load, or has links to other files.
     """
     remedy = "give the path of a Hugging Face model folder"
     if not path:
@@ -197,6 +197,7 @@ def check_model_folder(
         )
         raise ConfigError(f"the model folder {path} has a config.json and no weights; add model.safetensors{other}")
     check_digests(folder, leave_out=() if weights and reads_weights else WEIGHT_FILES)
+    check_links(folder)
     check_named_files(folder, runs_code=runs_code)
     if weights:
         check_indexes(folder)
@@ -249,6 +250,8 @@ def serve(
 
     A replica that receives a stop signal before it is ready, which may take minutes, exits at once.
     """
+    if role in ("policy", "rollout", "teacher"):
+        leave_hub()
     stop = StopSignal(None if role == "controller" else STOP_S)
     given = sys.argv[1:] if argv is None else argv
     name = role if role == "controller" else process_name(role, given)

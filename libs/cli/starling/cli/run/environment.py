@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from starling.common.model_folder import OFFLINE
+
 COMMON: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
@@ -23,4 +25,4 @@ def of_fork_server() -> dict[str, str]:
     It starts before the number of threads is known. They load models from a local folder, so the Hugging Face hub is
     switched off for them, which its library reads at the import.
     """
-    return {**of_services(1), "HF_HUB_OFFLINE": "1"}
+    return {**of_services(1), **OFFLINE}
