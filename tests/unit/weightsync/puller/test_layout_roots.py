@@ -18,7 +18,7 @@ from puller_models import Model, Storages, local, publish, publishers, zeros
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.digests import DigestMode
-from starling.weightsync.offers.offer import Offer, layout_root
+from starling.weightsync.offers.offer import Offer, layout_root, make_offer, root_of_parts
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.planner import Bucket, Plan, PlanCache, make_plan
 from starling.weightsync.publisher.publisher import Publisher
@@ -56,9 +56,11 @@ class Destination:
 
 
 @contextmanager
-def policy(layout: Layout, digests: DigestMode = "full", delta_versions: int = 0) -> Iterator[Publisher]:
-    """Run a publisher of one rank, in this process."""
-    with Publisher(layout, transport="local", digests=digests, delta_versions=delta_versions) as publisher:
+def policy(
+    layout: Layout, digests: DigestMode = "full", delta_versions: int = 0, *, rank: int = 0
+) -> Iterator[Publisher]:
+    """Run the publisher of one rank in this process."""
+    with Publisher(layout, transport="local", rank=rank, digests=digests, delta_versions=delta_versions) as publisher:
         yield publisher
 
 
@@ -73,27 +75,33 @@ def flipped(draw: random.Random, full: Storages) -> Storages:
 @examples(20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
+    num_source_ranks=st.integers(1, 3),
     num_relay_ranks=st.integers(1, 3),
     num_ranks=st.integers(1, 3),
     bucket_bytes=st.sampled_from((256, 4096, 1 << 20)),
 )
 def test_layout_root_of_random_layouts_is_that_of_the_published_bits_alone(
-    seed: int, num_relay_ranks: int, num_ranks: int, bucket_bytes: int
+    seed: int, num_source_ranks: int, num_relay_ranks: int, num_ranks: int, bucket_bytes: int
 ) -> None:
     draw = random.Random(seed)
     model = Model(draw, num_tensors=draw.randint(1, 8))
-    source, between = model.layout("policy-0", 1), model.layout("rollout-0", num_relay_ranks)
+    source, between = model.layout("policy-0", num_source_ranks), model.layout("rollout-0", num_relay_ranks)
     layout = model.layout("rollout-1", num_ranks)
     direct = make_plan(source, layout, bucket_bytes=bucket_bytes)
     passed_on = make_plan(between, layout, bucket_bytes=draw.choice((256, 4096)))
     full = model.full(0)
     with ExitStack() as stack:
-        publisher = stack.enter_context(policy(source))
-        snapshot = publisher.snapshot(0, local(source, 0, full), {"it": direct})
-        root = snapshot.layout_roots()["it"]
+        snapshots = [
+            stack.enter_context(policy(source, rank=rank)).snapshot(0, local(source, rank, full), {"it": direct})
+            for rank in range(num_source_ranks)
+        ]
+        root = root_of_parts([snapshot.layout_parts()["it"] for snapshot in snapshots])
+        published = make_offer(0, [rank for snapshot in snapshots for rank in snapshot.offer().ranks])
         destination = stack.enter_context(closing(Destination(layout)))
-        destination.pull(snapshot.offer(), direct)
-        assert destination.root(snapshot.offer()) == root
+        destination.pull(published, direct)
+        assert destination.root(published) == root
+        if num_source_ranks == 1:
+            assert snapshots[0].layout_roots() == {"it": root}
         # A rollout that holds the same bits passes them on, cut otherwise; and one that holds another bit.
         for version, content in enumerate((full, flipped(draw, full))):
             relays = stack.enter_context(publishers(between, ["local"] * num_relay_ranks))

@@ -20,7 +20,8 @@ This guards against errors, not against an adversary; tickets control read acces
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Final, Literal
+from itertools import chain
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 import xxhash
@@ -34,6 +35,8 @@ TransportChoice = Literal["auto", "ucx", "tcp", "local", "nccl", "gloo", "nixl"]
 DIGEST_BYTES: Final = 16
 """Size of the digest of a box."""
 ROOT_CHARACTERS: Final = 2 * DIGEST_BYTES
+LayoutPart: TypeAlias = tuple[tuple[tuple[int, Box, bytes], ...], ...]
+"""For each rank of a destination: shard, box and digest of the boxes that one rank of the source sends."""
 MAX_SECRET_CHARACTERS: Final = 64
 """Maximum length of a secret in an offer from a peer; a publisher draws 32 hexadecimal digits."""
 
@@ -172,6 +175,17 @@ def rank_root(boxes: Iterable[tuple[int, Box, bytes]]) -> str:
 def layout_root(rank_roots: Sequence[str]) -> str:
     """Return the layout root of a destination, from `rank_root` of each of its ranks, in their order."""
     return digest_of("".join(rank_roots).encode())
+
+
+def root_of_parts(parts: Sequence[LayoutPart]) -> str:
+    """Return the layout root of a destination, from the boxes that each rank of its source sends.
+
+    Raises:
+        WeightsError: they are of destinations with other numbers of ranks.
+    """
+    if len({len(part) for part in parts}) != 1:
+        raise WeightsError("The ranks of a source have plans to destinations with different numbers of ranks.")
+    return layout_root([rank_root(chain.from_iterable(boxes)) for boxes in zip(*parts, strict=True)])
 
 
 def _root(version: int, ranks: Sequence[RankOffer]) -> str:

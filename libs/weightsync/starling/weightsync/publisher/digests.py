@@ -8,7 +8,7 @@ from functools import partial
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Array, part_of
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
-from starling.weightsync.offers.offer import digest_of, layout_root, rank_root, root_of
+from starling.weightsync.offers.offer import LayoutPart, digest_of, root_of
 from starling.weightsync.plan.boxes import contains
 from starling.weightsync.plan.layout import Box, ShardPiece
 from starling.weightsync.plan.planner import Plan
@@ -22,11 +22,15 @@ class SnapshotDigests:
         source: the snapshots.
         pieces: what each of them holds.
         rank: which rank of its layout this process is.
+        num_ranks: of the layout.
         mode: which bytes are digested.
     """
 
-    def __init__(self, source: SnapshotSource, pieces: Sequence[ShardPiece], rank: int, mode: DigestMode) -> None:
-        self._source, self._pieces, self._rank, self._mode = source, tuple(pieces), rank, mode
+    def __init__(
+        self, source: SnapshotSource, pieces: Sequence[ShardPiece], rank: int, num_ranks: int, mode: DigestMode
+    ) -> None:
+        self._source, self._pieces, self._mode = source, tuple(pieces), mode
+        self._rank, self._num_ranks = rank, num_ranks
 
     def root(self, version: int, snapshot: int, arrays: Sequence[Array]) -> str:
         """Return the root of all pieces of a snapshot; digests of every byte are stored in the arena too.
@@ -46,20 +50,20 @@ class SnapshotDigests:
             self._source.arena.set_digests(snapshot, digests)
         return root_of((piece.names[0], piece.box, digest) for piece, digest in zip(self._pieces, digests, strict=True))
 
-    def layout_root(
+    def layout_part(
         self, plan: Plan, version: int, snapshot: int, arrays: Sequence[Array], stopped: Callable[[], bool]
-    ) -> str:
-        """Return the layout root of the destination of `plan`.
+    ) -> LayoutPart:
+        """Return this rank's part of the layout root of the destination of `plan`.
 
         Args:
-            plan: from this rank to a destination, which has chosen its boxes.
+            plan: from all ranks to a destination, which has chosen its boxes.
             version: the version in the snapshot.
             snapshot: its number.
             arrays: its pieces.
             stopped: checked before each box.
 
         Raises:
-            WeightsError: the plan is not one from this rank alone, or `stopped` before the end.
+            WeightsError: the plan is not one from the ranks of this layout, or `stopped` before the end.
         """
 
         def digest(shard: int, box: Box) -> bytes:
@@ -70,14 +74,15 @@ class SnapshotDigests:
             piece = self._pieces[shard]
             return self._digest(version, snapshot, piece, box, part_of(arrays[shard], piece.box, box))
 
-        roots: list[str] = []
+        parts = []
         for rank in plan.ranks:
             buckets = plan.of_destination(rank)
-            if any(bucket.source_rank != self._rank for bucket in buckets):
-                raise WeightsError(f"The plan to {plan.destination} reads from other ranks than rank {self._rank}.")
-            transfers = [transfer for bucket in buckets for transfer in bucket.transfers]
-            roots.append(rank_root((t.destination_shard, t.box, digest(t.source_shard, t.box)) for t in transfers))
-        return layout_root(roots)
+            wrong = next((one.source_rank for one in buckets if not 0 <= one.source_rank < self._num_ranks), None)
+            if wrong is not None:
+                raise WeightsError(f"The plan to {plan.destination} reads from rank {wrong}, which there is not.")
+            transfers = [t for bucket in buckets if bucket.source_rank == self._rank for t in bucket.transfers]
+            parts.append(tuple((t.destination_shard, t.box, digest(t.source_shard, t.box)) for t in transfers))
+        return tuple(parts)
 
     def _digest(self, version: int, snapshot: int, piece: ShardPiece, box: Box, array: Array) -> bytes:
         """Return the digest of a box of a piece, whose elements are `array`; empty without digests."""

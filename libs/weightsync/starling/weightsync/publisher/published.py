@@ -9,7 +9,7 @@ from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.delta.format import DeltaTotal
-from starling.weightsync.offers.offer import Offer, RankOffer, make_offer
+from starling.weightsync.offers.offer import LayoutPart, Offer, RankOffer, make_offer, root_of_parts
 from starling.weightsync.plan.layout import encode
 
 DIGEST_TIMEOUT_S: Final = 600.0
@@ -24,24 +24,30 @@ class PublishedSnapshot:
         version: int,
         stall_s: float,
         rank: Future[RankOffer],
-        layout_roots: dict[str, Future[str]],
+        layout_parts: dict[str, Future[LayoutPart]],
         changes: Future[DeltaTotal | None] | None = None,
     ) -> None:
         self.version = version
         self.stall_s = stall_s
         """Seconds that the snapshot took: the only part of publishing that blocks training."""
-        self._rank, self._layout_roots, self._changes = rank, layout_roots, changes
+        self._rank, self._layout_parts, self._changes = rank, layout_parts, changes
 
     def layout_roots(self, timeout_s: float = DIGEST_TIMEOUT_S) -> dict[str, str]:
         """Return the layout roots by the keys under which their plans were given, as far as they are known within
-        `timeout_s`: those that failed, and that a later version or `close` has ended, are left out."""
+        `timeout_s`: those that failed, and that a later version or `close` has ended, are left out.
+
+        These are the roots of a publisher of one rank; see `layout_parts` for others."""
+        return {key: root_of_parts([part]) for key, part in self.layout_parts(timeout_s).items()}
+
+    def layout_parts(self, timeout_s: float = DIGEST_TIMEOUT_S) -> dict[str, LayoutPart]:
+        """Return this rank's parts of the layout roots, like these; `offers.offer.root_of_parts` joins all ranks'."""
         deadline = time.monotonic() + timeout_s
-        roots: dict[str, str] = {}
-        for key, future in list(self._layout_roots.items()):  # more may be asked for meanwhile
+        parts: dict[str, LayoutPart] = {}
+        for key, future in list(self._layout_parts.items()):  # more may be asked for meanwhile
             with suppress(TimeoutError, CancelledError):
                 if future.exception(max(0.0, deadline - time.monotonic())) is None:
-                    roots[key] = future.result()
-        return roots
+                    parts[key] = future.result()
+        return parts
 
     def offer(self, timeout_s: float = DIGEST_TIMEOUT_S) -> Offer:
         """Return the offer, once the root of the version is known.

@@ -19,7 +19,7 @@ from starling.weightsync.memory.arena import Arena, WhenBusy
 from starling.weightsync.memory.arrays import Array, packed_arrays
 from starling.weightsync.memory.device_memory import SnapshotPlace, SnapshotPolicy
 from starling.weightsync.memory.digests import DigestMode
-from starling.weightsync.offers.offer import Offer, RankOffer, Transport, holds_of
+from starling.weightsync.offers.offer import LayoutPart, Offer, RankOffer, Transport, holds_of
 from starling.weightsync.plan.layout import Layout, check_layout, pieces_of
 from starling.weightsync.plan.planner import Plan
 from starling.weightsync.publisher.comparison import Comparison
@@ -51,7 +51,7 @@ class _NewestVersion:
     version: int = -1
     snapshot: int = 0
     slot: int = -1
-    layout_roots: dict[str, Future[str]] = field(default_factory=dict)
+    layout_parts: dict[str, Future[LayoutPart]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Publisher:
         source = SnapshotSource(self._arena, pieces)
         source.device_memory = self._writer.memory
         self._readers = source.readers
-        self._digests = SnapshotDigests(source, pieces, rank, digests)
+        self._digests = SnapshotDigests(source, pieces, rank, len(layout.ranks), digests)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-digest")
         self._digesting: dict[int, _Digesting] = {}
         """By slot."""
@@ -228,7 +228,7 @@ class Publisher:
         changes = None
         if self._comparison is not None and base >= 0:
             changes = self._comparison.start(self._arrays[before.slot], self._arrays[slot])
-        return PublishedSnapshot(version, time.perf_counter() - begin, offer, self._newest.layout_roots, changes)
+        return PublishedSnapshot(version, time.perf_counter() - begin, offer, self._newest.layout_parts, changes)
 
     def add_layout_roots(self, root_plans: Mapping[str, Plan]) -> None:
         """Compute these layout roots of the newest version, too; see `snapshot`. Known keys are not computed again.
@@ -241,9 +241,9 @@ class Publisher:
             raise WeightsError("There is no version whose layout roots could be computed.")
         digesting = self._digesting[newest.slot]
         for key, plan in root_plans.items():
-            if key not in newest.layout_roots:
-                future = self._pool.submit(self._layout_root, plan, newest, self._arrays[newest.slot], digesting.end)
-                newest.layout_roots[key] = future
+            if key not in newest.layout_parts:
+                future = self._pool.submit(self._layout_part, plan, newest, self._arrays[newest.slot], digesting.end)
+                newest.layout_parts[key] = future
                 digesting.futures.append(future)
 
     def settle(self) -> None:
@@ -298,10 +298,12 @@ class Publisher:
             rank=self._rank, snapshot=published.snapshot, secret=secret, holds=self._holds, root=root
         )
 
-    def _layout_root(self, plan: Plan, published: _NewestVersion, arrays: Sequence[Array], end: threading.Event) -> str:
-        """Compute a layout root, in the digesting thread."""
+    def _layout_part(
+        self, plan: Plan, published: _NewestVersion, arrays: Sequence[Array], end: threading.Event
+    ) -> LayoutPart:
+        """Compute this rank's part of a layout root, in the digesting thread."""
         latest = time.monotonic() + max(MIN_ROOT_S, ROOT_SHARE * self._root_s)
-        return self._digests.layout_root(
+        return self._digests.layout_part(
             plan,
             published.version,
             published.snapshot,
