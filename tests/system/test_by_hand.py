@@ -15,7 +15,7 @@ from system_runs import Command, make_workdir, rollouts_on_other_hosts, starling
 
 from starling.cli.recipe.schema import Recipe
 from starling.common.settings import iter_settings
-from starling.policy.shell.main import PolicyProcess
+from starling.policy.shell.loading import PolicyProcess
 from starling.reward.shell.main import RewardProcess
 from starling.rollout.settings import RolloutProcess
 

@@ -118,7 +118,7 @@ NOT_OF_THE_MODEL = {
 
 @pytest.mark.parametrize("mistake", NOT_OF_THE_MODEL)
 def test_dry_run_refuses_what_the_policy_would_refuse_in_the_same_sentence(mistake: str, tmp_path: Path) -> None:
-    from starling.policy.shell.main import PolicyProcess, create_learner
+    from starling.policy.shell.loading import PolicyProcess, create_learner
 
     folder = small_model(tmp_path / "model")
     path = tmp_path / "recipe.toml"

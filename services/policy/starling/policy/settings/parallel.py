@@ -7,11 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from starling.common.ranges import MAX_COUNT
-from starling.common.settings import SettingsSection
+from starling.common.settings import Seconds, SettingsSection
 
 
 class ParallelSettings(SettingsSection):
-    """Ranks along each axis of the mesh; their product is the number of ranks of a replica."""
+    """Ranks along each axis of the mesh; their product is the number of ranks of a replica, processes of one host."""
 
     dp_replicate: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Copies of the model, each of which computes a share of the microbatches (DDP; HSDP together with `dp_shard`)."""
@@ -29,6 +29,9 @@ class ParallelSettings(SettingsSection):
     """Whether the ranks of `dp_shard` free a block's gathered parameters between its forward and its backward pass:
     `always`, less memory; `never`, less communication; `default`, but for the last block, which is needed again at
     once."""
+    timeout_s: Seconds = 600.0
+    """Time that ranks wait for each other in one operation, before the replica starts again from its newest state. A
+    rank that has ended is noticed at once."""
 
     @property
     def num_ranks(self) -> int:

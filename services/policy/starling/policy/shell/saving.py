@@ -10,25 +10,29 @@ import importlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import structlog
 
 from starling.common.errors import ConfigError, StarlingError
+from starling.common.ids import TrainerKind
 from starling.common.offers import AnswerLease, lease_failure
 from starling.common.wire import messages as wire
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.train.checkpoint.header import STATES, find_state, newest_state
 from starling.policy.train.checkpoint.huggingface import CHECKPOINT, CHECKPOINTS, Saveable, export_hf
-from starling.policy.train.checkpoint.state import SavedState, StateStore
+from starling.policy.train.checkpoint.shared_export import SharedWeights
+from starling.policy.train.checkpoint.state import SavedState, StateSnapshot, StateStore
 from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutcome
-from starling.policy.train.learner import Learner
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = structlog.get_logger(__name__)
 
@@ -36,12 +40,29 @@ STATE_FORMAT: Final = "starling.policy.train.checkpoint.dcp"
 """The module that writes states."""
 
 
+class SavedModel(Protocol):
+    """Everything that is saved: a learner, or the learners of all ranks of a replica, whose methods these are."""
+
+    @property
+    def model(self) -> Any:
+        """The model, for its architecture."""
+
+    def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> StateSnapshot:
+        """Copy the present state into host memory."""
+
+    def resume(self, saved: SavedState, *, next_kind: TrainerKind | None = None) -> int:
+        """Restore a saved state. Returns its version."""
+
+    def exported(self, *, merged: bool = False) -> Mapping[str, Tensor] | SharedWeights:
+        """Copy the tensors of an export into host memory."""
+
+
 class PolicySaver:
     """Saves the states and exports of one policy."""
 
     def __init__(
         self,
-        learner: Learner,
+        learner: SavedModel,
         tokenizer: Saveable,
         settings: SavingSettings,
         run: str,

@@ -21,9 +21,13 @@ def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: Trainer
     """Check the settings of a run that ends with steps of `trainer`, before its first one. Changes nothing.
 
     Raises:
-        ConfigError: `model` has no routers for the loss that `settings` ask for, or no parameters for a pattern of an
-            optimizer.
+        ConfigError: `model` has no routers for the loss that `settings` ask for, no parameters for a pattern of an
+            optimizer, or sizes that the ranks cannot divide.
     """
     if settings.router_aux_coefficient:
         find_routers(model)
+    if settings.parallel.tp > 1:
+        from starling.policy.train.parallel.tensor import check_tensors  # torch's distributed tensors
+
+        check_tensors(model, settings.parallel.tp)
     check_optimizers(model, settings, trainer)

@@ -25,6 +25,7 @@ from starling.policy.train.checkpoint.state import (
     StateMetadata,
     StateSnapshot,
     in_section,
+    take_parts,
     take_state,
 )
 from starling.policy.train.data.examples import PreferencePair, SftExample
@@ -38,10 +39,12 @@ from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, Rewa
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
 from starling.policy.train.trainer import Trainer
+from starling.weightsync.tensors.modules import local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from starling.policy.train.checkpoint.parts import Part
     from starling.policy.train.parallel.apply import ParallelModel
     from starling.policy.train.parallel.mesh import Mesh
 else:
@@ -78,8 +81,7 @@ class Learner:
                 f"policy.parallel asks for {num_ranks} ranks, and this policy runs as a single one: set its sizes to 1"
             )
         self._load, self._settings, self._mesh = load, settings, mesh
-        self.model = load()
-        self.parallel = self._on_mesh(self.model)
+        self.model, self.parallel = self._on_mesh()
         """The ranks that make the steps together; None for a single rank."""
         self.tensors = version_tensors(self.model)
         """The tensors of a version; every step changes them in place."""
@@ -178,6 +180,10 @@ class Learner:
                 "restart the process from the newest state"
             ) from self._broken
 
+    def published(self) -> dict[str, Tensor]:
+        """Return the tensors of the present version, in the element types of a version; on a mesh this rank's parts."""
+        return self.tensors if self.parallel is None else self.parallel.published(self.tensors)
+
     def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> StateSnapshot:
         """Copy the present state, as `version`, into host memory. The copy is valid until the next one.
 
@@ -188,12 +194,9 @@ class Learner:
 
         Raises:
             StepBrokenError: the weights are not a version.
-            ConfigError: the learner is on a mesh.
         """
-        self._refuse_mesh("a saved state")
         self.check_whole()
         trainer, trainer_state = self.trainer, None
-        tensors = in_section(WEIGHTS, self.tensors)
         if trainer is not None:
             reference = trainer.reference
             trainer_state = TrainerState(
@@ -202,10 +205,6 @@ class Learner:
                 total_steps=trainer.optimizer.total_steps,
                 begun_at=-1 if reference is None else reference.version,
             )
-            tensors |= in_section(TRAINER, trainer.optimizer.state_tensors())
-            # Version 0 can be loaded again.
-            if reference is not None and reference.version > 0:
-                tensors |= in_section(REFERENCE, reference.tensors)
         metadata = StateMetadata(
             run=run,
             version=version,
@@ -213,7 +212,21 @@ class Learner:
             trainer=trainer_state,
             metrics={**self.metrics, **(metrics or {})},
         )
+        if self.parallel is not None:
+            return take_parts(metadata, self._state_parts(self.parallel), self.model.device, self._buffers)
+        tensors = in_section(WEIGHTS, self.tensors)
+        if trainer is not None:
+            tensors |= in_section(TRAINER, trainer.optimizer.state_tensors())
+            tensors |= in_section(REFERENCE, _changed_reference(trainer))
         return take_state(metadata, tensors, self.model.device, self._buffers)
+
+    def _state_parts(self, parallel: ParallelModel) -> dict[str, Part]:
+        """Return this rank's parts of the tensors of a state."""
+        parts = in_section(WEIGHTS, parallel.parts(self.tensors))
+        if self.trainer is not None:
+            parts |= in_section(TRAINER, parallel.state_parts(self.trainer.optimizer.state_tensors()))
+            parts |= in_section(REFERENCE, parallel.parts(_changed_reference(self.trainer)))
+        return parts
 
     def resume(self, saved: SavedState, *, next_kind: TrainerKind | None = None) -> int:
         """Restore a saved state. Returns its version.
@@ -224,10 +237,9 @@ class Learner:
                 restored: no step needs it, and this run may have other settings for it.
 
         Raises:
-            ConfigError: the state is of another model or another optimizer, or the learner is on a mesh.
+            ConfigError: the state is of another model or another optimizer.
         """
-        self._refuse_mesh("a saved state")
-        saved.restore(WEIGHTS, self.tensors)
+        self._restore(saved, WEIGHTS, self.tensors)
         self.next_prompt, self.metrics = saved.state.next_prompt, saved.state.metrics
         trainer = saved.state.trainer
         if trainer is not None and next_kind in (None, trainer.kind):
@@ -263,12 +275,19 @@ class Learner:
 
         Raises:
             StepBrokenError: the weights are not a version.
-            ConfigError: the learner is on a mesh.
         """
-        self._refuse_mesh("an export")
+        assert self.parallel is None, "the ranks of a mesh export parts"
         self.check_whole()
         copies = self._buffers.take(in_section(WEIGHTS, export_model(self.model) if merged else self.tensors))
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in copies.items()}
+
+    def exported_parts(self) -> dict[str, Part]:
+        """Copy the parts of an export that this rank of a mesh writes into host memory; see `exported`."""
+        assert self.parallel is not None, "a single rank exports whole tensors"
+        self.check_whole()
+        parts = in_section(WEIGHTS, self.parallel.owned_parts())
+        copies = self._buffers.take({name: part.local for name, part in parts.items()})
+        return {name.removeprefix(WEIGHTS): part.moved(copies[name]) for name, part in parts.items()}
 
     @contextmanager
     def _stepping(self, trainer: Trainer, num_steps: int) -> Iterator[None]:
@@ -286,9 +305,27 @@ class Learner:
         if trainer.reference is not None:
             trainer.reference.version = state.begun_at
             if saved.has(REFERENCE):
-                saved.restore(REFERENCE, trainer.reference.keep())
+                self._restore(saved, REFERENCE, trainer.reference.keep())
         trainer.optimizer.num_steps = state.num_steps
-        trainer.optimizer.load_state_tensors(saved.read(TRAINER))
+        if self.parallel is None:
+            trainer.optimizer.load_state_tensors(saved.read(TRAINER))
+            return
+        parts = self.parallel.state_parts(trainer.optimizer.state_tensors())
+        saved.restore_parts(TRAINER, parts, what="the optimizer", whole=self.parallel.has_all)
+        trainer.optimizer.restored()
+
+    @torch.no_grad()
+    def _restore(self, saved: SavedState, section: str, live: Mapping[str, Tensor]) -> None:
+        """Copy the weights of a section into `live`, on a mesh this rank's parts."""
+        if self.parallel is None:
+            saved.restore(section, live)
+            return
+        parts = self.parallel.parts(live)
+        saved.restore_parts(section, parts, what="the model", whole=self.parallel.has_all)
+        for name, tensor in live.items():
+            local = local_tensor(tensor)
+            if local.dtype != parts[name].local.dtype:  # read into a copy in the type of a version
+                local.copy_(parts[name].local)
 
     def _fresh(self, kind: TrainerKind, num_steps: int) -> Trainer:
         """Return a new trainer, after dropping the active one: both optimizers might not fit in memory."""
@@ -312,19 +349,23 @@ class Learner:
         """Load version 0 again, without effect on the generators of random numbers."""
         device = self.model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            model = self._load().requires_grad_(False)
-        self._on_mesh(model)
-        return model
+            return self._on_mesh(frozen=True)[0]
 
-    def _on_mesh(self, model: PreTrainedModel) -> ParallelModel | None:
+    def _on_mesh(self, *, frozen: bool = False) -> tuple[PreTrainedModel, ParallelModel | None]:
+        """Load version 0, and put it on the mesh: a rank keeps its parts before the next one loads the whole model."""
         if self._mesh is None:
-            return None
+            model = self._load()
+            return model.requires_grad_(False) if frozen else model, None
         from starling.policy.train.parallel.apply import parallelise
 
-        return parallelise(model, self._mesh, self._settings)
+        with self._mesh.turn():
+            model = self._load()
+            if frozen:
+                model.requires_grad_(False)
+            return model, parallelise(model, self._mesh, self._settings)
 
-    def _refuse_mesh(self, what: str) -> None:
-        if self._mesh is not None:
-            raise ConfigError(
-                f"{what} of a policy on a mesh is not available yet: set all sizes of policy.parallel to 1"
-            )
+
+def _changed_reference(trainer: Trainer) -> Mapping[str, Tensor]:
+    """Return the tensors of a trainer's reference, unless it is version 0, which can be loaded again."""
+    reference = trainer.reference
+    return {} if reference is None or reference.version <= 0 else reference.tensors

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from starling.policy.train.checkpoint.index import BadIndexError, read_index
+from starling.policy.train.checkpoint.parts import Part, PartLoadPlanner, PartSavePlanner
 from starling.policy.train.checkpoint.storage import open_file
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -152,6 +153,18 @@ def write_tensors(
         save(dict(tensors), storage_writer=_Writer(files, path), process_group=group, no_dist=group is None)
     if group is None:
         return files.digests
+    return _all_digests(files, group)
+
+
+def write_parts(fs: Any, path: str, parts: Mapping[str, Part], group: ProcessGroup) -> dict[str, str]:
+    """Write the parts of all ranks of `group`, each of which calls this; see `write_tensors`."""
+    files = _Files(fs)
+    with _plain_errors():
+        save(dict(parts), storage_writer=_Writer(files, path), planner=PartSavePlanner(), process_group=group)
+    return _all_digests(files, group)
+
+
+def _all_digests(files: _Files, group: ProcessGroup) -> dict[str, str]:
     gathered: list[dict[str, str]] = [{}] * get_world_size(group)
     all_gather_object(gathered, files.digests, group=group)
     return {name: digest for digests in gathered for name, digest in digests.items()}
@@ -192,6 +205,12 @@ class SavedTensors:
                 process_group=group,
                 no_dist=group is None,
             )
+
+    def read_parts(self, parts: Mapping[str, Part]) -> None:
+        """Fill `parts` in place, whatever parts were written."""
+        with _plain_errors(), torch.no_grad():
+            reader = _Reader(self._files, self._path, self._index)
+            load(dict(parts), storage_reader=reader, planner=PartLoadPlanner(), no_dist=True)
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors whose names begin with `prefix`, on the CPU, by the rest of their names."""

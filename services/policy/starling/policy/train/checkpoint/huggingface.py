@@ -16,6 +16,7 @@ from starling.common.errors import ConfigError
 from starling.common.folder_digests import check_digests, write_digests
 from starling.common.settings import ModelSettings
 from starling.policy.train.checkpoint.header import STATES, VerifiedState, find_state, newest_state
+from starling.policy.train.checkpoint.shared_export import SharedWeights
 from starling.policy.train.checkpoint.state import TRAINER, WEIGHTS, SavedState
 from starling.policy.train.checkpoint.storage import Storage, whole_folder
 from starling.policy.train.model.load import load_model, version_tensors
@@ -53,7 +54,7 @@ def save_hf(
     tokenizer: Saveable | None,
     folder: Path,
     *,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | SharedWeights | None = None,
     shard_mb: int = SHARD_MB,
 ) -> None:
     """Write `model` and `tokenizer` into `folder`, all or nothing.
@@ -63,7 +64,7 @@ def save_hf(
         tokenizer: written into the same folder.
         folder: replaced, if it exists.
         weights: by the names of `version_tensors`, copied, because training may change those of `model`. For a model
-            with adapters either the adapters, in peft's format, or all weights merged.
+            with adapters either the adapters, in peft's format, or all weights merged. Or weights on several ranks.
         shard_mb: maximum MiB of one file of weights.
 
     Raises:
@@ -79,7 +80,7 @@ def export_hf(
     storage: Storage,
     name: str,
     *,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | SharedWeights,
     shard_mb: int = SHARD_MB,
 ) -> str:
     """Write the folder `name` of `storage` like `save_hf`. Returns its URL.
@@ -105,10 +106,12 @@ def _write(
     model: PreTrainedModel,
     tokenizer: Saveable | None,
     folder: Path,
-    weights: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | SharedWeights | None,
     shard_mb: int,
 ) -> None:
-    if is_adapted(model) and (weights is None or all(map(is_adapter, weights))):
+    if weights is not None and not isinstance(weights, Mapping):
+        weights.write(folder, shard_mb)
+    elif is_adapted(model) and (weights is None or all(map(is_adapter, weights))):
         save_adapters(model, folder, weights)
     else:
         state = None if weights is None else dict(weights)

@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,12 +41,16 @@ from starling.policy.train.checkpoint.header import (
 from starling.policy.train.checkpoint.storage import MANIFEST, Storage
 
 if TYPE_CHECKING:  # its import takes half a second, which only a process that writes or reads a state needs
+    from torch.distributed import ProcessGroup
+
     from starling.policy.train.checkpoint.dcp import SavedTensors, Shape
+    from starling.policy.train.checkpoint.parts import Part
 
 NUM_KEPT: Final = 2
 """Number of states to keep: the newest, and the one before in case that is damaged."""
 WEIGHTS, TRAINER, REFERENCE, RANDOM = "weights/", "trainer/", "reference/", "random/"
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -80,6 +84,33 @@ class StateSnapshot:
     state: StateHeader
     """Without `parts` and `digests`."""
     tensors: Mapping[str, Tensor]
+    """Of this process; where others have parts of the same state, see `take_parts`."""
+
+    def write(self, storage: Storage, path: str) -> dict[str, str]:
+        """Write the tensors into the folder `path` of the file system of `storage`. Returns the digest of each file.
+
+        Raises:
+            ConfigError: the storage fails.
+        """
+        from starling.policy.train.checkpoint.dcp import write_tensors
+
+        with storage.explained("written"):
+            return write_tensors(storage.fs, path, self.tensors)
+
+
+@dataclass(frozen=True)
+class PartsSnapshot(StateSnapshot):
+    """The part of a state that one of several ranks holds."""
+
+    parts: Mapping[str, Part]
+    """The same tensors, as parts of whole ones."""
+
+    def write_parts(self, storage: Storage, path: str, group: ProcessGroup) -> dict[str, str]:
+        """Write the parts of all ranks of `group`, each of which calls this; see `write`."""
+        from starling.policy.train.checkpoint.dcp import write_parts
+
+        with storage.explained("written"):
+            return write_parts(storage.fs, path, self.parts, group)
 
 
 @dataclass(frozen=True)
@@ -104,7 +135,23 @@ def take_state(
         device: whose generator is included.
         buffers: memory of the copies, which are valid until it is used again.
     """
-    state = StateHeader(
+    return StateSnapshot(_header(metadata), buffers.take({**tensors, **_random_states(device)}))
+
+
+def take_parts(
+    metadata: StateMetadata, parts: Mapping[str, Part], device: torch.device, buffers: HostBuffers
+) -> PartsSnapshot:
+    """Take a snapshot of this rank's `parts`; see `take_state`."""
+    from starling.policy.train.checkpoint.parts import Part
+
+    parts = {**parts, **{name: Part.whole(tensor) for name, tensor in _random_states(device).items()}}
+    copies = buffers.take({name: part.local for name, part in parts.items()})
+    moved = {name: part.moved(copies[name]) for name, part in parts.items()}
+    return PartsSnapshot(_header(metadata), copies, moved)
+
+
+def _header(metadata: StateMetadata) -> StateHeader:
+    return StateHeader(
         run=metadata.run,
         version=metadata.version,
         next_prompt=metadata.next_prompt,
@@ -115,7 +162,6 @@ def take_state(
         parts="",
         digests={},
     )
-    return StateSnapshot(state, buffers.take({**tensors, **_random_states(device)}))
 
 
 class StateStore:
@@ -132,12 +178,10 @@ class StateStore:
         Raises:
             ConfigError: the storage fails; the states before are kept.
         """
-        from starling.policy.train.checkpoint.dcp import write_tensors
-
         name = f"{PREFIX}{snapshot.state.version}"
         with self.storage.writing(name) as draft:
             with self.storage.explained("written", name):
-                digests = write_tensors(self.storage.fs, draft.path, snapshot.tensors)
+                digests = snapshot.write(self.storage.below(name), draft.path)
             draft.manifest = encode_header(msgspec.structs.replace(snapshot.state, parts=draft.parts, digests=digests))
         if self._best and self._best not in snapshot.state.metrics:
             log.warning(
@@ -189,6 +233,11 @@ class SavedState:
         state = verified.state
         return cls(state, storage, SavedTensors(storage.fs, storage.path(state.parts), state.digests.keys()))
 
+    @property
+    def url(self) -> str:
+        """URL of its folder."""
+        return self._storage.url()
+
     def has(self, section: str, like: Callable[[str], bool] = bool) -> bool:
         """Return whether `section` has a tensor whose name satisfies `like`."""
         return any(name.startswith(section) and like(name.removeprefix(section)) for name in self._shapes())
@@ -210,6 +259,31 @@ class SavedState:
             )
         with self._storage.explained("read"):
             self._parts.read_into(in_section(section, live))
+
+    def restore_parts(self, section: str, parts: Mapping[str, Part], *, what: str, whole: bool) -> None:
+        """Copy this rank's parts of the tensors of `section` into `parts`, by name.
+
+        Args:
+            section: of the state.
+            parts: filled in place.
+            what: the section, in words.
+            whole: whether this rank has a part of each tensor, so that more in the state is an error.
+
+        Raises:
+            ConfigError: they are of another model, or of other settings.
+        """
+        saved = {
+            name.removeprefix(section): shape for name, shape in self._shapes().items() if name.startswith(section)
+        }
+        live = {name: (part.local.dtype, part.shape) for name, part in parts.items()}
+        difference = _difference(saved if whole else {name: saved[name] for name in saved.keys() & live.keys()}, live)
+        if difference is not None:
+            raise ConfigError(
+                f"{what} of the state {self._storage.url()} does not fit: {difference}; "
+                "use the model and the settings of that run, or start a new one"
+            )
+        with self._storage.explained("read"):
+            self._parts.read_parts({f"{section}{name}": part for name, part in parts.items()})
 
     def read(self, section: str) -> dict[str, Tensor]:
         """Return the tensors of `section`, on the CPU."""
@@ -238,7 +312,7 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def in_section(section: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_section(section: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """Return `tensors` under their names in a state: prefixed by the section."""
     return {f"{section}{name}": tensor for name, tensor in tensors.items()}
 

@@ -38,11 +38,12 @@ class StepMetrics:
             tensors: the weights, which steps change in place; on a mesh, those that this rank owns.
             clock: measures the phases of a step, which `end` completes.
             device: of the steps.
-            settings: the peak of the device, and the bounds of the alarms.
+            settings: the peak of one device, the number of ranks, and the bounds of the alarms.
             sum_ranks: see `WeightProbe`.
         """
         self._probe, self._clock = WeightProbe(tensors, sum_ranks), clock
-        self._peak = peak_of(device, settings.peak_tflops)
+        peak = peak_of(device, settings.peak_tflops)
+        self._peak = None if peak is None else peak * settings.parallel.num_ranks
         self._alarms = Alarms(settings.alarms.rules(), settings.alarms.fail_on)
         self._before: dict[torch.device, Tensor] = {}
         self._began = 0.0

@@ -196,6 +196,10 @@ class ModelOptimizer:
             )
         for name, tensor in live.items():
             tensor.copy_(tensors[name])
+        self.restored()
+
+    def restored(self) -> None:
+        """Bring the weights in line with `state_tensors`, after those were written into."""
         self._masters.read()
         self._masters.write()
 

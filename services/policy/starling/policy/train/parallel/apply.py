@@ -16,11 +16,15 @@ from starling.algo.architecture import media_inputs
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.checkpoint.parts import Part
+from starling.policy.train.checkpoint.shared_export import ModelOutline
 from starling.policy.train.data.packing import Microbatch, MicrobatchInputs
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
+from starling.policy.train.model.load import version_tensors
 from starling.policy.train.parallel import fsdp, tensor
 from starling.policy.train.parallel.mesh import DATA, Mesh
+from starling.policy.train.parallel.parts import hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.shards import LocalShards, owned
 from starling.weightsync.tensors.adapters import is_adapted
@@ -42,12 +46,13 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     if model.get_output_embeddings() is not None:
         find_lm_head(model)
     attention_plan(model, settings.attention)
+    outline = ModelOutline.of(model)
     partial: Sequence[str] = ()
     if mesh.size("tp") > 1:
         partial = tensor.divide_tensors(model, mesh)
     if mesh.size("dp_shard") > 1:
         fsdp.shard_parameters(model, mesh, settings.parallel.reshard)
-    return ParallelModel(model, mesh, partial)
+    return ParallelModel(model, mesh, partial, outline)
 
 
 def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
@@ -77,11 +82,30 @@ class ParallelModel:
     All ranks of a replica call the same methods in the same order.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh, partial: Sequence[str] = ()) -> None:
-        """Describe `model`, which is on `mesh` already; `partial`: see `LocalShards`."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Mesh,
+        partial: Sequence[str] = (),
+        outline: ModelOutline | None = None,
+    ) -> None:
+        """Describe `model`, which is on `mesh` already.
+
+        Args:
+            model: of this rank.
+            mesh: of the ranks.
+            partial: see `LocalShards`.
+            outline: of the whole model, as it was; by default `model` is like that.
+        """
         self.model, self.mesh = model, mesh
-        self._partial = partial
+        self._partial, self.outline = partial, outline or ModelOutline.of(model)
+        self._dtypes = {name: tensor.dtype for name, tensor in self.outline.tensors.items()}
         self._device = model.device
+
+    @property
+    def has_all(self) -> bool:
+        """Whether each rank holds a part of every tensor."""
+        return self.mesh.size("pp") == 1
 
     def check_optimizer(self, settings: OptimizerSettings) -> None:
         """Raise ConfigError if an optimizer computes from whole tensors, and this mesh shards them."""
@@ -98,6 +122,28 @@ class ParallelModel:
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the local parts of `tensors` such that every element is on one rank only."""
         return owned(tensors, self.mesh)
+
+    def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `tensors` in the element types of a version: FSDP trains parameters of fewer bits in float32."""
+        dtypes = {name: self._dtypes.get(name, tensor.dtype) for name, tensor in tensors.items()}
+        return {
+            name: tensor if tensor.dtype == dtypes[name] else tensor.to(dtypes[name])
+            for name, tensor in tensors.items()
+        }
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return this rank's parts of the tensors of a version, by name, in its element types."""
+        return {name: part_of(name, tensor) for name, tensor in self.published(tensors).items()}
+
+    def state_parts(self, states: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return this rank's parts of an optimizer's tensors; writing into them changes it."""
+        parameters = dict(self.model.named_parameters())
+        return state_parts(states, parameters) | hidden_masters(parameters, self._dtypes)
+
+    def owned_parts(self) -> dict[str, Part]:
+        """Return those of `parts` of the present version that this rank writes, where several have the same."""
+        tensors = version_tensors(self.model)
+        return self.parts({name: tensors[name] for name in owned(tensors, self.mesh)})
 
     def passes(self, plan: Sequence[Microbatch]) -> list[Microbatch | None]:
         """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""

@@ -11,8 +11,11 @@ The last axis varies fastest from rank to rank: tp communicates most, and should
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fcntl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
@@ -31,17 +34,18 @@ DATA: Final = "dp"
 class Mesh:
     """The ranks of a replica, which the default process group connects."""
 
-    def __init__(self, settings: ParallelSettings, device_type: str = "cpu") -> None:
+    def __init__(self, settings: ParallelSettings, device_type: str = "cpu", turns: Path | None = None) -> None:
         """Make the process groups of all axes. Every rank calls it; the default process group exists.
 
         Args:
             settings: sizes of the axes.
             device_type: of the model.
+            turns: a file that all ranks can lock, see `turn`.
 
         Raises:
             ConfigError: the product of the sizes is not the number of ranks.
         """
-        self.settings = settings
+        self.settings, self._turns = settings, turns
         self._sizes = {axis: int(getattr(settings, axis)) for axis in AXES}
         check_sizes(self._sizes, dist.get_world_size())
         self.devices = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=AXES)
@@ -58,6 +62,20 @@ class Mesh:
     def group(self, axis: str) -> ProcessGroup:
         """Return the ranks that differ from this one along an axis only."""
         return self._data.get_group() if axis == DATA else self.devices.get_group(axis)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let ranks do one after the other what takes much memory; it must not contain a collective operation."""
+        if self._turns is None:
+            yield
+            return
+        with self._turns.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def device(self, name: str) -> str:
+        """Return the device of this rank, where `name` is that of all: `model.device`."""
+        return name if self.devices.device_type == "cpu" else f"cuda:{dist.get_rank()}"
 
     @property
     def sharding(self) -> DeviceMesh:

@@ -60,12 +60,19 @@ def check_tensors(model: Any, size: int) -> None:
             f"{given} has no plan for {type(model).__name__}, only for language models of type "
             f"{', '.join(TENSOR_MODELS)}: set it to 1, and use dp_shard"
         )
-    for name, number in (("attention heads", config.num_attention_heads), ("hidden units", config.intermediate_size)):
-        if number % size:
-            raise ConfigError(f"{given} does not divide the {number} {name}: use a divisor of that")
+    divided = {"attention heads": config.num_attention_heads, "hidden units": config.intermediate_size}
     heads = config.num_key_value_heads
+    fitting = [
+        str(one)
+        for one in range(1, config.num_attention_heads + 1)
+        if not any(number % one for number in divided.values()) and not (heads % one and one % heads)
+    ]
+    remedy = f"set tp = {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
+    for name, number in divided.items():
+        if number % size:
+            raise ConfigError(f"{given} does not divide the {number} {name}: {remedy}")
     if heads % size and size % heads:
-        raise ConfigError(f"{given} neither divides the {heads} key heads nor is a multiple of them: use one that is")
+        raise ConfigError(f"{given} neither divides the {heads} key heads nor is a multiple of them: {remedy}")
 
 
 def divide_tensors(model: Any, mesh: Mesh) -> list[str]:

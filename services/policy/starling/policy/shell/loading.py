@@ -1,0 +1,131 @@
+"""Settings of a policy process, and the model that it begins with."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+from pydantic import model_validator
+
+from starling.common.folder_digests import model_digest
+from starling.common.kinds import KINDS
+from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.settings.policy import PolicySettings, check_adapters, check_transport
+
+if TYPE_CHECKING:  # they import torch, see `starling.policy.shell.main`
+    from starling.policy.train.learner import Learner
+    from starling.policy.train.parallel.mesh import Mesh
+    from starling.weightsync.offers.offer import Transport
+
+log = structlog.get_logger(__name__)
+
+
+class PolicyProcess(ServiceSettings):
+    """All settings of a policy process."""
+
+    model: ModelSettings = ModelSettings()
+    weights: WeightsSettings = WeightsSettings()
+    policy: PolicySettings = PolicySettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_adapters(self.model, self.policy, self.weights)
+        check_transport(self.policy, self.network)
+        return self
+
+
+def choose_transport(settings: PolicyProcess) -> tuple[Transport, bool]:
+    """Return the transport of weights, and whether it encrypts; warn if it leaves RDMA unused."""
+    from starling.weightsync.transports.registry import choose_for_host
+
+    transport, encrypted, unused_rdma = choose_for_host(
+        settings.policy.transport, settings.network.host, encrypt=settings.network.encrypt_weights
+    )
+    if unused_rdma:
+        log.warning("rdma_is_not_used", reason=unused_rdma)
+    return transport, encrypted
+
+
+def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Mesh | None = None) -> Learner:
+    """Return a learner with version 0 of the model in the folder `path`.
+
+    Args:
+        path: of the model.
+        settings: of the policy.
+        fetch_to: a name for the copy of weights that are elsewhere.
+        mesh: of the ranks of the replica; None for a single one.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or does not fit the settings.
+    """
+    from starling.policy.train.checkpoint.state import seed_random
+    from starling.policy.train.fit import check_fit
+    from starling.policy.train.learner import Learner
+    from starling.policy.train.loss.objective import check_objective
+
+    trainer = KINDS[settings.run.kind].trainer
+    assert trainer is not None, "a run that trains nothing has no learner of its own"
+    if trainer == "rl":
+        check_objective(settings.policy.algorithm)
+    seed_random(settings.run.seed)
+    device = settings.model.device if mesh is None else mesh.device(settings.model.device)
+    learner = Learner(partial(load_version_0, path, settings, fetch_to, device), settings.policy, mesh=mesh)
+    check_fit(learner.model, settings.policy, trainer)
+    return learner
+
+
+def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Learner, str]:
+    """Load the model of a run that trains nothing into host memory; return it in a learner, and its folder's digest.
+
+    Arguments and errors are those of `create_learner`.
+    """
+    from starling.policy.train.checkpoint.source import whole_model
+    from starling.policy.train.learner import Learner
+    from starling.policy.train.model.load import load_model
+
+    model, policy = settings.model, settings.policy
+    with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
+        thread = ThreadPoolExecutor(1, "digest")  # reads the files while they are loaded
+        digest = thread.submit(model_digest, folder)
+        thread.shutdown(wait=False)
+        load = partial(load_model, folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        alone = policy.model_copy(update={"parallel": ParallelSettings()})  # nothing is computed
+        return Learner(load, alone), digest.result()
+
+
+def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: str) -> Any:
+    """Load version 0 of the model in the folder `path` to `device`; `fetch_to`: see `create_learner`.
+
+    Raises ConfigError.
+    """
+    from starling.policy.train.checkpoint.source import whole_model
+    from starling.policy.train.memory.setup import apply_memory_settings
+    from starling.policy.train.model.load import freeze, load_model, place, use_liger
+    from starling.policy.train.model.lora import load_adapters
+    from starling.weightsync.tensors.adapters import add_adapters
+
+    policy = settings.policy
+    with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
+        model = load_model(
+            folder,
+            init=policy.init,
+            seed=settings.run.seed,
+            dtype=settings.model.dtype,
+            trust_remote_code=settings.model.trust_remote_code,
+            scores=KINDS[settings.run.kind].trainer == "reward_model",
+        )
+    lora = settings.model.lora
+    if lora is not None:
+        add_adapters(model, lora, seed=settings.run.seed)
+        if lora.adapter:
+            load_adapters(model, Path(lora.adapter))
+    freeze(model, settings.policy.frozen)
+    model = place(model, device)
+    if settings.policy.liger:
+        use_liger(model)
+    apply_memory_settings(model, settings.policy.memory, settings.policy.attention)
+    return model
