@@ -260,7 +260,7 @@ def test_layer_without_adapters_in_any_worker_is_rejected() -> None:
 def test_arguments_list_the_adapted_layers(tmp_path: Path) -> None:
     spec = spec_of(checkpoint(tmp_path, "llama", 0), lora=VARIED)
     made = launch.arguments(spec, adapters.read(spec), on_cpu=True)
-    assert (made["load_format"], made["enable_lora"], made["max_loras"]) == ("auto", True, 1)
+    assert (made["load_format"], made["enable_lora"], made["max_loras"]) == ("hf", True, 1)
     assert made["max_lora_rank"] == 16  # the least rank that vLLM supports, for 12
     assert made["lora_target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     spec = spec_of(tmp_path, lora=VARIED, vllm={"engine_args": {"max_loras": 2}})

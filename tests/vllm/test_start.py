@@ -115,7 +115,7 @@ def test_arguments_follow_the_settings(tmp_path: Path) -> None:
     vllm = {"kv_cache_mb": 3, "engine_args": {"block_size": 64, "nnodes": 1}}
     made = launch.arguments(spec_of(tmp_path, max_rows=7, load_weights=True, vllm=vllm), on_cpu=True)
     assert made["kv_cache_memory_bytes"] == 3 << 20
-    assert (made["max_num_seqs"], made["load_format"], made["block_size"]) == (7, "auto", 64)
+    assert (made["max_num_seqs"], made["load_format"], made["block_size"]) == (7, "hf", 64)
     assert launch.arguments(spec_of(tmp_path), on_cpu=True)["load_format"] == "dummy"
 
 

@@ -20,6 +20,7 @@ from starling.rollout.engine.base import EngineLostError, EngineSpec, PartialCom
 from starling.rollout.engine.vllm import adapters, cpu, launch, processes
 from starling.rollout.engine.vllm.groups import VllmCompletion, VllmGroup, sampling_arguments
 from starling.rollout.engine.vllm.pull_progress import PullMessageReceiver
+from starling.rollout.engine.vllm.weight_files import check_weight_files
 from starling.weightsync.plan.layout import Layout, decode_layout, encode, join_ranks
 
 log = structlog.get_logger(__name__)
@@ -239,6 +240,8 @@ class AsyncLlmThread:
         self.on_cpu = bool(current_platform.is_cpu())
         config = AutoConfig.from_pretrained(self._spec.path, trust_remote_code=self._spec.model.trust_remote_code)
         multimodal.check_model(config)
+        if self._spec.rollout.load_weights or self._adapter_layout is not None:
+            check_weight_files(self._spec.path)
         if self._spec.rollout.load_weights:
             multimodal.check_files(self._spec.path, config)
         multimodal.take_prepared_prompts()

@@ -85,7 +85,9 @@ def arguments(spec: EngineSpec, adapted: Layout | None = None, *, on_cpu: bool) 
         "model": str(spec.path),
         "dtype": spec.model.dtype,
         "trust_remote_code": spec.model.trust_remote_code,
-        "load_format": "auto" if spec.rollout.load_weights or adapted else "dummy",
+        # Not "auto": beside files in Mistral's format vLLM would read these, and the policy those of transformers.
+        "config_format": "hf",
+        "load_format": "hf" if spec.rollout.load_weights or adapted else "dummy",
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.rollout.max_rows,
         "tensor_parallel_size": settings.tensor_parallel_size,
