@@ -77,7 +77,7 @@ class ExportFiles:
             ConfigError: the parameters of this model are parts of other tensors in a checkpoint, in a way that is not
                 known.
         """
-        from huggingface_hub import split_torch_state_dict_into_shards
+        from huggingface_hub import split_state_dict_into_shards_factory
         from transformers.core_model_loading import revert_weight_conversion
 
         self._model, self._outline = model, outline
@@ -90,8 +90,13 @@ class ExportFiles:
             if own == self._specs
             else _parameters(model, outline, own, self._specs)
         )
-        split: Any = split_torch_state_dict_into_shards(
-            saved, filename_pattern="model{suffix}.safetensors", max_shard_size=f"{shard_mb}MB"
+        # As `save_pretrained` splits them; its own function does not see which tensors on `meta` share memory.
+        split: Any = split_state_dict_into_shards_factory(
+            saved,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=f"{shard_mb}MB",
         )
         self._files: dict[str, tuple[bytes, Entries]] = {
             file: make_header((self._specs[name] for name in names), {"format": "pt"})
