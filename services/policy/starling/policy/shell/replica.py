@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -42,7 +42,7 @@ from starling.policy.shell.rank import (
 )
 from starling.policy.shell.ranks import RankLink, Ranks
 from starling.policy.train.checkpoint.parts import Part
-from starling.policy.train.checkpoint.shared_export import SharedWeights
+from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import SavedState, StateSnapshot
 from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.parallel.group import SharedFiles
@@ -50,9 +50,6 @@ from starling.weightsync.offers.offer import Offer as WeightsOffer
 from starling.weightsync.offers.offer import RankOffer, Transport, make_offer, root_of_parts
 from starling.weightsync.plan.layout import decode, decode_layout, encode, join_ranks
 from starling.weightsync.publisher.published import PublishedSnapshot
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOAD_S: Final = 6 * 3600.0
 """Longest that the other ranks may take longer to load the model than rank 0: one loads it after the other."""
@@ -149,7 +146,7 @@ class PolicyReplica:
         command = Resume(url=saved.url, next_kind=next_kind)
         return self._ranks.together(command, partial(self.rank.resume, saved, next_kind))[0]
 
-    def exported(self, *, merged: bool = False) -> Mapping[str, Tensor] | SharedWeights:
+    def exported(self, *, merged: bool = False) -> ExportedWeights:
         """Copy the tensors of an export into host memory; see `Learner.exported`."""
         if self.rank.learner.parallel is None:
             return self.rank.learner.exported(merged=merged)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 
@@ -26,13 +26,10 @@ from starling.common.wire import messages as wire
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.train.checkpoint.header import STATES, find_state, newest_state
 from starling.policy.train.checkpoint.huggingface import CHECKPOINT, CHECKPOINTS, Saveable, export_hf
-from starling.policy.train.checkpoint.shared_export import SharedWeights
+from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import SavedState, StateSnapshot, StateStore
 from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.checkpoint.writer import BackgroundWriter, WriteOutcome
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +50,7 @@ class SavedModel(Protocol):
     def resume(self, saved: SavedState, *, next_kind: TrainerKind | None = None) -> int:
         """Restore a saved state. Returns its version."""
 
-    def exported(self, *, merged: bool = False) -> Mapping[str, Tensor] | SharedWeights:
+    def exported(self, *, merged: bool = False) -> ExportedWeights:
         """Copy the tensors of an export into host memory."""
 
 

@@ -16,7 +16,7 @@ from starling.common.errors import ConfigError
 from starling.common.folder_digests import check_digests, write_digests
 from starling.common.settings import ModelSettings
 from starling.policy.train.checkpoint.header import STATES, VerifiedState, find_state, newest_state
-from starling.policy.train.checkpoint.shared_export import SharedWeights
+from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import TRAINER, WEIGHTS, SavedState
 from starling.policy.train.checkpoint.storage import Storage, whole_folder
 from starling.policy.train.model.load import load_model, version_tensors
@@ -54,7 +54,7 @@ def save_hf(
     tokenizer: Saveable | None,
     folder: Path,
     *,
-    weights: Mapping[str, Tensor] | SharedWeights | None = None,
+    weights: ExportedWeights | None = None,
     shard_mb: int = SHARD_MB,
 ) -> None:
     """Write `model` and `tokenizer` into `folder`, all or nothing.
@@ -80,7 +80,7 @@ def export_hf(
     storage: Storage,
     name: str,
     *,
-    weights: Mapping[str, Tensor] | SharedWeights,
+    weights: ExportedWeights,
     shard_mb: int = SHARD_MB,
 ) -> str:
     """Write the folder `name` of `storage` like `save_hf`. Returns its URL.
@@ -106,7 +106,7 @@ def _write(
     model: PreTrainedModel,
     tokenizer: Saveable | None,
     folder: Path,
-    weights: Mapping[str, Tensor] | SharedWeights | None,
+    weights: ExportedWeights | None,
     shard_mb: int,
 ) -> None:
     if weights is not None and not isinstance(weights, Mapping):

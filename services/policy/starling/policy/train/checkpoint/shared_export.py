@@ -62,6 +62,10 @@ class SharedWeights(Protocol):
         """Write everything that `save_pretrained` writes into `folder`; `shard_mb`: maximum MiB of a file."""
 
 
+ExportedWeights = Mapping[str, Tensor] | SharedWeights
+"""Tensors by name, in host memory, or what several ranks write."""
+
+
 class ExportFiles:
     """The files of an export, and the place of each tensor in them."""
 
