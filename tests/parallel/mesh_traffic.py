@@ -50,15 +50,15 @@ def step_of_rank(_: int, name: str, parallel: dict[str, Any]) -> Sent:
     learner = Learner(load, make_settings(**parallel), mesh=mesh)
     learner.supervise(make_examples(seed=1), num_steps=2)
     tokens: list[int] = []
-    padded = ParallelModel.padded
+    divided = ParallelModel.divided
 
     def observe(model: ParallelModel, inputs: MicrobatchInputs) -> MicrobatchInputs:
-        found = padded(model, inputs)
+        found = divided(model, inputs)
         tokens.append(found.input_ids.shape[1])
         return found
 
     # Its process is the rank's own.
-    ParallelModel.padded = observe  # type: ignore[method-assign]
+    ParallelModel.divided = observe  # type: ignore[method-assign]
     with CountTraffic(mesh) as count:
         learner.supervise(make_examples(seed=2), num_steps=2)
     return Sent(dict(count.sent), dict(count.calls), tokens)

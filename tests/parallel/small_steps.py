@@ -32,6 +32,8 @@ MODELS = {
     "qwen3-tied": ("qwen3", True),
     "llama": ("llama", False),
     "qwen3_moe": ("qwen3_moe", False),
+    "gemma2": ("gemma2", True),
+    "gpt_oss": ("gpt_oss", False),
 }
 """Kind, and whether the output layer is the embedding."""
 
@@ -57,13 +59,22 @@ def make_model(
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
+        Gemma2Config,
+        GptOssConfig,
         LlamaConfig,
         Qwen2Config,
         Qwen3Config,
         Qwen3MoeConfig,
     )
 
-    configs: Any = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
+    configs: Any = {
+        "qwen3": Qwen3Config,
+        "qwen2": Qwen2Config,
+        "llama": LlamaConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+        "gemma2": Gemma2Config,
+        "gpt_oss": GptOssConfig,
+    }
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -79,6 +90,11 @@ def make_model(
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if kind != "qwen2":
         sizes |= {"head_dim": 8}
+    if kind == "gemma2":
+        sizes |= {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "pad_token_id": 0}
+    if kind == "gpt_oss":
+        sizes |= {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None}
+        sizes |= {"pad_token_id": 0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         kinds = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
@@ -87,18 +103,24 @@ def make_model(
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # There is no grouped product of this type.
     return model.to(dtype)
 
 
-def make_groups(num_groups: int = 3, seed: int = 0) -> list[ScoredGroup]:
-    """Return groups of prompts and completions of different lengths."""
+def make_groups(num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0) -> list[ScoredGroup]:
+    """Return groups of prompts and completions of different lengths.
+
+    Prompts that are `longer_prompts` = 16 tokens longer are computed once for several completions.
+    """
     generator = np.random.default_rng(seed)
     found = []
     for index in range(num_groups):
         lengths = tuple(int(one) for one in generator.integers(3, 14, size=3))
+        prompt_tokens = longer_prompts + int(generator.integers(2, 9))
         found.append(
             ScoredGroup(
-                prompt_ids=generator.integers(VOCABULARY, size=int(generator.integers(2, 9))).astype(np.int32),
+                prompt_ids=generator.integers(VOCABULARY, size=prompt_tokens).astype(np.int32),
                 completion_ids=generator.integers(VOCABULARY, size=sum(lengths)).astype(np.int32),
                 logprobs=(-3.4 + 0.4 * generator.standard_normal(sum(lengths))).astype(np.float32),
                 versions=np.zeros(sum(lengths), dtype=np.int32),
@@ -126,7 +148,7 @@ def _pieces(generator: np.random.Generator, number: int) -> list[Any]:
     return [generator.integers(VOCABULARY, size=int(generator.integers(2, 12))).astype(np.int32) for _ in range(number)]
 
 
-def make_settings(**parallel: Any) -> PolicySettings:
+def make_settings(*, router_aux_coefficient: float = 0.0, **parallel: Any) -> PolicySettings:
     """Return settings in which an update is smooth in its gradient, which is not clipped.
 
     With an epsilon of 1 AdamW changes a weight by about its gradient: otherwise rounding of a gradient of almost 0
@@ -136,6 +158,7 @@ def make_settings(**parallel: Any) -> PolicySettings:
     return PolicySettings.model_validate(
         {
             "tokens_per_microbatch": 32,
+            "router_aux_coefficient": router_aux_coefficient,
             "optimizer": optimizer,
             "algorithm": {"kl_coefficient": 0.1},
             "sft": {"optimizer": optimizer},
@@ -160,10 +183,13 @@ def make_steps(
             apply_memory_settings(model, settings)
         return model
 
-    learner = Learner(load, make_settings(**(parallel or {})), mesh=mesh)
+    settings = make_settings(router_aux_coefficient=0.1 if step == "routers" else 0.0, **(parallel or {}))
+    learner = Learner(load, settings, mesh=mesh)
     for number in (1, 2):
-        if step == "rl":
+        if step in ("rl", "routers"):
             metrics = learner.reinforce(make_groups(seed=number), step=number, num_steps=4)
+        elif step == "trees":
+            metrics = learner.reinforce(make_groups(seed=number, longer_prompts=16), step=number, num_steps=4)
         elif step == "sft":
             metrics = learner.supervise(make_examples(seed=number), num_steps=4)
         else:
@@ -198,7 +224,7 @@ def _gradients(learner: Learner) -> dict[str, Array]:
 def whole(tensor: Any) -> Array:
     """Return all of a tensor, whatever its placement."""
     full = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-    found: Array = full.float().numpy().copy()
+    found: Array = (full if full.dtype == torch.float64 else full.float()).numpy().copy()
     return found
 
 
@@ -215,26 +241,35 @@ def assert_close(found: dict[str, Array], expected: dict[str, Array], tolerance:
 
 
 @cache
-def alone(name: str, step: str) -> Outcome:
+def alone(name: str, step: str, dtype: torch.dtype = torch.float32) -> Outcome:
     """Return the outcome of a single process."""
-    return make_steps(name, step)
+    return make_steps(name, step, dtype=dtype)
 
 
-def steps_of_rank(_: int, steps: list[tuple[str, str]], parallel: dict[str, Any]) -> dict[tuple[str, str], Outcome]:
+def steps_of_rank(
+    _: int, steps: list[tuple[str, str]], parallel: dict[str, Any], dtype: torch.dtype
+) -> dict[tuple[str, str], Outcome]:
     """Make steps, each named by model and kind, on one rank of a mesh."""
-    return {(name, step): make_steps(name, step, parallel) for name, step in steps}
+    return {(name, step): make_steps(name, step, parallel, dtype=dtype) for name, step in steps}
 
 
-def check_mesh(parallel: dict[str, Any], steps: list[tuple[str, str]], tolerance: float = TOLERANCE) -> None:
+def check_mesh(
+    parallel: dict[str, Any],
+    steps: list[tuple[str, str]],
+    tolerance: float = TOLERANCE,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Compare gradients, weights and metrics of steps on every rank of a mesh with those of a single process."""
     for name, step in steps:
-        alone(name, step)  # imports what the forked ranks then have
-    for outcome in run_ranks(int(np.prod(list(parallel.values()))), steps_of_rank, steps, parallel):
+        alone(name, step, dtype)  # imports what the forked ranks then have
+    for outcome in run_ranks(ParallelSettings(**parallel).num_ranks, steps_of_rank, steps, parallel, dtype):
         for (name, step), found in outcome.items():
-            expected = alone(name, step)
+            expected = alone(name, step, dtype)
             assert expected.metrics["num_microbatches"] >= 2
             assert_close(found.gradients, expected.gradients, tolerance)
             assert_close(found.weights, expected.weights)
+            assert step != "trees" or found.metrics["shared_token_fraction"] > 0.0
+            assert step != "routers" or found.metrics["router_aux_loss"] > 0.0
             assert found.metrics.keys() == expected.metrics.keys()
             assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
             assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)

@@ -29,7 +29,7 @@ def test_sizes_whose_product_is_the_number_of_ranks_are_accepted() -> None:
     [
         ({"dp_shard": 3}, 4, "dp_shard = 3 does not fit; set dp_shard = 4"),
         ({"dp_shard": 3, "tp": 2}, 8, "dp_shard = 3 does not fit; set dp_shard = 4"),
-        ({}, 2, "dp_shard = 1 does not fit; set dp_shard = 2, or dp_replicate = 2, or tp = 2"),
+        ({}, 2, "dp_shard = 1 does not fit; set dp_shard = 2, or dp_replicate = 2, or cp = 2, or tp = 2"),
         ({"dp_shard": 3, "tp": 3}, 4, "no change of one axis makes them equal, so choose sizes whose product is 4"),
     ],
 )
@@ -39,7 +39,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(given: dict[str, int], num_ra
         check_sizes(sizes(**given), num_ranks)
 
 
-@pytest.mark.parametrize("axis", ["cp", "pp"])
+@pytest.mark.parametrize("axis", ["pp"])
 def test_axes_that_are_not_available_are_refused(axis: str) -> None:
     """When the settings are read."""
     with pytest.raises(ValidationError, match=f"{axis} = 2: this axis is not available yet"):

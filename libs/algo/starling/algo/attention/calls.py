@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from starling.algo.attention.forest import Forest, Index, Part
+from starling.algo.attention.tiles import Tile, tile_levels
 
 MASKED_TOKENS: Final = 192
 """Tokens up to which a subtree is one square with a mask: one product of matrices instead of many tiny ones."""
@@ -61,7 +62,7 @@ class KernelCall:
 
 @lru_cache(maxsize=64)
 def kernel_calls(
-    forest: Forest, window: int | None, device: torch.device, *, with_bias: bool
+    forest: Forest, window: int | None, device: torch.device, *, with_bias: bool, tile: Tile | None = None
 ) -> tuple[tuple[KernelCall, ...], ...]:
     """Return the calls of each level of the attention of `forest`; see `Forest.levels`.
 
@@ -70,10 +71,16 @@ def kernel_calls(
         window: see `Forest.levels`.
         device: of the index tensors.
         with_bias: whether keys can be hidden: in squares with a mask, and to pad rectangles.
+        tile: of the row; None for all of it.
     """
+    masked_tokens = MASKED_TOKENS if with_bias else 0
+    if tile is None:
+        levels, tile = forest.levels(window, masked_tokens), Tile.of_row(forest.num_tokens)
+    else:
+        levels = tile_levels(forest, tile, window, masked_tokens)
     return tuple(
-        tuple(_call(parts, forest, window, device) for parts in _batches(level, pad_keys=with_bias))
-        for level in forest.levels(window, MASKED_TOKENS if with_bias else 0)
+        tuple(_call(parts, forest, tile, window, device) for parts in _batches(level, pad_keys=with_bias))
+        for level in levels
     )
 
 
@@ -106,18 +113,20 @@ def _is_large(part: Part) -> bool:
     return part.num_queries * part.num_keys > 16 * CALL_PAIRS
 
 
-def _call(parts: Sequence[Part], forest: Forest, window: int | None, device: torch.device) -> KernelCall:
+def _call(parts: Sequence[Part], forest: Forest, tile: Tile, window: int | None, device: torch.device) -> KernelCall:
     first = parts[0]
+    query, key = tile.query_place(first.query), tile.key_place(first.key)
     num_queries = max(part.num_queries for part in parts)
     num_keys = max(part.num_keys for part in parts)
     causal = first.mode in ("causal", "reversed")
     if len(parts) == 1 and first.mode in ("causal", "full"):
-        return KernelCall(causal, 1, num_queries, num_keys, first.query, first.key, None, None, None, None, None)
-    queries, no_queries = _gathered([(part.query, part.num_queries) for part in parts], num_queries)
-    keys, no_keys = _gathered([(part.key, part.num_keys) for part in parts], num_keys)
+        return KernelCall(causal, 1, num_queries, num_keys, query, key, None, None, None, None, None)
+    places = [(tile.query_place(part.query), part.num_queries) for part in parts]
+    queries, no_queries = _gathered(places, num_queries)
+    keys, no_keys = _gathered([(tile.key_place(part.key), part.num_keys) for part in parts], num_keys)
     if first.mode == "reversed":  # of both, so that a query sees the keys up to its own offset
         queries, keys = queries[:, ::-1], keys[:, ::-1]
-    targets = np.where(no_queries, forest.num_tokens, queries) if first.mode != "reversed" else queries
+    targets = np.where(no_queries, tile.num_queries, queries) if first.mode != "reversed" else queries
 
     def on_device(array: Index) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)

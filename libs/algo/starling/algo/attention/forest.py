@@ -16,7 +16,7 @@ Legend of shapes: T tokens of the row, S segments. No torch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -166,9 +166,39 @@ class Forest:
             whole_segments: make the first level one causal part for each segment, even one that is longer than the
                 window, which is then to be computed with the window.
         """
+        return _levels(self, window, masked_tokens, whole_segments)
+
+    def parts(
+        self,
+        window: int | None = None,
+        masked_tokens: int = 0,
+        *,
+        whole_segments: bool = False,
+        may_mask: Callable[[int, int], bool] = lambda start, end: True,
+    ) -> list[Part]:
+        """Return the parts of the attention; those that hold a token's own key come first.
+
+        Args:
+            window: see `levels`.
+            masked_tokens: likewise.
+            whole_segments: likewise.
+            may_mask: whether the tokens from the first argument to the second may be a square with a mask.
+        """
         if window is not None and window >= max(self.reach, default=0):
             window = None
-        return _levels(self, window, masked_tokens, whole_segments)
+        squares = _masked_squares(self, masked_tokens)
+        squares = {first: one for first, one in squares.items() if may_mask(*one)}
+        found = [Part(start, end - start, start, end - start, "masked") for start, end in squares.values()]
+        if window is None:
+            found += _tree_parts(self, squares)
+        else:
+            if whole_segments:
+                sizes = zip(self.starts, self.lengths, strict=True)
+                found += [Part(start, length, start, length, "causal") for start, length in sizes]
+            found += _window_parts(self, window, squares, ancestors_only=whole_segments)
+        # So that the first level can be written, and the others merged into it.
+        found.sort(key=lambda part: (part.query, part.num_queries) != (part.key, part.num_keys))
+        return found
 
 
 @lru_cache(maxsize=64)
@@ -178,20 +208,14 @@ def _levels(
     masked_tokens: int,
     whole_segments: bool,
 ) -> tuple[tuple[Part, ...], ...]:
-    squares = _masked_squares(forest, masked_tokens)
-    found = [Part(start, end - start, start, end - start, "masked") for start, end in squares.values()]
-    if window is None:
-        found += _tree_parts(forest, squares)
-    else:
-        if whole_segments:
-            sizes = zip(forest.starts, forest.lengths, strict=True)
-            found += [Part(start, length, start, length, "causal") for start, length in sizes]
-        found += _window_parts(forest, window, squares, ancestors_only=whole_segments)
-    # What holds a token's own key comes first, so that the first level can be written and the others merged into it.
-    found.sort(key=lambda part: (part.query, part.num_queries) != (part.key, part.num_keys))
+    return in_levels(forest.parts(window, masked_tokens, whole_segments=whole_segments), forest.num_tokens)
+
+
+def in_levels(parts: Iterable[Part], num_tokens: int) -> tuple[tuple[Part, ...], ...]:
+    """Return `parts` of a row of `num_tokens` in levels: those of a level have no query in common."""
     levels: list[list[Part]] = []
-    level_of_tokens = np.zeros(forest.num_tokens, dtype=np.int64)
-    for part in found:
+    level_of_tokens = np.zeros(num_tokens, dtype=np.int64)
+    for part in parts:
         queries = slice(part.query, part.query + part.num_queries)
         level = int(level_of_tokens[queries].max())
         level_of_tokens[queries] = level + 1
@@ -250,7 +274,7 @@ def _window_parts(forest: Forest, window: int, squares: _Squares, *, ancestors_o
                 continue
             key_depth, key_start = forest.depths[ancestor], forest.starts[ancestor]
             keys = key_depth, key_depth + forest.lengths[ancestor]
-            for first, last, key_first, key_last, mode in _band((depth, depth + length), keys, window):
+            for first, last, key_first, key_last, mode in band((depth, depth + length), keys, window):
                 yield Part(
                     start + first - depth,
                     last - first,
@@ -263,7 +287,7 @@ def _window_parts(forest: Forest, window: int, squares: _Squares, *, ancestors_o
 _Piece = tuple[int, int, int, int, Mode]
 
 
-def _band(queries: tuple[int, int], keys: tuple[int, int], window: int) -> Iterator[_Piece]:
+def band(queries: tuple[int, int], keys: tuple[int, int], window: int) -> Iterator[_Piece]:
     """Divide the pairs ``i - window < j <= i`` of queries i and keys j, both [first, last) positions of a sequence.
 
     Yields:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from starling.algo.attention.forest import Forest
-from starling.algo.attention.kernels import FLASH_HEAD_DIM
+from starling.algo.attention.kernels import FLASH_HEAD_DIM, Inputs
 from starling.algo.attention.segments import segment_attention
 from starling.algo.attention.short import is_short, short_attention
 from starling.algo.attention.varlen import supports_varlen, varlen_attention
@@ -51,10 +51,7 @@ def attention(
         ConfigError: the device has no kernel for tensors of this type.
     """
     assert len(query) == structure.num_tokens, "the structure is that of another row"
-    size, wide = value.shape[-1], query.shape[-1]
-    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
-        wide += -wide % 8  # The flash kernels have head dimensions of whole 16 bytes.
-    inputs = _widened(query, wide), _widened(key.to(query.dtype), wide), _widened(value.to(query.dtype), wide)
+    size, inputs = value.shape[-1], kernel_inputs(query, key, value)
     if backend == "varlen" and softcap is None:
         output = varlen_attention(inputs, structure, scale, window=window, sinks=sinks)
     elif backend == "flex":
@@ -103,6 +100,14 @@ def backends_for(
             "policy.attention = 'varlen' has no soft caps, which the model's attention has: set it to 'auto'"
         )
     return (choice,)
+
+
+def kernel_inputs(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
+    """Return the arguments as kernels take them: of one type, and with zeros up to one head dimension."""
+    wide = query.shape[-1]
+    if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
+        wide += -wide % 8  # The flash kernels have head dimensions of whole 16 bytes.
+    return _widened(query, wide), _widened(key.to(query.dtype), wide), _widened(value.to(query.dtype), wide)
 
 
 def _widened(rows: Tensor, size: int) -> Tensor:

@@ -96,7 +96,7 @@ class _MergedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, levels: Levels, runner: Runner, sinks: Tensor | None
     ) -> Tensor:
         inputs = query, key, value
-        merged = _Merged(query, is_merged=len(levels) > 1)
+        merged = Merged(query, is_merged=len(levels) > 1)
         for number, calls in enumerate(levels):
             for call in calls:
                 own = runner.forward(call, inputs)
@@ -116,7 +116,7 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, sinks = ctx.saved_tensors
         inputs, outputs = (query, key, value), (output, logsumexp)
-        sums = [_Sum(one, is_merged=len(ctx.levels) > 1) for one in inputs]
+        sums = [GradientSum(one, is_merged=len(ctx.levels) > 1) for one in inputs]
         for number, calls in enumerate(ctx.levels):
             for call in calls:
                 found = ctx.runner.backward(call, gradient, inputs, outputs)
@@ -125,12 +125,18 @@ class _MergedAttention(torch.autograd.Function):
                     total.add(call.key, call.keys, call.targets, own, first=number == 0)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
-            weights = (sinks.to(logsumexp.dtype) - logsumexp[: len(query)]).exp_()
-            of_sinks = -(weights * (gradient * output).sum(-1)).sum(0).to(sinks.dtype)
+            of_sinks = sink_gradient(gradient, sinks, outputs)
         return *(total.total(query.dtype) for total in sums), None, None, of_sinks
 
 
-class _Merged:
+def sink_gradient(gradient: Tensor, sinks: Tensor, outputs: Outputs) -> Tensor:
+    """Return the gradient of `sinks`, [H], from that of the output, [T, H, D]."""
+    output, logsumexp = outputs
+    weights = (sinks.to(logsumexp.dtype) - logsumexp[: len(output)]).exp_()
+    return -(weights * (gradient * output).sum(-1)).sum(0).to(sinks.dtype)
+
+
+class Merged:
     """Output and log-sum-exp of the calls so far; one more row, which takes the padding of batched calls."""
 
     def __init__(self, query: Tensor, *, is_merged: bool) -> None:
@@ -138,6 +144,14 @@ class _Merged:
         wide = torch.promote_types(query.dtype, torch.float32)
         self.output = query.new_empty(shape, dtype=wide if is_merged else query.dtype)
         self.logsumexp = query.new_empty(shape[:2], dtype=wide)
+
+    @classmethod
+    def empty(cls, query: Tensor) -> Merged:
+        """Return the attention of `query`, [Q, H, D], to no keys."""
+        merged = cls(query, is_merged=True)
+        merged.output.zero_()
+        merged.logsumexp.fill_(-torch.inf)
+        return merged
 
     def write(self, call: Call, output: Tensor, logsumexp: Tensor) -> None:
         """Set the rows of the call's queries."""
@@ -166,12 +180,19 @@ class _Merged:
         self.logsumexp = both
 
 
-class _Sum:
+class GradientSum:
     """Gradient of one input, summed over the calls."""
 
     def __init__(self, like: Tensor, *, is_merged: bool) -> None:
         wide = torch.promote_types(like.dtype, torch.float32) if is_merged else like.dtype
         self._sum = like.new_empty((len(like) + 1, *like.shape[1:]), dtype=wide)
+
+    @classmethod
+    def empty(cls, like: Tensor) -> GradientSum:
+        """Return a gradient of 0, in at least single precision."""
+        found = cls(like, is_merged=True)
+        found._sum.zero_()
+        return found
 
     def add(self, start: int, rows: Tensor | None, targets: Tensor | None, own: Tensor, *, first: bool) -> None:
         """Add the gradient of a call at its rows; the calls of the `first` level hold each row once."""
@@ -186,5 +207,6 @@ class _Sum:
         else:
             self._sum.index_add_(0, rows, own)
 
-    def total(self, dtype: torch.dtype) -> Tensor:
-        return self._sum[:-1].to(dtype)
+    def total(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the sum; None for the type in which it was made."""
+        return self._sum[:-1].to(dtype or self._sum.dtype)

@@ -13,7 +13,7 @@ from starling.algo.attention.calls import KernelCall, kernel_calls
 from starling.algo.attention.capped import CappedKernel
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.kernels import Inputs, Kernel, Outputs, kernel_for
-from starling.algo.attention.merge import merged_attention
+from starling.algo.attention.merge import Runner, merged_attention
 
 
 def segment_attention(
@@ -23,7 +23,12 @@ def segment_attention(
     query, key, _ = inputs
     kernel = kernel_for(query) if softcap is None else CappedKernel(softcap)
     levels = kernel_calls(forest, window, query.device, with_bias=kernel.takes_bias)
-    return merged_attention(inputs, levels, _Padded(kernel, (query.shape[1], key.shape[1]), scale), sinks)
+    return merged_attention(inputs, levels, padded_runner(kernel, query, key, scale), sinks)
+
+
+def padded_runner(kernel: Kernel, query: Tensor, key: Tensor, scale: float) -> Runner:
+    """Return what computes calls of `kernel` for tensors like `query` [..., H, D] and `key` [..., G, D]."""
+    return _Padded(kernel, (query.shape[-2], key.shape[-2]), scale)
 
 
 @dataclass(frozen=True, slots=True)

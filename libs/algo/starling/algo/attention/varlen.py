@@ -21,7 +21,8 @@ from torch import Tensor
 
 from starling.algo.attention.forest import Forest, Part
 from starling.algo.attention.kernels import FLASH_HEAD_DIM, Inputs, Kernel, Outputs, kernel_for
-from starling.algo.attention.merge import merged_attention
+from starling.algo.attention.merge import Runner, merged_attention
+from starling.algo.attention.tiles import Tile, tile_levels
 
 _aten: Any = torch.ops.aten
 
@@ -66,16 +67,21 @@ def varlen_attention(
 ) -> Tensor:
     """Return the attention of a packed row, [T, H, D]; see `starling.algo.attention.interface.attention`."""
     query = inputs[0]
+    has_kernel = supports_varlen(query.device, query.dtype, query.shape[-1])
+    levels = varlen_calls(forest, window, query.device, own_windows=has_kernel)
+    return merged_attention(inputs, levels, varlen_runner(query, scale), sinks)
+
+
+def varlen_runner(query: Tensor, scale: float) -> Runner:
+    """Return what computes calls for tensors like `query`, [..., D]."""
     if supports_varlen(query.device, query.dtype, query.shape[-1]):
-        levels = varlen_calls(forest, window, query.device, own_windows=True)
-        return merged_attention(inputs, levels, _Flash(scale), sinks)
-    levels = varlen_calls(forest, window, query.device, own_windows=False)
-    return merged_attention(inputs, levels, _PartByPart(kernel_for(query), scale), sinks)
+        return _Flash(scale)
+    return _PartByPart(kernel_for(query), scale)
 
 
 @lru_cache(maxsize=64)
 def varlen_calls(
-    forest: Forest, window: int | None, device: torch.device, *, own_windows: bool
+    forest: Forest, window: int | None, device: torch.device, *, own_windows: bool, tile: Tile | None = None
 ) -> tuple[tuple[VarlenCall, ...], ...]:
     """Return the calls of each level of the attention of `forest`.
 
@@ -83,33 +89,38 @@ def varlen_calls(
         forest: of the row.
         window: see `Forest.levels`.
         device: of the index tensors.
-        own_windows: whether the kernel computes windows within a segment.
+        own_windows: whether the kernel computes windows within a segment; not of a tile.
+        tile: of the row; None for all of it.
     """
+    if tile is None:
+        levels, tile = forest.levels(window, whole_segments=own_windows), Tile.of_row(forest.num_tokens)
+    else:
+        levels, own_windows = tile_levels(forest, tile, window), False
     found = []
-    for number, level in enumerate(forest.levels(window, whole_segments=own_windows)):
+    for number, level in enumerate(levels):
         kinds = ([part for part in level if part.mode != "full"], [part for part in level if part.mode == "full"])
         own = window if own_windows and number == 0 else None
-        found.append(tuple(_call(parts, forest, own, device) for parts in kinds if parts))
+        found.append(tuple(_call(parts, tile, own, device) for parts in kinds if parts))
     return tuple(found)
 
 
-def _call(parts: Sequence[Part], forest: Forest, window: int | None, device: torch.device) -> VarlenCall:
+def _call(parts: Sequence[Part], tile: Tile, window: int | None, device: torch.device) -> VarlenCall:
     lengths = [(part.num_queries, part.num_keys) for part in parts]
     query_ends, key_ends = np.cumsum(np.array(lengths, dtype=np.int64), axis=0).T.tolist()
-    queries = _tokens((part.query, part.num_queries, part.mode == "reversed") for part in parts)
-    keys = _tokens((part.key, part.num_keys, part.mode == "reversed") for part in parts)
+    queries = _tokens((tile.query_place(part.query), part.num_queries, part.mode == "reversed") for part in parts)
+    keys = _tokens((tile.key_place(part.key), part.num_keys, part.mode == "reversed") for part in parts)
 
     def on_device(array: np.ndarray[tuple[int, ...], np.dtype[Any]]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    row = np.arange(forest.num_tokens, dtype=np.int64)
+    all_queries, all_keys = (np.arange(count, dtype=np.int64) for count in (tile.num_queries, tile.num_keys))
     return VarlenCall(
         parts[0].mode != "full",
         window,
         tuple(query_ends),
         tuple(key_ends),
-        None if np.array_equal(queries, row) else on_device(queries),
-        None if np.array_equal(keys, row) else on_device(keys),
+        None if np.array_equal(queries, all_queries) else on_device(queries),
+        None if np.array_equal(keys, all_keys) else on_device(keys),
         on_device(np.array([0, *query_ends], dtype=np.int32)),
         on_device(np.array([0, *key_ends], dtype=np.int32)),
     )

@@ -22,7 +22,11 @@ class ParallelSettings(SettingsSection):
     """Ranks that compute each microbatch together, with the matrices and the vocabulary divided (tensor parallelism,
     with sequence parallelism between the matrices)."""
     cp: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Ranks over which the tokens of a microbatch are divided (context parallelism); only 1 so far."""
+    """Ranks over which the tokens of a microbatch are divided (context parallelism); parameters are sharded over them
+    too, as over `dp_shard`."""
+    context: Literal["ulysses", "all_gather", "ring"] = "ulysses"
+    """How the ranks of `cp` compute attention: `ulysses`, each with all tokens and a share of the heads; `all_gather`,
+    each with its own queries and the keys of all tokens; `ring`, with the keys of one rank at a time."""
     pp: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Ranks over which the blocks are divided (pipeline parallelism); only 1 so far."""
     reshard: Literal["default", "always", "never"] = "default"
@@ -40,9 +44,6 @@ class ParallelSettings(SettingsSection):
 
     @model_validator(mode="after")
     def _axes_exist(self) -> Self:
-        for name, size in (("cp", self.cp), ("pp", self.pp)):
-            if size > 1:
-                raise ValueError(
-                    f"{name} = {size}: this axis is not available yet; set it to 1, and use dp_shard or tp"
-                )
+        if self.pp > 1:
+            raise ValueError(f"pp = {self.pp}: this axis is not available yet; set it to 1, and use dp_shard or tp")
         return self

@@ -214,13 +214,16 @@ class RewardModelTrainer(PreferenceTrainer):
 
     def _score(self, inputs: MicrobatchInputs, slots: Tensor) -> Tensor:
         """Return the scores read at `slots` of a microbatch, [N, 1]."""
+        share = None if inputs.share is None else inputs.share.select(slots)
 
         def compute() -> Tensor:
             hidden: Tensor = self._model.base_model(**model_arguments(self._model, inputs)).last_hidden_state
-            scores: Tensor = self._model.score(hidden.flatten(0, 1).index_select(0, slots))
+            own = slots if share is None else share.slots
+            scores: Tensor = self._model.score(hidden.flatten(0, 1).index_select(0, own))
             return scores
 
-        return compute() if self._parallel is None else self._parallel.compute(compute)
+        scores = compute() if self._parallel is None else self._parallel.compute(compute)
+        return scores if share is None else share.join(scores)
 
 
 def _number_responses(packed: PackedPairs, inputs: MicrobatchInputs) -> tuple[Index, int]:

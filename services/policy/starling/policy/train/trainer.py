@@ -124,14 +124,14 @@ class Trainer:
                 self._empty_pass(with_reference=with_reference)
             else:
                 inputs = to_tensors(batch, own, self._model.device, trained, self._plan.backend)
-                yield self._parallel.padded(inputs)
+                yield self._parallel.divided(inputs)
             reference = self.reference.separate if with_reference and self.reference is not None else None
             self._parallel.end_pass(*([] if reference is None else [reference]))
 
     def _empty_pass(self, *, with_reference: bool) -> None:
         """Take part in a pass of other ranks: compute one token, and add a gradient of 0 to every parameter."""
         assert self._parallel is not None
-        inputs = self._parallel.padded(_one_token(self._layout, self._model.device, self._plan.backend))
+        inputs = self._parallel.divided(_one_token(self._layout, self._model.device, self._plan.backend))
         if with_reference and self.reference is not None:
             with self.reference.computing() as reference:
                 self._output_sum(reference, inputs)

@@ -31,6 +31,7 @@ from starling.common.errors import ConfigError
 from starling.common.wire.tensors import POSITION_IDS
 from starling.policy.train.data.groups import Flags, IntArray
 from starling.policy.train.data.prefixes import PrefixForest, build_trees, divide, restrict
+from starling.policy.train.data.share import TokenShare
 
 Index = npt.NDArray[np.int64]
 
@@ -113,10 +114,13 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchInputs:
-    """Model inputs of one microbatch, and which outputs are trained."""
+    """Model inputs of one microbatch, and which outputs are trained.
+
+    Slots are numbered in the whole microbatch, also where several ranks compute it.
+    """
 
     input_ids: Tensor
-    """int64 [R, L]; 0 in empty slots."""
+    """int64 [R, L]; 0 in empty slots. With a share only those of this rank, likewise of the positions."""
     position_ids: Tensor
     """int64 [R, L], from 0 in each sequence; [3, R, L] (time, height, width) where a prompt has images."""
     structure: Forest | None
@@ -135,6 +139,13 @@ class MicrobatchInputs:
     """Further model arguments by name: the pixels of all prompts, end to end."""
     backend: Backend = "segments"
     """Of the attention."""
+    share: TokenShare | None = None
+    """The tokens of this rank, where several compute the microbatch together; None for all of them."""
+
+    @property
+    def own_source(self) -> Tensor:
+        """int64: `source` among this rank's tokens, of the trained tokens that these predict."""
+        return self.source if self.share is None else self.share.trained.slots
 
 
 def shared_token_fraction(batches: Sequence[PackedBatch]) -> float:

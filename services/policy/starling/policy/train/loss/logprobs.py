@@ -17,6 +17,7 @@ units, V vocabulary, K kept tokens of all positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from starling.algo.truncation import KeptTokens
 from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.data.share import SlotShare
 from starling.policy.train.model.lm_head import (
     LmHead,
     LogitTransform,
@@ -52,12 +54,17 @@ class KeptSets:
 
     def __init__(self, kept: KeptTokens, device: torch.device | str = "cpu") -> None:
         """Copy `kept`, in the order of the trained tokens, to `device`."""
+        self._kept, self._device = kept, device
         counts = torch.from_numpy(kept.counts.astype("int64"))
         self._ends = [0, *accumulate(kept.counts.tolist())]
         self._rows = torch.arange(len(counts)).repeat_interleave(counts).to(device)
         self._ids = torch.from_numpy(kept.ids.astype("int64")).to(device)
         self._is_whole = (counts == 0).to(device) if (counts == 0).any() else None
         """Tokens for which the whole vocabulary was kept; None if there are none."""
+
+    def take(self, tokens: Tensor) -> KeptSets:
+        """Return those of some of the trained tokens."""
+        return KeptSets(self._kept.take(tokens.cpu().numpy()), self._device)
 
     def exclude_(self, values: Tensor, rows: slice, columns: slice) -> Tensor:
         """Set the scaled logits of tokens that were not kept to `_EXCLUDED`, in place. Returns `values`.
@@ -104,6 +111,42 @@ def token_logprobs(
         chunk_tokens: tokens whose logits exist at a time; it affects only the rounding of gradients.
     """
     targets = inputs.targets if targets is None else targets
+    options: dict[str, Any] = {"with_entropy_gradient": with_entropy_gradient, "chunk_tokens": chunk_tokens}
+    if inputs.share is None:
+        return _computed_logprobs(model, inputs, targets, temperature, kept=kept, **options)
+    trained = inputs.share.trained
+    own = _computed_logprobs(
+        model,
+        inputs,
+        targets[trained.own],
+        temperature[trained.own] if isinstance(temperature, Tensor) else temperature,
+        kept=None if kept is None else kept.take(trained.own),
+        **options,
+    )
+    return _joined(trained, *own)
+
+
+def _joined(share: SlotShare, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and entropies of all ranks' tokens, from those of this rank's."""
+    columns = logprobs.view(len(logprobs), math.prod(logprobs.shape[1:]))
+    joined = share.join(torch.cat([columns, entropy[:, None]], dim=1))
+    joined_entropy = joined[:, -1]
+    if not entropy.requires_grad:
+        joined_entropy = joined_entropy.detach()
+    return joined[:, :-1].reshape(-1, *logprobs.shape[1:]), joined_entropy
+
+
+def _computed_logprobs(
+    model: torch.nn.Module,
+    inputs: MicrobatchInputs,
+    targets: Tensor,
+    temperature: float | Tensor,
+    *,
+    with_entropy_gradient: bool,
+    kept: KeptSets | None,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `token_logprobs`, of the tokens that this rank computes."""
     if find_lm_head(model) is None:
         logits = trained_logits(model, inputs)
         return logits_logprobs(logits, targets, temperature, with_entropy_gradient=with_entropy_gradient, kept=kept)

@@ -65,6 +65,9 @@ class RouterLoss:
         if not self._coefficient:
             return loss
         logits, self._logits = self._logits, []
+        if inputs.share is not None:
+            slots = inputs.share.select(torch.arange(len(inputs.segments), device=loss.device))
+            logits = [slots.join(one.reshape(-1, one.shape[-1]).index_select(0, slots.slots)) for one in logits]
         assert len(logits) == len(self._routers), "each router runs once in a forward pass"
         losses = torch.stack([balance_losses(one, self._num_chosen, inputs).sum() for one in logits])
         own = losses.sum() / (num_sequences * len(logits))

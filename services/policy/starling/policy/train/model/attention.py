@@ -20,6 +20,7 @@ from torch import Tensor
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import Backend, attention
 from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.data.share import TokenShare
 
 PACKED: Final = "starling_packed"
 """Name of the attention function in transformers."""
@@ -39,6 +40,8 @@ def model_arguments(model: torch.nn.Module, inputs: MicrobatchInputs) -> dict[st
     if inputs.structure is not None:
         use_packed(model)
         found |= structured(model, inputs.structure, inputs.backend)
+    if inputs.share is not None:
+        found["share"] = inputs.share
     return found
 
 
@@ -106,6 +109,7 @@ def packed_attention(
     scaling: float | None = None,
     structure: Forest | None = None,
     attention_backend: Backend = "segments",
+    share: TokenShare | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -124,6 +128,7 @@ def packed_attention(
         scaling: factor of the scores; by default the inverse square root of D.
         structure: segments of the row.
         attention_backend: of the computation.
+        share: where the tokens are those of this rank.
         sliding_window: of the layer; None for all tokens.
         softcap: bound of the layer's scores.
         s_aux: the layer's sinks, [H].
@@ -138,6 +143,7 @@ def packed_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if structure is None or not causal:
+        assert share is None, "only models that attend by segments are divided over ranks"
         special = softcap is not None or s_aux is not None
         rowwise = causal and attention_mask is None and query.shape[2] == key.shape[2]
         windowed = sliding_window is not None and sliding_window < key.shape[2]
@@ -153,7 +159,8 @@ def packed_attention(
     assert not dropout, "models are trained in evaluation mode"
     _note(sliding_window)
     rows = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
-    output = attention(
+    attend = attention if share is None else share.attend
+    output = attend(
         rows[0],
         rows[1],
         rows[2],

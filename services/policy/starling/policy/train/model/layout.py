@@ -49,6 +49,8 @@ class AttentionPlan:
     longest: int | None = None
     """Tokens beyond which the model's own code would make a mask with an element for each pair; None for no such
     limit that is known."""
+    reason: str | None = None
+    """Why the model does not attend by segments; None where it does."""
 
 
 _PLANS: Final[WeakKeyDictionary[torch.nn.Module, AttentionPlan]] = WeakKeyDictionary()
@@ -100,7 +102,7 @@ def _plan(model: PreTrainedModel, choice: BackendChoice) -> AttentionPlan:
         reason=reason,
         longest=longest,
     )
-    return AttentionPlan("rows", backends[-1], longest)
+    return AttentionPlan("rows", backends[-1], longest, reason)
 
 
 def _limits(config: Any, *, windows: bool) -> Iterator[int]:

@@ -180,6 +180,8 @@ def _candidates(model: torch.nn.Module) -> Iterator[LogitTransform]:
 def trained_hidden(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
     """Return the hidden states before the output layer that predict the trained tokens, [N, hidden].
 
+    Where several ranks compute the microbatch these are the ones of this rank's tokens.
+
     The output layer receives none of them: the caller applies it in chunks.
     """
     found: list[Tensor] = []
@@ -194,7 +196,7 @@ def trained_hidden(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
 
 
 def trained_logits(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
-    """Return the logits that predict the trained tokens, [N, vocabulary].
+    """Return the logits that predict the trained tokens, [N, vocabulary]; see `trained_hidden`.
 
     The logits of other positions, often most of a step's memory, are never computed: a hook removes their hidden states
     just before the output layer. A hook, because the model's own code around that layer (scaling, soft capping) still
@@ -205,12 +207,14 @@ def trained_logits(model: torch.nn.Module, inputs: MicrobatchInputs) -> Tensor:
         return (_trained(args[0], inputs)[None], *args[1:])
 
     logits = _run(model, inputs, select)
-    assert logits.shape[:2] == (1, len(inputs.source)), "the model must apply its output layer once, to hidden states"
+    assert logits.shape[:2] == (1, len(inputs.own_source)), (
+        "the model must apply its output layer once, to hidden states"
+    )
     return logits[0]
 
 
 def _trained(hidden: Tensor, inputs: MicrobatchInputs) -> Tensor:
-    return hidden.flatten(0, 1).index_select(0, inputs.source)
+    return hidden.flatten(0, 1).index_select(0, inputs.own_source)
 
 
 def _run(model: torch.nn.Module, inputs: MicrobatchInputs, before_output_layer: Any) -> Tensor:

@@ -23,7 +23,8 @@ from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
 from starling.policy.train.parallel import fsdp, tensor
-from starling.policy.train.parallel.mesh import DATA, Mesh
+from starling.policy.train.parallel.context import check_context, divide_tokens
+from starling.policy.train.parallel.mesh import DATA, SHARDS, Mesh
 from starling.policy.train.parallel.parts import hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.shards import LocalShards, owned
@@ -45,12 +46,14 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     # These run the whole model on a few tokens, and remember what they found.
     if model.get_output_embeddings() is not None:
         find_lm_head(model)
-    attention_plan(model, settings.attention)
+    plan = attention_plan(model, settings.attention)
+    if mesh.size("cp") > 1:
+        check_context(model, plan, mesh)
     outline = ModelOutline.of(model)
     partial: Sequence[str] = ()
     if mesh.size("tp") > 1:
         partial = tensor.divide_tensors(model, mesh)
-    if mesh.size("dp_shard") > 1:
+    if mesh.size(SHARDS) > 1:
         fsdp.shard_parameters(model, mesh, settings.parallel.reshard)
     return ParallelModel(model, mesh, partial, outline)
 
@@ -149,13 +152,12 @@ class ParallelModel:
         """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""
         divided = divide_passes([one.num_token_slots for one in plan], self.mesh.size(DATA))
         own = [None if number is None else plan[number] for number in divided[self.mesh.place(DATA)]]
-        # Only FSDP communicates within a pass.
-        return own if self.mesh.size("dp_shard") > 1 else [one for one in own if one is not None]
+        # Only FSDP communicates with data-parallel ranks within a pass.
+        return own if self.mesh.size(SHARDS) > 1 else [one for one in own if one is not None]
 
-    def padded(self, inputs: MicrobatchInputs) -> MicrobatchInputs:
-        """Return `inputs` with as many tokens as the ranks can divide."""
-        size = self.mesh.size("tp")
-        return inputs if size == 1 else tensor.pad_tokens(inputs, size)
+    def divided(self, inputs: MicrobatchInputs) -> MicrobatchInputs:
+        """Return this rank's share of a microbatch."""
+        return divide_tokens(inputs, self.mesh)
 
     def begin_pass(self, *, is_last: bool) -> None:
         """Prepare a pass; `is_last`: of an update."""

@@ -28,10 +28,10 @@ _COMPUTE: Final = "_compute_whole"
 def shard_parameters(
     model: torch.nn.Module, mesh: Mesh, reshard: Literal["default", "always", "never"] = "default"
 ) -> None:
-    """Shard the parameters of `model` over the axis dp_shard, in place; every rank has the same whole ones before.
+    """Shard the parameters of `model` over the axes dp_shard and cp, in place.
 
-    A model of fewer than 32 bits computes in its type; its parameters become their own float32 masters, and gradients
-    are reduced in float32.
+    Every rank has the same whole ones before. A model of fewer than 32 bits computes in its type; its parameters become
+    their own float32 masters, and gradients are reduced in float32.
 
     Args:
         model: to be trained, or a frozen one.

@@ -29,6 +29,10 @@ AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the slowest to the fastest."""
 DATA: Final = "dp"
 """The axes dp_replicate and dp_shard as one."""
+SHARDS: Final = "dp_shard_cp"
+"""The axes dp_shard and cp as one, over which FSDP shards parameters: ranks of cp would otherwise repeat them."""
+JOINT: Final = {DATA: ("dp_replicate", "dp_shard"), SHARDS: ("dp_shard", "cp")}
+"""Axes that consist of several."""
 
 
 class Mesh:
@@ -49,19 +53,24 @@ class Mesh:
         self._sizes = {axis: int(getattr(settings, axis)) for axis in AXES}
         check_sizes(self._sizes, dist.get_world_size())
         self.devices = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=AXES)
-        self._data = self.devices["dp_replicate", "dp_shard"]._flatten(DATA)
+        shards = [axis for axis in JOINT[SHARDS] if self._sizes[axis] > 1] or [JOINT[SHARDS][0]]
+        # The axis of FSDP is a joint one only where both of its axes have ranks.
+        self._joint = {
+            DATA: self.devices[JOINT[DATA]]._flatten(DATA),
+            SHARDS: self.devices[JOINT[SHARDS]]._flatten(SHARDS) if len(shards) > 1 else self.devices[shards[0]],
+        }
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
-        return self._data.size() if axis == DATA else self._sizes[axis]
+        return self._joint[axis].size() if axis in self._joint else self._sizes[axis]
 
     def place(self, axis: str) -> int:
         """Return the place of this rank along an axis."""
-        return self._data.get_local_rank() if axis == DATA else self.devices.get_local_rank(axis)
+        return self._joint[axis].get_local_rank() if axis in self._joint else self.devices.get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
         """Return the ranks that differ from this one along an axis only."""
-        return self._data.get_group() if axis == DATA else self.devices.get_group(axis)
+        return self._joint[axis].get_group() if axis in self._joint else self.devices.get_group(axis)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -79,13 +88,16 @@ class Mesh:
 
     @property
     def sharding(self) -> DeviceMesh:
-        """The mesh of FSDP: dp_shard, or both data-parallel axes where it replicates too (HSDP)."""
-        return self.devices["dp_replicate", "dp_shard"] if self.size("dp_replicate") > 1 else self.devices["dp_shard"]
+        """The mesh of FSDP: dp_shard and cp as one, and dp_replicate before it where it replicates too (HSDP)."""
+        shards = self._joint[SHARDS]
+        if self.size("dp_replicate") == 1:
+            return shards
+        return DeviceMesh._concatenate([self.devices["dp_replicate"], shards])
 
     @property
     def shards(self) -> bool:
         """Whether a parameter is not whole on each rank."""
-        return self.size("dp_shard") * self.size("tp") > 1
+        return self.size(SHARDS) * self.size("tp") > 1
 
 
 def check_sizes(sizes: Mapping[str, int], num_ranks: int) -> None:
@@ -108,7 +120,7 @@ def check_sizes(sizes: Mapping[str, int], num_ranks: int) -> None:
         )
     # An axis that the recipe has set is wrong more likely than one that it has not.
     order = sorted(fitting, key=lambda axis: (sizes[axis] == 1, axis != "dp_shard"))
-    usable = [axis for axis in order if axis not in ("pp", "cp")] or order
+    usable = [axis for axis in order if axis != "pp"] or order
     wrong, others = usable[0], usable[1:]
     also = "".join(f", or {axis} = {fitting[axis]}" for axis in others)
     raise ConfigError(f"{start}{wrong} = {sizes[wrong]} does not fit; set {wrong} = {fitting[wrong]}{also}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from starling.policy.train.parallel.clip import gradient_norm
-from starling.policy.train.parallel.mesh import DATA, Mesh
+from starling.policy.train.parallel.mesh import AXES, DATA, JOINT, Mesh
 
 _BUCKET_NUMEL: Final = 1 << 24
 """Numbers of gradients that are summed over replicas at a time."""
@@ -95,7 +95,7 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 def owned(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Return the local parts of `tensors` such that every element is on one rank only."""
-    axes = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if mesh.place(axis)]
+    axes = [axis for axis in AXES if mesh.place(axis)]
     return {
         name: local_part(tensor).detach() for name, tensor in tensors.items() if set(axes) <= set(sharded_axes(tensor))
     }
@@ -107,7 +107,11 @@ def _axes(tensor: Tensor) -> dict[str, bool]:
         return {}
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None, "the axes of the mesh have names"
-    return {axis: not placement.is_replicate() for axis, placement in zip(names, tensor.placements, strict=True)}
+    return {
+        axis: not placement.is_replicate()
+        for name, placement in zip(names, tensor.placements, strict=True)
+        for axis in JOINT.get(name, (name,))
+    }
 
 
 def _sum(gradients: list[Tensor], group: dist.ProcessGroup) -> None:

@@ -18,7 +18,7 @@ A mixture of experts is whole on each rank and computes the rank's part of the t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
@@ -35,10 +35,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from starling.algo.attention.forest import Forest
 from starling.common.errors import ConfigError
 from starling.policy.plan.sizes import TENSOR_MODELS
-from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.model.lm_head import VocabularyShard, output_layer, shard_vocabulary
 from starling.policy.train.parallel.mesh import Mesh
@@ -134,22 +132,6 @@ def _feed_forward_plan(block: Any) -> dict[str, ParallelStyle]:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
     }
-
-
-def pad_tokens(inputs: MicrobatchInputs, multiple: int) -> MicrobatchInputs:
-    """Return `inputs` with a document of padding, so that ranks can divide the tokens of the row."""
-    assert inputs.structure is not None, "models with a plan attend by segments"
-    missing = -inputs.input_ids.shape[1] % multiple
-    if not missing:
-        return inputs
-    structure = inputs.structure
-    positions = torch.arange(missing, device=inputs.position_ids.device)[None]
-    return replace(
-        inputs,
-        input_ids=torch.nn.functional.pad(inputs.input_ids, (0, missing)),
-        position_ids=torch.cat([inputs.position_ids, positions], dim=1),
-        structure=Forest((*structure.lengths, missing), (*structure.parents, -1)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
