@@ -44,7 +44,8 @@ def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings, atte
         import_module("torch._dynamo")
     # Before blocks are compiled: these run the model on a few tokens, shapes that never come again. Before they are
     # checkpointed, because a block that computes twice would look like two to an observer of its attention.
-    find_lm_head(model)
+    if model.get_output_embeddings() is not None:  # a reward model has none
+        find_lm_head(model)
     attention_plan(model, attention)
     on_cpu = next(model.parameters()).device.type == "cpu"
     if settings.offload_activations and on_cpu:
