@@ -29,11 +29,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ddp": {"dp_replicate": 2},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "fsdp and tp": {"dp_shard": 2, "tp": 2},
+    "cp": {"cp": 2},
 }
 KINDS = [
-    ("qwen3", torch.float32, tuple(LAYOUTS)),
+    ("qwen3", torch.float32, ("alone", "hsdp", "fsdp and tp", "cp")),
     ("qwen3_moe", torch.float32, ("alone", "fsdp and tp")),
-    ("qwen3", torch.bfloat16, ("alone", "fsdp", "tp", "fsdp and tp")),
+    ("qwen3", torch.bfloat16, ("alone", "fsdp", "tp")),
+    pytest.param("qwen3", torch.float32, tuple(LAYOUTS), marks=pytest.mark.campaign),
+    pytest.param("qwen3", torch.bfloat16, tuple(LAYOUTS), marks=pytest.mark.campaign),
 ]
 """Models, with the layouts that save and load their states."""
 SECTIONS = ("weights/", "trainer/", "reference/", "random/")

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -15,12 +14,25 @@ from fake_hub import DEADLINE_S, FakeHub
 from replica_processes import exit_code, replica
 from test_policy_process import FLAGS, LAST, publish, step_of, train
 
-from starling.common.observe.process import EXIT_RESTART
+from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE
+from starling.common.wire import messages as wire
 from starling.weightsync.offers.offer import decode_offer
 from starling.weightsync.plan.layout import decode_layout
 
 MESH = ("--policy.parallel.tp", "2", "--policy.parallel.dp-shard", "2")
 RANKS = [1, 2, 3]
+FAILS_ON_ONE_RANK = """
+import torch
+from starling.algo.algorithm import Algorithm
+from starling.algo.loss.terms import LossTerms
+
+def loss(tokens):
+    if len(tokens.logprobs) > 2 and torch.distributed.get_rank() == 1:
+        raise ValueError("a wrong value on one rank")
+    return LossTerms(-tokens.advantages * tokens.logprobs, {})
+
+algorithm = Algorithm(loss=loss)
+"""
 
 
 @pytest.fixture
@@ -67,7 +79,7 @@ def test_policy_of_four_ranks_makes_the_steps_of_one_process(
             offer = decode_offer(publish(hub, step - 1))
             assert [one.rank for one in offer.ranks] == [0, *RANKS]
             found.append(train(hub, step))
-        hub.send("policy-0", drain())
+        hub.send("policy-0", wire.Drain(reason="the run is over"))
         assert exit_code(policy) == 0
     for metrics, alone in zip(found, expected, strict=True):
         assert metrics.keys() == alone.keys()
@@ -76,12 +88,6 @@ def test_policy_of_four_ranks_makes_the_steps_of_one_process(
     logs = sorted(path.name for path in (tmp_path / "mesh" / "logs").iterdir())
     assert logs == [f"policy-0.rank-{rank}.log" for rank in RANKS]
     assert "role=policy-0.rank-1" in (tmp_path / "mesh/logs/policy-0.rank-1.log").read_text()
-
-
-def drain() -> Any:
-    from starling.common.wire import messages as wire
-
-    return wire.Drain(reason="the run is over")
 
 
 @pytest.mark.parametrize("victim", [1, 3])
@@ -130,3 +136,84 @@ def assert_ended(ranks: dict[int, psutil.Process]) -> None:
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_policy_ends_to_be_restarted_when_a_rank_hangs(
+    hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    """When the others have waited for it for as long as they may."""
+    with replica(hub, "policy-0", tmp_path, *whole_model, *MESH, "--policy.parallel.timeout-s", "20") as policy:
+        ranks = children_of(policy_pid(hub))
+        train(hub, 1)
+        ranks[2].suspend()
+        message, buffers = step_of(hub.lease("train"), 2)
+        hub.send("policy-0", message, buffers)
+        _, errors = policy.communicate(2 * DEADLINE_S)
+        assert policy.returncode == EXIT_RESTART, errors
+        assert_ended(ranks)
+
+
+def test_ranks_sleep_and_publish_quantised_weights(hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path) -> None:
+    """Groups of elements with a common scale lie on several ranks, which exchange their maxima."""
+    flags = (*MESH, "--weights.quantise", "fp8_row")
+    with replica(hub, "policy-0", tmp_path, *whole_model, *flags) as policy:
+        _, (encoded,) = hub.hello("policy-0")
+        dtypes = {spec.dtype for spec in decode_layout(encoded).tensors}
+        assert "float8_e4m3fn" in dtypes
+        train(hub, 1)
+        publish(hub, 1)
+        hub.ask("policy-0", wire.Sleep(lease=hub.lease("sleep")), wire.Slept)
+        hub.ask("policy-0", wire.Wake(lease=hub.lease("wake")), wire.Woken)
+        train(hub, 2)
+        publish(hub, 2)
+        policy.terminate()
+        assert exit_code(policy) == 0
+
+
+def test_user_code_that_fails_on_one_rank_ends_the_run(
+    hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The others would wait for it in vain; and a restarted policy would fail again."""
+    (tmp_path / "fails.py").write_text(FAILS_ON_ONE_RANK)
+    flags = ("--policy.parallel.dp-shard", "2", "--policy.tokens-per-microbatch", "32")
+    flags += ("--policy.algorithm.name", f"{tmp_path}/fails.py:algorithm")
+    with replica(hub, "policy-0", tmp_path, *whole_model, *flags) as policy:
+        hub.hello("policy-0")
+        for step in (1, 2):
+            train(hub, step)
+        message, buffers = step_of(hub.lease("train"), 3)
+        hub.send("policy-0", message, buffers)
+        _, errors = policy.communicate(2 * DEADLINE_S)
+        assert policy.returncode == EXIT_USAGE, errors
+        assert "a wrong value on one rank" in [line for line in errors.splitlines() if line.strip()][-1]
+
+
+def preferred(hub: FakeHub, objective: str, step: int) -> float:
+    """Make a step on pairs, and return its loss."""
+    generator = np.random.default_rng(step)
+    words = ["".join(generator.choice(list("abcdefgh"), 4)) for _ in range(6)]
+    examples = tuple(
+        wire.Prompt(id=f"train/{word}", text=f"{word}>", reference=word[::-1], rejected=word * 2) for word in words
+    )
+    message = wire.TrainStep(lease=hub.lease("train"), step=step, examples=examples, objective=objective, num_steps=3)
+    trained, _ = hub.ask("policy-0", message, wire.StepTrained)
+    return trained.metrics["loss"]
+
+
+@pytest.mark.parametrize(("objective", "mesh"), [("dpo", MESH), ("reward_model", ("--policy.parallel.dp-shard", "2"))])
+def test_ranks_train_on_preferences(
+    hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path, objective: str, mesh: tuple[str, ...]
+) -> None:
+    losses = []
+    for name, flags in (("alone", ()), ("mesh", mesh)):
+        small = ("--policy.tokens-per-microbatch", "32")
+        folder = tmp_path / name
+        with replica(hub, "policy-0", folder, *whole_model, *flags, *small, "--run.kind", objective) as policy:
+            hub.hello("policy-0")
+            losses.append([preferred(hub, objective, step) for step in (1, 2, 3)])
+            saved = wire.SaveCheckpoint(lease=hub.lease("save"), step=3, state=False)
+            hub.ask("policy-0", saved, wire.CheckpointSaved)
+            policy.terminate()
+            assert exit_code(policy) == 0
+        assert (folder / "checkpoints/step-3/model.safetensors").exists()
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from torch.distributed import distributed_c10d
 
 from starling.common.errors import ConfigError
 from starling.common.settings import set_variable
@@ -49,14 +50,19 @@ def join_ranks(settings: ParallelSettings, rank: int, device: str, files: Shared
         _take_gpu(settings, rank, device)
     # Otherwise gloo listens at the address that the host's name has, for everybody.
     set_variable("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    timeout = timedelta(seconds=settings.timeout_s)
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
         store=FileStore(str(files.store), num_ranks),
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=settings.timeout_s),
+        timeout=timeout,
     )
-    return Mesh(settings, kind, files.turns)
+    mesh = Mesh(settings, kind, files.turns)
+    # A mesh makes its groups with a default of half an hour.
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
 
 
 def control_group(timeout_s: float) -> dist.ProcessGroup:
