@@ -16,7 +16,7 @@ from starling.policy.train.parallel.mesh import Mesh
 LANGUAGE = [
     ("qwen2", "trees"),
     ("qwen3-tied", "rl"),
-    ("qwen3_moe", "routers"),
+    ("qwen3_moe", "rl"),
     ("llama", "sft"),
     ("qwen3", "dpo"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -29,7 +31,7 @@ def test_sizes_whose_product_is_the_number_of_ranks_are_accepted() -> None:
     [
         ({"dp_shard": 3}, 4, "dp_shard = 3 does not fit; set dp_shard = 4"),
         ({"dp_shard": 3, "tp": 2}, 8, "dp_shard = 3 does not fit; set dp_shard = 4"),
-        ({}, 2, "dp_shard = 1 does not fit; set dp_shard = 2, or dp_replicate = 2, or cp = 2, or tp = 2"),
+        ({}, 2, "set dp_shard = 2, or pp = 2, or dp_replicate = 2, or cp = 2, or tp = 2"),
         ({"dp_shard": 3, "tp": 3}, 4, "no change of one axis makes them equal, so choose sizes whose product is 4"),
     ],
 )
@@ -39,11 +41,18 @@ def test_sizes_that_do_not_fit_are_refused_by_name(given: dict[str, int], num_ra
         check_sizes(sizes(**given), num_ranks)
 
 
-@pytest.mark.parametrize("axis", ["pp"])
-def test_axes_that_are_not_available_are_refused(axis: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"ep": 2}, r"ep = 2 does not divide the 1 rank of dp_shard = 1 x cp = 1 x tp = 1.*: use one of 1 "),
+        ({"dp_shard": 3, "cp": 2, "tp": 2, "ep": 8}, r"the 12 ranks of dp_shard = 3 .*: use one of 1, 2, 3, 4, 6, 12 "),
+        ({"pp": 2, "reshard": "always"}, 'reshard = "always" with pp = 2 would gather'),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_refused(given: dict[str, Any], text: str) -> None:
     """When the settings are read."""
-    with pytest.raises(ValidationError, match=f"{axis} = 2: this axis is not available yet"):
-        ParallelSettings.model_validate({axis: 2})
+    with pytest.raises(ValidationError, match=text):
+        ParallelSettings.model_validate(given)
 
 
 def test_learner_without_a_mesh_refuses_settings_of_several_ranks() -> None:

@@ -52,6 +52,7 @@ def sharded_details(_: int) -> dict[str, Any]:
     for reshard in ("always", "never"):
         found[reshard] = make_steps("qwen3", "rl", {"dp_shard": 2, "reshard": reshard})
     found["checkpointed"] = make_steps("qwen3", "rl", {"dp_shard": 2}, checkpointing=True)
+    found["reset"] = make_steps("qwen3", "rl", {"dp_shard": 2}, reference_reset_every=1)
     found["bfloat16"] = make_steps("qwen3", "rl", {"dp_shard": 2}, dtype=torch.bfloat16)
     learner = Learner(lambda: make_model("qwen3", False), make_settings(dp_shard=2), mesh=mesh)
     assert learner.parallel is not None
@@ -82,12 +83,18 @@ def _refusal(attempt: Callable[[], object]) -> str:
 
 
 def test_settings_of_sharding() -> None:
-    """Resharding and recomputation change no gradient; bfloat16 computes with float32 parameters and sums."""
+    """Resharding and recomputation change no gradient; bfloat16 computes with float32 parameters and sums.
+
+    A reference that was replaced computes with its new weights: nothing of the old ones stays gathered.
+    """
+    reset = make_steps("qwen3", "rl", reference_reset_every=1)
     for found in run_ranks(2, sharded_details):
         expected = alone("qwen3", "rl")
         for name in ("always", "never", "checkpointed"):
             assert_close(found[name].gradients, expected.gradients)
             assert_close(found[name].weights, expected.weights)
+        assert_close(found["reset"].weights, reset.weights)
+        assert found["reset"].metrics == pytest.approx(reset.metrics, rel=2e-5, abs=1e-6)
         assert_close(found["bfloat16"].gradients, expected.gradients, tolerance=0.1)
         assert any((weight != weight.astype(np.float16)).any() for weight in found["bfloat16"].weights.values())
         assert found["metrics"]["update_norm"] == pytest.approx(update_norm_alone(), rel=0.05)  # of other samples

@@ -37,10 +37,25 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "steps"),
+    [
+        ("tp", STEPS),
+        ("two key heads on four ranks", STEPS[:2]),
+        ("fsdp and tp", STEPS[2:4]),
+        *(
+            pytest.param(mesh, steps, marks=pytest.mark.campaign)
+            for mesh, steps in (
+                ("two key heads on four ranks", STEPS[2:]),
+                ("fsdp and tp", [*STEPS[:2], *STEPS[4:]]),
+                ("ddp and tp", STEPS),
+            )
+        ),
+    ],
+)
+def test_every_gradient_is_that_of_a_single_process(mesh: str, steps: list[tuple[str, str]]) -> None:
     """Those of query and key norms too, which are sums over ranks, with several passes before an update."""
-    check_mesh(MESHES[mesh], STEPS, TOLERANCE)
+    check_mesh(MESHES[mesh], steps, TOLERANCE)
 
 
 def head_outcome(rank: int, num_ranks: int) -> list[Array]:

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from starling.common.counts import counted
 from starling.common.ranges import MAX_COUNT
 from starling.common.settings import Seconds, SettingsSection
 
@@ -27,15 +28,30 @@ class ParallelSettings(SettingsSection):
     context: Literal["ulysses", "all_gather", "ring"] = "ulysses"
     """How the ranks of `cp` compute attention: `ulysses`, each with all tokens and a share of the heads; `all_gather`,
     each with its own queries and the keys of all tokens; `ring`, with the keys of one rank at a time."""
+    ep: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Ranks over which the experts of each mixture are divided, to which tokens are sent (expert parallelism). It is no
+    axis of its own but groups neighbours among the ranks of `dp_shard`, `cp` and `tp`: a divisor of their product."""
     pp: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Ranks over which the blocks are divided (pipeline parallelism); only 1 so far."""
+    """Ranks over which the blocks are divided, so that each has about as many parameters (pipeline parallelism)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
+    """Order in which the ranks of `pp` compute their microbatches: `gpipe`, all forward passes first; `1f1b`, a
+    backward pass as soon as there is one, with activations of at most `pp` microbatches; `interleaved`, the same with
+    `stages_per_rank` groups of blocks on each rank, so that ranks wait less and send more; `zbv`, two groups on each
+    rank, and backward passes in two parts, of which the second fills what would be waiting (arXiv:2401.10241)."""
+    stages_per_rank: int = Field(default=2, ge=1, le=MAX_COUNT)
+    """Groups of blocks on each rank of `pp` with the schedule `interleaved`."""
     reshard: Literal["default", "always", "never"] = "default"
     """Whether the ranks of `dp_shard` free a block's gathered parameters between its forward and its backward pass:
     `always`, less memory; `never`, less communication; `default`, but for the last block, which is needed again at
-    once."""
+    once, and with `pp` none."""
     timeout_s: Seconds = 600.0
     """Time that ranks wait for each other in one operation, before the replica starts again from its newest state. A
     rank that has ended is noticed at once."""
+
+    @property
+    def num_stages(self) -> int:
+        """Groups of blocks on all ranks of `pp`."""
+        return self.pp * {"interleaved": self.stages_per_rank, "zbv": 2}.get(self.schedule, 1)
 
     @property
     def num_ranks(self) -> int:
@@ -44,6 +60,16 @@ class ParallelSettings(SettingsSection):
 
     @model_validator(mode="after")
     def _axes_exist(self) -> Self:
-        if self.pp > 1:
-            raise ValueError(f"pp = {self.pp}: this axis is not available yet; set it to 1, and use dp_shard or tp")
+        if self.pp > 1 and self.reshard == "always":
+            raise ValueError(
+                f'reshard = "always" with pp = {self.pp} would gather every block again for each microbatch: use '
+                '"default", which with pp keeps them until the last'
+            )
+        shared = self.dp_shard * self.cp * self.tp
+        if shared % self.ep:
+            fitting = ", ".join(str(size) for size in range(1, shared + 1) if not shared % size)
+            raise ValueError(
+                f"ep = {self.ep} does not divide the {counted(shared, 'rank')} of dp_shard = {self.dp_shard} x cp = "
+                f"{self.cp} x tp = {self.tp}, over which experts are divided: use one of {fitting}"
+            )
         return self

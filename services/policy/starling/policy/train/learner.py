@@ -166,8 +166,12 @@ class Learner:
     @property
     def limits(self) -> ModelLimits:
         """What the model can read of a group."""
+        if self.parallel is None:
+            vocabulary_size = int(self.model.get_input_embeddings().weight.shape[0])
+        else:
+            vocabulary_size = self.parallel.whole.vocabulary_size
         return ModelLimits(
-            vocabulary_size=int(self.model.get_input_embeddings().weight.shape[0]),
+            vocabulary_size=vocabulary_size,
             longest=longest_sequence(self.model) or 0,
             media=media_inputs(self.model.config),
         )

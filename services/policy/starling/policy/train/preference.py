@@ -22,7 +22,7 @@ from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.metrics.tokens import TokenMetrics
 from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.reference import ReferenceModel
-from starling.policy.train.trainer import Trainer
+from starling.policy.train.trainer import ReferenceOf, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,13 +64,14 @@ class PreferenceTrainer(Trainer, ABC):
 
         # Forward and loss
         self.optimizer.clear()
-        metrics, losses = TokenMetrics(self._gather), []
-        for inputs in self._microbatches(packed.batch, with_reference=self._computes_reference(settings)):
-            with self._router_loss.recording():
-                terms = self._pair_terms(inputs, packed, settings)
+        metrics = TokenMetrics(self._gather)
+
+        def loss_of(inputs: MicrobatchInputs, reference: Tensor | None) -> Tensor:
+            terms = self._pair_terms(inputs, packed, settings, reference)
             metrics.add(terms.metrics)
-            own = terms.loss.sum() / packed.num_pairs
-            losses.append(self._backward(self._router_loss.add_to(own, inputs, 2 * packed.num_pairs, metrics)))
+            return terms.loss.sum() / packed.num_pairs
+
+        losses = self._add_gradients(packed.batch, loss_of, metrics, reference_of=self._reference_of(packed, settings))
 
         # Update
         self._clock.enter("optimizer")
@@ -80,7 +81,7 @@ class PreferenceTrainer(Trainer, ABC):
         common = self._step_metrics(
             result, optimizer, packed.batch, num_tokens=packed.num_tokens, num_sequences=2 * packed.num_pairs
         )
-        return metrics.read() | {"loss": loss} | common
+        return metrics.read() | self._router_loss.load() | {"loss": loss} | common
 
     @abstractmethod
     def _optimizer_settings(self, settings: PolicySettings) -> OptimizerSettings:
@@ -89,13 +90,15 @@ class PreferenceTrainer(Trainer, ABC):
     def _prepare_reference(self, settings: PolicySettings, step: int) -> None:
         """Make the reference of step `step` available, where the loss needs one."""
 
-    def _computes_reference(self, settings: PolicySettings) -> bool:
-        """Whether the loss needs the reference."""
-        return False
+    def _reference_of(self, packed: PackedPairs, settings: PolicySettings) -> ReferenceOf | None:
+        """Return what computes the reference's part of a loss; None where the loss needs none."""
+        return None
 
     @abstractmethod
-    def _pair_terms(self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings) -> LossTerms:
-        """Return loss and metrics of each pair of a microbatch, [pairs]."""
+    def _pair_terms(
+        self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings, reference: Tensor | None
+    ) -> LossTerms:
+        """Return loss and metrics of each pair of a microbatch, [pairs], from the reference's part."""
 
 
 class DpoTrainer(PreferenceTrainer):
@@ -145,17 +148,17 @@ class DpoTrainer(PreferenceTrainer):
         if settings.dpo.use_reference:
             self.reference.prepare(step, required_by="policy.dpo.use_reference = true")
 
-    def _computes_reference(self, settings: PolicySettings) -> bool:
-        return settings.dpo.use_reference
+    def _reference_of(self, packed: PackedPairs, settings: PolicySettings) -> ReferenceOf | None:
+        if not settings.dpo.use_reference:
+            return None
+        return lambda model, inputs: self._response_logprobs(model, inputs, packed)[0]
 
-    def _pair_terms(self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings) -> LossTerms:
-        reference: tuple[Tensor | None, Tensor | None] = (None, None)
-        if settings.dpo.use_reference:
-            with self.reference.computing() as model:
-                sums, _ = self._response_logprobs(model, inputs, packed)
-            reference = sums[:, 0], sums[:, 1]
+    def _pair_terms(
+        self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings, reference: Tensor | None
+    ) -> LossTerms:
         sums, counts = self._response_logprobs(self._model, inputs, packed)
-        pairs = Pairs(sums[:, 0], sums[:, 1], counts[:, 0], counts[:, 1], *reference)
+        of_reference = (None, None) if reference is None else (reference[:, 0], reference[:, 1])
+        pairs = Pairs(sums[:, 0], sums[:, 1], counts[:, 0], counts[:, 1], *of_reference)
         if settings.dpo.loss == "ipo":
             return ipo(pairs, beta=settings.dpo.beta)
         return dpo(pairs, beta=settings.dpo.beta, label_smoothing=settings.dpo.label_smoothing)
@@ -197,7 +200,9 @@ class RewardModelTrainer(PreferenceTrainer):
     def _optimizer_settings(self, settings: PolicySettings) -> OptimizerSettings:
         return settings.reward_model.optimizer
 
-    def _pair_terms(self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings) -> LossTerms:
+    def _pair_terms(
+        self, inputs: MicrobatchInputs, packed: PackedPairs, settings: PolicySettings, reference: Tensor | None
+    ) -> LossTerms:
         scores = self._scores(inputs, packed)
         return bradley_terry(scores[:, 0], scores[:, 1], center=settings.reward_model.center_coefficient)
 

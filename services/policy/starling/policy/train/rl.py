@@ -190,6 +190,7 @@ class RlTrainer(Trainer):
             **group_metrics(step_groups),
             **rollout_metrics(minibatches, step),
             **_update_metrics(context.metrics, results, minibatches),
+            **self._router_loss.load(),
             **_settings_in_force(settings, objective),
             "model_flops": algorithm.num_passes * flops,
         }
@@ -247,13 +248,15 @@ class RlTrainer(Trainer):
     def _logprobs(self, minibatch: _Minibatch, context: _StepContext) -> FloatArray:
         """Return the log-probabilities of a minibatch's tokens under the present weights, [T]."""
         tokens, chunk_tokens = minibatch.tokens, context.settings.memory.logprob_chunk_tokens
-        found = []
-        with torch.no_grad():
-            for inputs in self._microbatches(minibatch.packed, tokens.trained):
-                divisor = _divisor(tokens, inputs, context.temperature)
-                kept = _kept_sets(tokens, inputs)
-                logprobs, _ = token_logprobs(self._model, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
-                found.append((inputs.tokens, logprobs))
+        found = list[tuple[Index, Tensor]]()
+
+        def keep(inputs: MicrobatchInputs) -> None:
+            divisor = _divisor(tokens, inputs, context.temperature)
+            kept = _kept_sets(tokens, inputs)
+            logprobs, _ = token_logprobs(self._model, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
+            found.append((inputs.tokens, logprobs))
+
+        self._evaluate(minibatch.packed, keep, tokens.trained)
         self._clock.enter("other")
         return self._joined(found, tokens.num_tokens)
 
@@ -261,39 +264,48 @@ class RlTrainer(Trainer):
         """Accumulate the gradient of one update. Returns the loss of each microbatch."""
         self.optimizer.clear()
         tokens = minibatch.tokens
-        losses, found = [], []
-        with_reference = context.reference is not None
-        for inputs in self._microbatches(minibatch.packed, tokens.trained, with_reference=with_reference):
-            loss, logprobs = self._microbatch_loss(minibatch, inputs, context)
-            losses.append(self._backward(loss))
+        found = list[tuple[Index, Tensor]]()
+
+        def loss_of(inputs: MicrobatchInputs, reference: Tensor | None) -> Tensor:
+            loss, logprobs = self._microbatch_loss(minibatch, inputs, context, reference)
             found.append((inputs.tokens, logprobs))
+            return loss
+
+        def reference_of(model: PreTrainedModel, inputs: MicrobatchInputs) -> Tensor:
+            divisor, kept = _divisor(tokens, inputs, context.temperature), _kept_sets(tokens, inputs)
+            chunk_tokens = context.settings.memory.logprob_chunk_tokens
+            logprobs, _ = token_logprobs(model, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
+            return logprobs
+
+        losses = self._add_gradients(
+            minibatch.packed,
+            loss_of,
+            context.metrics,
+            tokens.trained,
+            reference_of=None if context.reference is None else reference_of,
+        )
         self._clock.enter("other")
         if minibatch.first_logprobs is None:
             minibatch.first_logprobs = self._joined(found, tokens.num_tokens)
         return losses
 
     def _microbatch_loss(
-        self, minibatch: _Minibatch, inputs: MicrobatchInputs, context: _StepContext
+        self, minibatch: _Minibatch, inputs: MicrobatchInputs, context: _StepContext, reference_logprobs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return a microbatch's part of the loss, a scalar, and its tokens' log-probabilities, [N], detached."""
         settings, batch = context.settings, minibatch.tokens
         chunk_tokens = settings.memory.logprob_chunk_tokens
         divisor, kept = _divisor(batch, inputs, context.temperature), _kept_sets(batch, inputs)
-        reference_logprobs = None
-        if context.reference is not None:
-            with context.reference.computing() as reference:
-                reference_logprobs, _ = token_logprobs(reference, inputs, divisor, kept=kept, chunk_tokens=chunk_tokens)
         targets = teacher_targets(batch, inputs, settings.distill)
-        with self._router_loss.recording():
-            logprobs, entropy = token_logprobs(
-                self._model,
-                inputs,
-                divisor,
-                targets=targets,
-                with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
-                kept=kept,
-                chunk_tokens=chunk_tokens,
-            )
+        logprobs, entropy = token_logprobs(
+            self._model,
+            inputs,
+            divisor,
+            targets=targets,
+            with_entropy_gradient=bool(settings.algorithm.entropy_coefficient),
+            kept=kept,
+            chunk_tokens=chunk_tokens,
+        )
         student, logprobs = logprobs, logprobs if targets is None else logprobs[:, 0]
         tokens, weights = _loss_tokens(minibatch, inputs, logprobs, context.objective)
         losses = token_losses(
@@ -303,10 +315,7 @@ class RlTrainer(Trainer):
             terms = teacher_divergence(batch, inputs, student[:, 1:], settings.distill)
             context.metrics.add(terms.metrics)
             losses = losses + settings.distill.coefficient * terms.loss
-        loss = self._router_loss.add_to(
-            (losses * weights).sum(), inputs, minibatch.packed.num_sequences, context.metrics
-        )
-        return loss, logprobs.detach()
+        return (losses * weights).sum(), logprobs.detach()
 
     def _apply(self, losses: Sequence[Tensor], context: _StepContext, *, ends_step: bool) -> UpdateResult:
         """Make one optimizer update from the accumulated gradient."""

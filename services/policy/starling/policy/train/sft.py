@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from starling.algo.loss.aggregate import token_mean
 from starling.algo.loss.sft import sft_loss
@@ -15,7 +16,7 @@ from starling.common.ids import TrainerKind
 from starling.policy.core.phases import PhaseClock
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.examples import SftExample
-from starling.policy.train.data.packing import PromptBlock, check_lengths, pack_sequences
+from starling.policy.train.data.packing import MicrobatchInputs, PromptBlock, check_lengths, pack_sequences
 from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.metrics.tokens import TokenMetrics
 from starling.policy.train.trainer import Trainer
@@ -85,13 +86,14 @@ class SftTrainer(Trainer):
 
         # Forward and loss
         self.optimizer.clear()
-        metrics, losses = TokenMetrics(self._gather), []
-        for inputs in self._microbatches(batch):
-            with self._router_loss.recording():
-                logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
+        metrics = TokenMetrics(self._gather)
+
+        def loss_of(inputs: MicrobatchInputs, _: Any) -> Tensor:
+            logprobs, entropy = token_logprobs(self._model, inputs, chunk_tokens=chunk_tokens)
             metrics.add({"entropy": entropy})
-            loss = token_mean(sft_loss(logprobs), num_tokens)
-            losses.append(self._backward(self._router_loss.add_to(loss, inputs, batch.num_sequences, metrics)))
+            return token_mean(sft_loss(logprobs), num_tokens)
+
+        losses = self._add_gradients(batch, loss_of, metrics)
 
         # Update
         self._clock.enter("optimizer")
@@ -101,5 +103,6 @@ class SftTrainer(Trainer):
         return {
             "loss": loss_sum,
             **metrics.read(),
+            **self._router_loss.load(),
             **self._step_metrics(result, optimizer, batch, num_tokens=num_tokens, num_sequences=len(examples)),
         }

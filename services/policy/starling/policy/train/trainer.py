@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.loss.router import RouterLoss
 from starling.policy.train.memory.setup import optimizer_device
 from starling.policy.train.metrics.flops import model_cost, step_flops
+from starling.policy.train.metrics.tokens import TokenMetrics
 from starling.policy.train.model.layout import AttentionPlan, attention_plan
 from starling.policy.train.model.load import longest_sequence
 from starling.policy.train.model.reference import ReferenceModel
@@ -37,8 +38,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from starling.policy.train.parallel.apply import ParallelModel
+    from starling.policy.train.parallel.pipeline import Pipeline
 else:
     PreTrainedModel = torch.nn.Module
+
+
+LossOf = Callable[[MicrobatchInputs, Any], Tensor]
+ReferenceOf = Callable[[PreTrainedModel, MicrobatchInputs], Any]
 
 
 class Trainer:
@@ -73,15 +79,18 @@ class Trainer:
             parallel: the ranks that make the steps together, where `model` is on a mesh.
         """
         turn_off_router_logits(model.config)
-        self._router_loss = RouterLoss(model, settings.router_aux_coefficient)
+        self._router_loss = RouterLoss(
+            model, settings.router_aux_coefficient, parallel, counts=not settings.memory.compile
+        )
         self._model, self._settings = model.eval(), settings
-        self._clock, self._cost = clock or NullClock(), model_cost(model)
+        self._clock = clock or NullClock()
         device = optimizer_device(model, settings.memory)
-        self._parallel, shards = parallel, None
+        self._parallel, shards, names = parallel, None, None
+        self._cost = model_cost(model) if parallel is None else parallel.whole.cost
         if parallel is not None:
             parallel.check_optimizer(optimizer)
-            shards = parallel.shards
-        self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device, shards=shards)
+            shards, names = parallel.shards, parallel.whole.names
+        self.optimizer = ModelOptimizer(model, optimizer, total_steps, device=device, shards=shards, names=names)
         self.reference = reference
 
     @property
@@ -127,6 +136,112 @@ class Trainer:
                 yield self._parallel.divided(inputs)
             reference = self.reference.separate if with_reference and self.reference is not None else None
             self._parallel.end_pass(*([] if reference is None else [reference]))
+
+    def _add_gradients(
+        self,
+        batch: PackedBatch,
+        loss_of: LossOf,
+        metrics: TokenMetrics,
+        trained: Flags | None = None,
+        *,
+        reference_of: ReferenceOf | None = None,
+    ) -> list[Tensor]:
+        """Add the gradient of a batch, with the routers' part. Returns the loss of each microbatch, detached.
+
+        Args:
+            batch: of the update.
+            loss_of: returns the loss of a microbatch, a scalar, from its inputs and what `reference_of` returned.
+            metrics: receives the routers' loss.
+            trained: see `to_tensors`.
+            reference_of: computes what a loss needs of the reference, from the reference and the inputs.
+        """
+        if self._parallel is not None and self._parallel.pipeline is not None:
+            return self._add_in_stages(self._parallel.pipeline, batch, loss_of, metrics, trained, reference_of)
+        losses = []
+        for inputs in self._microbatches(batch, trained, with_reference=reference_of is not None):
+            found = None
+            if reference_of is not None:
+                assert self.reference is not None, "there is a reference"
+                with self.reference.computing() as reference:
+                    found = reference_of(reference, inputs)
+            with self._router_loss.recording():
+                loss = loss_of(inputs, found)
+            losses.append(self._backward(self._router_loss.add_to(loss, inputs, batch.num_sequences, metrics)))
+        return losses
+
+    def _add_in_stages(
+        self,
+        pipeline: Pipeline,
+        batch: PackedBatch,
+        loss_of: LossOf,
+        metrics: TokenMetrics,
+        trained: Flags | None,
+        reference_of: ReferenceOf | None,
+    ) -> list[Tensor]:
+        """Do the same with the blocks divided: losses are of the last stage, and of the routers of each."""
+        inputs, is_empty = self._all_inputs(batch, trained)
+        of_reference: dict[int, Any] = {}
+        if reference_of is not None:
+            assert self.reference is not None, "there is a reference"
+            self._clock.enter("forward")
+            with self.reference.computing() as reference:
+
+                def keep(number: int) -> None:
+                    if not is_empty[number]:
+                        of_reference[number] = reference_of(reference, inputs[number])
+
+                pipeline.of(reference).evaluate(inputs, keep)
+        losses = list[Tensor]()
+
+        def last(number: int) -> Tensor:
+            if is_empty[number]:
+                return 0.0 * self._output_sum(self._model, inputs[number])
+            with self._router_loss.recording():
+                loss = loss_of(inputs[number], of_reference.get(number))
+            loss = self._router_loss.add_to(loss, inputs[number], batch.num_sequences, metrics)
+            losses.append(loss.detach())
+            return loss
+
+        def other(number: int, run: Callable[[], Tensor]) -> Tensor:
+            if is_empty[number]:
+                return run()
+            with self._router_loss.recording():
+                hidden = run()
+            hidden, loss = self._router_loss.attach_to(hidden, inputs[number], batch.num_sequences, metrics)
+            losses.append(loss)
+            return hidden
+
+        self._clock.enter("backward")
+        pipeline.train(inputs, last, other)
+        return losses
+
+    @torch.no_grad()
+    def _evaluate(
+        self, batch: PackedBatch, function: Callable[[MicrobatchInputs], None], trained: Flags | None
+    ) -> None:
+        """Call `function` for each microbatch of this rank, without gradients."""
+        if self._parallel is not None and self._parallel.pipeline is not None:
+            inputs, is_empty = self._all_inputs(batch, trained)
+            self._clock.enter("forward")
+            self._parallel.pipeline.evaluate(
+                inputs, lambda number: None if is_empty[number] else function(inputs[number])
+            )
+            return
+        for one in self._microbatches(batch, trained):
+            function(one)
+
+    def _all_inputs(self, batch: PackedBatch, trained: Flags | None) -> tuple[list[MicrobatchInputs], list[bool]]:
+        """Return the inputs of all passes of this rank, and which only keep other ranks company."""
+        assert self._parallel is not None
+        own = self._parallel.passes(batch.plan)
+        device, backend = self._model.device, self._plan.backend
+        found = [
+            _one_token(self._layout, device, backend)
+            if one is None
+            else to_tensors(batch, one, device, trained, backend)
+            for one in own
+        ]
+        return [self._parallel.divided(one) for one in found], [one is None for one in own]
 
     def _empty_pass(self, *, with_reference: bool) -> None:
         """Take part in a pass of other ranks: compute one token, and add a gradient of 0 to every parameter."""

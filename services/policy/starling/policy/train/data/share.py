@@ -39,6 +39,9 @@ class TokenShare(Protocol):
     def trained(self) -> SlotShare:
         """The slots that predict the trained tokens of the microbatch."""
 
+    def take(self, values: Tensor) -> Tensor:
+        """Return those of this rank's tokens, [R, l], from `values` of all, [R, L]."""
+
     def select(self, slots: Tensor) -> SlotShare:
         """Return the share of `slots`, int64 [N], of the whole microbatch."""
 

@@ -12,32 +12,53 @@ over its sequences and routers: it depends neither on the microbatch of a sequen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from starling.common.errors import ConfigError
-from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.data.packing import Index, MicrobatchInputs
+from starling.policy.train.loss.experts import ExpertLoad, TokenRanks
 from starling.policy.train.metrics.tokens import TokenMetrics
 
 METRIC: Final = "router_aux_loss"
 
 
 class RouterLoss:
-    """The load-balancing loss of a model's routers, times a coefficient; nothing where the coefficient is 0."""
+    """The load-balancing loss of a model's routers, times a coefficient; nothing where the coefficient is 0.
 
-    def __init__(self, model: torch.nn.Module, coefficient: float) -> None:
+    The load of the experts is counted in the same forward passes, whatever the coefficient.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        coefficient: float,
+        ranks: TokenRanks | None = None,
+        *,
+        counts: bool = True,
+    ) -> None:
         """Find the routers.
+
+        Args:
+            model: to be trained.
+            coefficient: of the loss.
+            ranks: where `model` is on a mesh.
+            counts: whether to count the load, for which hooks run inside the blocks.
 
         Raises:
             ConfigError: there is a coefficient, and transformers defines no such loss for `model`.
         """
         self._coefficient = coefficient
-        self._routers = find_routers(model) if coefficient else []
+        self._routers: list[tuple[torch.nn.Module, int]] = []
+        if coefficient:
+            self._routers = find_routers(model) if ranks is None or not ranks.num_routers else declared_routers(model)
+        self._num_routers = len(self._routers) if ranks is None else ranks.num_routers
         self._num_chosen = _num_chosen(model) if coefficient else 0
         self._logits: list[Tensor] = []
+        self._ranks, self._load = ranks, ExpertLoad(model, ranks) if counts else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -48,13 +69,20 @@ class RouterLoss:
         self._logits = []
         handles = [router.register_forward_hook(self._recorder(index)) for router, index in self._routers]
         try:
-            yield
+            with nullcontext() if self._load is None else self._load.recording():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
 
+    def load(self) -> dict[str, float]:
+        """Return the load of the experts since the last call, see `ExpertLoad.read`."""
+        return {} if self._load is None else self._load.read()
+
     def add_to(self, loss: Tensor, inputs: MicrobatchInputs, num_sequences: int, metrics: TokenMetrics) -> Tensor:
         """Return `loss` plus the routers' part of it, from the forward pass that was recorded last.
+
+        The forward pass of a stage has the part of the stage's routers.
 
         Args:
             loss: of the microbatch, a scalar.
@@ -62,17 +90,31 @@ class RouterLoss:
             num_sequences: those of the whole update, over which the mean is taken.
             metrics: receives the routers' loss without its coefficient, as a part of a sum.
         """
+        if self._load is not None:
+            self._load.count(inputs)
         if not self._coefficient:
             return loss
         logits, self._logits = self._logits, []
-        if inputs.share is not None:
-            slots = inputs.share.select(torch.arange(len(inputs.segments), device=loss.device))
-            logits = [slots.join(one.reshape(-1, one.shape[-1]).index_select(0, slots.slots)) for one in logits]
-        assert len(logits) == len(self._routers), "each router runs once in a forward pass"
-        losses = torch.stack([balance_losses(one, self._num_chosen, inputs).sum() for one in logits])
-        own = losses.sum() / (num_sequences * len(logits))
+        if not logits:
+            return loss
+        assert len(logits) <= len(self._routers), "each router runs at most once in a forward pass"
+        losses = torch.stack([balance_losses(one, self._num_chosen, inputs, self._ranks).sum() for one in logits])
+        own = losses.sum() / (num_sequences * self._num_routers)
         metrics.add_sum(METRIC, own)
         return loss + self._coefficient * own.to(loss.device)
+
+    def attach_to(
+        self, hidden: Tensor, inputs: MicrobatchInputs, num_sequences: int, metrics: TokenMetrics
+    ) -> tuple[Tensor, Tensor]:
+        """Return `hidden`, the output of a stage before the last, such that its gradient brings the routers' with it.
+
+        For the other arguments see `add_to`. Returns the routers' part of the loss too, a scalar, detached.
+        """
+        loss = self.add_to(hidden.new_zeros((), dtype=torch.float32), inputs, num_sequences, metrics)
+        if not loss.requires_grad:
+            return hidden, loss
+        attached: Tensor = _WithLoss.apply(hidden, loss)  # type: ignore[no-untyped-call]
+        return attached, loss.detach()
 
     def _recorder(self, index: int) -> Callable[[torch.nn.Module, Any, Any], None]:
         def record(_: torch.nn.Module, args: Any, output: Any) -> None:
@@ -82,7 +124,23 @@ class RouterLoss:
         return record
 
 
-def balance_losses(logits: Tensor, num_chosen: int, inputs: MicrobatchInputs) -> Tensor:
+class _WithLoss(torch.autograd.Function):
+    """A tensor whose backward pass is also that of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
+
+
+def balance_losses(
+    logits: Tensor, num_chosen: int, inputs: MicrobatchInputs, ranks: TokenRanks | None = None
+) -> Tensor:
     """Return one router's loss of each sequence of a microbatch, [S]; differentiable.
 
     A segment that several sequences share counts in each. Empty slots count in none.
@@ -91,16 +149,21 @@ def balance_losses(logits: Tensor, num_chosen: int, inputs: MicrobatchInputs) ->
         logits: of the router for each slot, [R * L, E] in any shape that has so many elements.
         num_chosen: experts of each token, K.
         inputs: the microbatch.
+        ranks: where each of several ranks has the logits of its slots only; the result is then the same on all of them,
+            and its gradient with respect to these logits is whole.
     """
     num_experts, num_segments = logits.shape[-1], int(inputs.segments.max()) + 1
     flat = logits.reshape(-1, num_experts)
     probabilities = flat.softmax(-1, dtype=torch.promote_types(flat.dtype, torch.float32))
-    segments = torch.from_numpy(inputs.segments).to(flat.device)
+    own: Index = inputs.segments if ranks is None else ranks.own_segments(inputs)
+    segments = torch.from_numpy(own).to(flat.device)
     segments = torch.where(segments < 0, num_segments, segments)  # one more, for empty slots
     chosen = probabilities.detach().topk(num_chosen, dim=-1).indices
     places = (segments[:, None] * num_experts + chosen).flatten()
     counts = torch.bincount(places, minlength=(num_segments + 1) * num_experts).view(-1, num_experts)
     sums = probabilities.new_zeros(num_segments + 1, num_experts).index_add(0, segments, probabilities)
+    if ranks is not None:
+        counts, sums = ranks.sum_slots(torch.stack([counts.to(sums.dtype), sums]))
     sequences, parts = torch.from_numpy(inputs.sequences).to(flat.device).unbind(1)
     num_sequences = int(inputs.sequences[-1, 0]) + 1
 
@@ -122,20 +185,25 @@ def find_routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
     Raises:
         ConfigError: transformers declares no router or no auxiliary loss for such a model.
     """
-    decoder: Any = model.get_decoder()  # type: ignore[operator]
-    declared = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", ())
-    found = [
-        (module, recorder.index)
-        for recorder in (declared if isinstance(declared, list | tuple) else [declared])
-        for name, module in decoder.named_modules()
-        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
-    ]
-    if not found or _num_chosen(model) == 0:
+    found = declared_routers(model)
+    if not found:
         raise ConfigError(
             f"policy.router_aux_coefficient needs a mixture of experts for which transformers has an auxiliary loss, "
             f"and {type(model).__name__} is not one: remove the setting"
         )
     return found
+
+
+def declared_routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
+    """Return the same as `find_routers`, and nothing for other models."""
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    declared = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", ())
+    return [
+        (module, recorder.index)
+        for recorder in (declared if isinstance(declared, list | tuple) else [declared])
+        for name, module in decoder.named_modules()
+        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name and _num_chosen(model)
+    ]
 
 
 def _num_chosen(model: torch.nn.Module) -> int:

@@ -7,7 +7,7 @@ gradients -> norm -> skip if anything is not finite -> clip -> learning rates ->
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,6 +86,7 @@ class ModelOptimizer:
         *,
         device: torch.device | None = None,
         shards: Callable[[Mapping[str, Tensor]], Shards] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Start at step 1 of `total_steps`, with moments of 0.
 
@@ -95,6 +96,7 @@ class ModelOptimizer:
             total_steps: planned number of steps; decides the decay of the learning rate.
             device: of masters, moments and updates; by default each parameter's own.
             shards: takes this rank's parts of tensors that are on a mesh; None where each is whole.
+            names: of all trainable parameters, where other ranks have some of them; patterns must match one of these.
 
         Raises:
             ConfigError: `total_steps` is negative, no parameter of the model is trainable, a pattern of the settings
@@ -109,7 +111,7 @@ class ModelOptimizer:
         self._shards = None if shards is None else shards(self._masters.trained)
         self._trained = self._masters.trained if self._shards is None else self._shards.tensors
         self._ema = WeightEma(self._trained, settings.ema_decay)
-        self._optimizers = _optimizers(model, self._trained, settings)
+        self._optimizers = _optimizers(model, self._trained, settings, names)
 
     @property
     def ema(self) -> Mapping[str, Tensor]:
@@ -242,11 +244,11 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _optimizers(
-    model: torch.nn.Module, trained: Mapping[str, Tensor], settings: OptimizerSettings
+    model: torch.nn.Module, trained: Mapping[str, Tensor], settings: OptimizerSettings, names: Sequence[str] | None
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that together update the `trained` tensors."""
-    decays = weight_decays(trained, settings)
-    factors = rate_factors(trained, settings)
+    decays = weight_decays(trained, settings, names=names)
+    factors = rate_factors(trained, settings, names=names)
 
     def groups(names: Iterable[str]) -> list[dict[str, Any]]:
         members: dict[tuple[float, float], list[Tensor]] = {}

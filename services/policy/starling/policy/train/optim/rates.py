@@ -44,28 +44,42 @@ def _height(settings: OptimizerSettings, progress: float) -> float:
 
 
 def rate_factors(
-    trained: Mapping[str, Tensor], settings: OptimizerSettings, key: str = "optimizer"
+    trained: Mapping[str, Tensor],
+    settings: OptimizerSettings,
+    key: str = "optimizer",
+    *,
+    names: Iterable[str] | None = None,
 ) -> dict[str, float]:
     """Return the factor on the learning rate of each parameter.
 
-    `key` names the settings in errors. Raises ConfigError as `first_matches` does.
+    `key` names the settings in errors, `names` are those of all parameters where `trained` has not all of them. Raises
+    ConfigError as `first_matches` does.
     """
-    patterns = first_matches([*settings.rates], trained, f"{key}.rates")
+    patterns = first_matches([*settings.rates], _joined(trained, names), f"{key}.rates")
     return {name: settings.rates[patterns[name]] if name in patterns else 1.0 for name in trained}
 
 
 def weight_decays(
-    trained: Mapping[str, Tensor], settings: OptimizerSettings, key: str = "optimizer"
+    trained: Mapping[str, Tensor],
+    settings: OptimizerSettings,
+    key: str = "optimizer",
+    *,
+    names: Iterable[str] | None = None,
 ) -> dict[str, float]:
     """Return the weight decay of each parameter: 0 for vectors, biases (stacked ones too), and `no_decay` patterns.
 
-    `key` names the settings in errors. Raises ConfigError as `first_matches` does.
+    For `key` and `names` see `rate_factors`. Raises ConfigError as `first_matches` does.
     """
-    spared = {name for pattern in settings.no_decay for name in first_matches([pattern], trained, f"{key}.no_decay")}
+    known = _joined(trained, names)
+    spared = {name for pattern in settings.no_decay for name in first_matches([pattern], known, f"{key}.no_decay")}
     return {
         name: 0.0 if tensor.dim() < 2 or name.endswith("bias") or name in spared else settings.weight_decay
         for name, tensor in trained.items()
     }
+
+
+def _joined(trained: Mapping[str, Tensor], names: Iterable[str] | None) -> list[str]:
+    return list(trained) if names is None else list(dict.fromkeys([*names, *trained]))
 
 
 def first_matches(patterns: Sequence[str], names: Iterable[str], setting: str) -> dict[str, str]:

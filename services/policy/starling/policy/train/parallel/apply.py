@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,16 +19,22 @@ from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.checkpoint.shared_export import ModelOutline
-from starling.policy.train.data.packing import Microbatch, MicrobatchInputs
+from starling.policy.train.data.packing import Index, Microbatch, MicrobatchInputs
+from starling.policy.train.loss.router import declared_routers
+from starling.policy.train.metrics.flops import ModelCost, model_cost
+from starling.policy.train.model.experts import find_experts
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
-from starling.policy.train.parallel import fsdp, tensor
+from starling.policy.train.parallel import expert, fsdp, tensor
+from starling.policy.train.parallel.collectives import sum_over
 from starling.policy.train.parallel.context import check_context, divide_tokens
-from starling.policy.train.parallel.mesh import DATA, SHARDS, Mesh
+from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
 from starling.policy.train.parallel.parts import hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
-from starling.policy.train.parallel.shards import LocalShards, owned
+from starling.policy.train.parallel.pipeline import Pipeline
+from starling.policy.train.parallel.shards import LocalShards, TiedWeights, owned
+from starling.policy.train.parallel.stages import check_stages
 from starling.weightsync.tensors.adapters import is_adapted
 
 if TYPE_CHECKING:
@@ -49,23 +56,37 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     plan = attention_plan(model, settings.attention)
     if mesh.size("cp") > 1:
         check_context(model, plan, mesh)
-    outline = ModelOutline.of(model)
+    whole = WholeModel.of(model)
     partial: Sequence[str] = ()
     if mesh.size("tp") > 1:
         partial = tensor.divide_tensors(model, mesh)
+    if mesh.size("ep") > 1:
+        divided = set(expert.divide_experts(model, mesh))
+        partial = [name for name in partial if name not in divided]
+    reshard, roots = settings.parallel.reshard, tuple[torch.nn.Module, ...]()
+    pipeline = None
+    if mesh.size("pp") > 1:
+        pipeline = Pipeline(model, mesh)
+        kept = {name for name, _ in model.named_parameters()}
+        partial = [name for name in partial if name in kept]
+        reshard, roots = "never", tuple(pipeline.stages)
     if mesh.size(SHARDS) > 1:
-        fsdp.shard_parameters(model, mesh, settings.parallel.reshard)
-    return ParallelModel(model, mesh, partial, outline)
+        fsdp.shard_parameters(model, mesh, reshard, roots)
+    return ParallelModel(model, mesh, whole, partial, pipeline)
 
 
 def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
     """Raise ConfigError if the model or a setting is not available on `mesh`."""
     if mesh.size("tp") > 1:
         tensor.check_tensors(model, mesh.size("tp"))
-        if settings.router_aux_coefficient:
+    if mesh.size("ep") > 1:
+        expert.check_experts(model, mesh.size("ep"))
+    if mesh.size("pp") > 1:
+        check_stages(model, mesh.settings)
+        if mesh.settings.schedule == "zbv" and settings.memory.checkpointing != "none":
             raise ConfigError(
-                "policy.router_aux_coefficient is not available with policy.parallel.tp above 1, where no rank sees "
-                "all tokens of a sequence: set one of them to its default"
+                f'policy.memory.checkpointing = "{settings.memory.checkpointing}" with policy.parallel.schedule = '
+                '"zbv" would compute each block three times: set the schedule to "1f1b", or checkpointing to "none"'
             )
     if is_adapted(model):
         raise ConfigError("[model.lora] is not available on a mesh yet: set all sizes of policy.parallel to 1")
@@ -79,6 +100,36 @@ def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings
             raise ConfigError(f"policy.memory.{name} = true is not available on a mesh yet: set it to false")
 
 
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """What is known of a model before it is divided over ranks."""
+
+    outline: ModelOutline
+    cost: ModelCost
+    names: tuple[str, ...]
+    """Of its parameters."""
+    expert_layers: tuple[str, ...]
+    """Names of the experts of all layers."""
+    num_routers: int
+    """Those with a load-balancing loss."""
+    vocabulary_size: int
+    """Rows of the embedding."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> WholeModel:
+        """Describe `model`."""
+        names = tuple(name for name, _ in model.named_parameters())
+        routers = declared_routers(model)
+        return cls(
+            ModelOutline.of(model),
+            model_cost(model),
+            names,
+            tuple(find_experts(model)),
+            len(routers),
+            int(model.get_input_embeddings().weight.shape[0]),
+        )
+
+
 class ParallelModel:
     """A model whose ranks make steps together: what each computes of a step, and how results are joined.
 
@@ -89,21 +140,25 @@ class ParallelModel:
         self,
         model: PreTrainedModel,
         mesh: Mesh,
+        whole: WholeModel,
         partial: Sequence[str] = (),
-        outline: ModelOutline | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Describe `model`, which is on `mesh` already.
 
         Args:
-            model: of this rank.
+            model: with this rank's parts.
             mesh: of the ranks.
+            whole: what `model` was before it was divided.
             partial: see `LocalShards`.
-            outline: of the whole model, as it was; by default `model` is like that.
+            pipeline: where the blocks are divided.
         """
-        self.model, self.mesh = model, mesh
-        self._partial, self.outline = partial, outline or ModelOutline.of(model)
+        self.model, self.mesh, self.whole, self.pipeline = model, mesh, whole, pipeline
+        self._partial, self.outline = partial, whole.outline
         self._dtypes = {name: tensor.dtype for name, tensor in self.outline.tensors.items()}
         self._device = model.device
+        self.expert_layers, self.num_routers = whole.expert_layers, whole.num_routers
+        """See `TokenRanks`."""
 
     @property
     def has_all(self) -> bool:
@@ -120,11 +175,15 @@ class ParallelModel:
 
     def shards(self, trained: Mapping[str, Tensor]) -> LocalShards:
         """Return this rank's shards of the tensors that an optimizer updates."""
-        return LocalShards(trained, self.mesh, self._partial)
+        return LocalShards(trained, self.mesh, self._partial, self._tied)
 
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the local parts of `tensors` such that every element is on one rank only."""
-        return owned(tensors, self.mesh)
+        return owned(tensors, self.mesh, None if self._tied is None else self._tied.copied)
+
+    @property
+    def _tied(self) -> TiedWeights | None:
+        return None if self.pipeline is None else self.pipeline.tied
 
     def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `tensors` in the element types of a version: FSDP trains parameters of fewer bits in float32."""
@@ -153,7 +212,10 @@ class ParallelModel:
         divided = divide_passes([one.num_token_slots for one in plan], self.mesh.size(DATA))
         own = [None if number is None else plan[number] for number in divided[self.mesh.place(DATA)]]
         # Only FSDP communicates with data-parallel ranks within a pass.
-        return own if self.mesh.size(SHARDS) > 1 else [one for one in own if one is not None]
+        own = own if self.mesh.size(SHARDS) > 1 else [one for one in own if one is not None]
+        if self.pipeline is not None and own:
+            own += [None] * (self.pipeline.num_passes(len(own)) - len(own))
+        return own
 
     def divided(self, inputs: MicrobatchInputs) -> MicrobatchInputs:
         """Return this rank's share of a microbatch."""
@@ -173,10 +235,31 @@ class ParallelModel:
         for model in (self.model, *models):
             fsdp.end_pass(model)
 
+    def own_segments(self, inputs: MicrobatchInputs) -> Index:
+        """See `TokenRanks`."""
+        if self.mesh.size("cp") * self.mesh.size("tp") == 1:
+            return inputs.segments
+        missing = inputs.input_ids.shape[1] * self.mesh.size("cp") - len(inputs.segments)
+        own: Index = np.pad(inputs.segments, (0, missing), constant_values=-1)
+        if inputs.share is not None:
+            own = inputs.share.take(torch.from_numpy(own)[None])[0].numpy()
+        return np.split(own, self.mesh.size("tp"))[self.mesh.place("tp")]
+
+    def sum_slots(self, values: Tensor) -> Tensor:
+        """See `TokenRanks`."""
+        for axis in ("cp", "tp"):
+            if self.mesh.size(axis) > 1:
+                values = sum_over(values, self.mesh.group(axis))
+        return values
+
+    def sum_loads(self, values: Tensor) -> Tensor:
+        """See `TokenRanks`."""
+        return self.sum(self.sum_slots(values))
+
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the data-parallel ranks."""
+        """Return the sum of `values` over the ranks that compute different parts of the results."""
         summed = values.detach().clone()
-        dist.all_reduce(summed, group=self.mesh.group(DATA))
+        dist.all_reduce(summed, group=self.mesh.group(RESULTS))
         return summed
 
     def sum_all(self, values: Tensor) -> Tensor:
@@ -186,13 +269,13 @@ class ParallelModel:
         return summed
 
     def join(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return an array of which each data-parallel rank has computed some elements, with 0 for the others."""
+        """Return an array of which each rank of `sum` has computed some elements, with 0 for the others."""
         return self.sum(torch.from_numpy(values).to(self._device)).cpu().numpy()
 
     def gather(self, values: Any) -> list[Any]:
-        """Return the `values` of each data-parallel rank: what JSON can hold, NaN and infinities included."""
+        """Return the `values` of each rank of `sum`: what JSON can hold, NaN and infinities included."""
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(self._device)
-        group, num_ranks = self.mesh.group(DATA), self.mesh.size(DATA)
+        group, num_ranks = self.mesh.group(RESULTS), self.mesh.size(RESULTS)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(num_ranks)]
         dist.all_gather(sizes, torch.tensor([len(text)], device=self._device), group=group)
         longest = max(int(size) for size in sizes)

@@ -15,7 +15,7 @@ def gradient_norm(gradients: Sequence[tuple[Tensor, tuple[str, ...]]], mesh: Mes
     """Return the norm of the whole gradient, float32 [], the same on every rank.
 
     Squares are summed over the axes that shard a tensor, and not over those that repeat it: one sum per axis for all
-    tensors together.
+    tensors together, and then one over the stages of a pipeline.
 
     Args:
         gradients: this rank's part of each parameter's, and the axes that shard it.
@@ -34,7 +34,10 @@ def gradient_norm(gradients: Sequence[tuple[Tensor, tuple[str, ...]]], mesh: Mes
         summed = values[chosen]
         dist.all_reduce(summed, group=mesh.group(axis))
         values[chosen] = summed
-    return (total + values.sum()).sqrt().float()
+    total += values.sum()
+    if mesh.size("pp") > 1:
+        dist.all_reduce(total, group=mesh.group("pp"))
+    return total.sqrt().float()
 
 
 def _by_axes(gradients: Sequence[tuple[Tensor, tuple[str, ...]]]) -> Mapping[tuple[str, ...], list[Tensor]]:

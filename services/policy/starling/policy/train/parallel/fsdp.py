@@ -11,14 +11,17 @@ an operation that gloo does not have (PREMUL_SUM).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any, Final, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
 from starling.policy.train.memory.blocks import find_blocks
+from starling.policy.train.model.experts import find_experts
 from starling.policy.train.parallel.mesh import Mesh
 
 _COMPUTE: Final = "_compute_whole"
@@ -26,7 +29,10 @@ _COMPUTE: Final = "_compute_whole"
 
 
 def shard_parameters(
-    model: torch.nn.Module, mesh: Mesh, reshard: Literal["default", "always", "never"] = "default"
+    model: torch.nn.Module,
+    mesh: Mesh,
+    reshard: Literal["default", "always", "never"] = "default",
+    roots: Sequence[torch.nn.Module] = (),
 ) -> None:
     """Shard the parameters of `model` over the axes dp_shard and cp, in place.
 
@@ -37,6 +43,7 @@ def shard_parameters(
         model: to be trained, or a frozen one.
         mesh: of the ranks.
         reshard: see `ParallelSettings`.
+        roots: modules that compute separately and together have all of the model; by default the model itself.
     """
     dtype = next(model.parameters()).dtype
     low = dtype in (torch.bfloat16, torch.float16)
@@ -48,19 +55,33 @@ def shard_parameters(
     blocks = find_blocks(model)
     for number, block in enumerate(blocks, start=1):
         frees = reshard == "always" or (reshard == "default" and number < len(blocks))
+        for experts in find_experts(block).values() if mesh.size("ep") > 1 else ():
+            fully_shard(
+                experts,
+                mesh=mesh.expert_sharding,
+                mp_policy=policy,
+                reshard_after_forward=frees,
+                shard_placement_fn=partial(_beside_experts, mesh.size("efsdp")),
+            )
         fully_shard(block, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-    setattr(model, _COMPUTE, MethodType(_call, model))
-    register_fsdp_forward_method(model, _COMPUTE)
+    for root in roots or (model,):
+        fully_shard(root, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        setattr(root, _COMPUTE, MethodType(_call, root))
+        register_fsdp_forward_method(root, _COMPUTE)
 
 
 def compute_whole(model: torch.nn.Module, function: Callable[[], Any]) -> Any:
     """Return the result of `function`, which calls parts of `model` instead of its forward pass."""
     return getattr(model, _COMPUTE)(function) if isinstance(model, FSDPModule) else function()
+
+
+def _beside_experts(num_ranks: int, parameter: torch.nn.Parameter) -> Shard | None:
+    """Return the dimension of a parameter of experts to shard: dimension 0 is divided by ep already."""
+    return Shard(1) if parameter.dim() > 1 and not parameter.shape[1] % num_ranks else None
 
 
 def _call(_: torch.nn.Module, function: Callable[[], Any]) -> Any:
@@ -75,5 +96,6 @@ def begin_pass(model: torch.nn.Module, *, is_last: bool) -> None:
 
 def end_pass(model: torch.nn.Module) -> None:
     """Free what a pass without gradients leaves gathered, which an update would make outdated."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

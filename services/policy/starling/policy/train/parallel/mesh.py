@@ -7,6 +7,10 @@ Each axis has a meaning, and the ranks along it hold or compute different parts 
     tp            matrices, the vocabulary, and tokens between matrices
 
 The last axis varies fastest from rank to rank: tp communicates most, and should lie within a host.
+
+The experts of a mixture are on the same ranks in another order: the ranks of dp_shard, cp and tp, which all compute
+different tokens between the matrices, are efsdp groups of ep neighbours. Each group of ep has all experts once, and
+efsdp is to a shard of experts what dp_shard is to other parameters.
 """
 
 from __future__ import annotations
@@ -31,8 +35,16 @@ DATA: Final = "dp"
 """The axes dp_replicate and dp_shard as one."""
 SHARDS: Final = "dp_shard_cp"
 """The axes dp_shard and cp as one, over which FSDP shards parameters: ranks of cp would otherwise repeat them."""
-JOINT: Final = {DATA: ("dp_replicate", "dp_shard"), SHARDS: ("dp_shard", "cp")}
+RESULTS: Final = "results"
+"""The axes along which ranks compute different parts of the results of a step, as one: pp and those of `DATA`."""
+JOINT: Final = {
+    DATA: ("dp_replicate", "dp_shard"),
+    SHARDS: ("dp_shard", "cp"),
+    RESULTS: ("pp", "dp_replicate", "dp_shard"),
+}
 """Axes that consist of several."""
+EXPERT_AXES: Final = ("pp", "dp_replicate", "efsdp", "ep")
+"""Of the same ranks, for the experts of a mixture."""
 
 
 class Mesh:
@@ -50,7 +62,7 @@ class Mesh:
             ConfigError: the product of the sizes is not the number of ranks.
         """
         self.settings, self._turns = settings, turns
-        self._sizes = {axis: int(getattr(settings, axis)) for axis in AXES}
+        self._sizes: dict[str, int] = {axis: int(getattr(settings, axis)) for axis in AXES}
         check_sizes(self._sizes, dist.get_world_size())
         self.devices = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=AXES)
         shards = [axis for axis in JOINT[SHARDS] if self._sizes[axis] > 1] or [JOINT[SHARDS][0]]
@@ -58,19 +70,33 @@ class Mesh:
         self._joint = {
             DATA: self.devices[JOINT[DATA]]._flatten(DATA),
             SHARDS: self.devices[JOINT[SHARDS]]._flatten(SHARDS) if len(shards) > 1 else self.devices[shards[0]],
+            RESULTS: self.devices[JOINT[RESULTS]]._flatten(RESULTS),
         }
+        self.experts: DeviceMesh | None = None
+        """Of `EXPERT_AXES`; None where experts are not divided."""
+        if settings.ep > 1:
+            self._sizes |= {"efsdp": settings.dp_shard * settings.cp * settings.tp // settings.ep, "ep": settings.ep}
+            self.experts = init_device_mesh(
+                device_type, tuple(self._sizes[axis] for axis in EXPERT_AXES), mesh_dim_names=EXPERT_AXES
+            )
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis."""
-        return self._joint[axis].size() if axis in self._joint else self._sizes[axis]
+        """Return the number of ranks along an axis; 1 for those of experts that are not divided."""
+        return self._joint[axis].size() if axis in self._joint else self._sizes.get(axis, 1)
 
     def place(self, axis: str) -> int:
         """Return the place of this rank along an axis."""
-        return self._joint[axis].get_local_rank() if axis in self._joint else self.devices.get_local_rank(axis)
+        return self._joint[axis].get_local_rank() if axis in self._joint else self._with(axis).get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup:
         """Return the ranks that differ from this one along an axis only."""
-        return self._joint[axis].get_group() if axis in self._joint else self.devices.get_group(axis)
+        return self._joint[axis].get_group() if axis in self._joint else self._with(axis).get_group(axis)
+
+    def _with(self, axis: str) -> DeviceMesh:
+        if axis in AXES:
+            return self.devices
+        assert self.experts is not None, "the experts are divided"
+        return self.experts
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -95,9 +121,15 @@ class Mesh:
         return DeviceMesh._concatenate([self.devices["dp_replicate"], shards])
 
     @property
+    def expert_sharding(self) -> DeviceMesh:
+        """The mesh of FSDP for experts, which are divided."""
+        assert self.experts is not None, "the experts are divided"
+        return self.experts["dp_replicate", "efsdp"] if self.size("dp_replicate") > 1 else self.experts["efsdp"]
+
+    @property
     def shards(self) -> bool:
         """Whether a parameter is not whole on each rank."""
-        return self.size(SHARDS) * self.size("tp") > 1
+        return self.size(SHARDS) * self.size("tp") * self.size("pp") > 1
 
 
 def check_sizes(sizes: Mapping[str, int], num_ranks: int) -> None:
@@ -120,7 +152,6 @@ def check_sizes(sizes: Mapping[str, int], num_ranks: int) -> None:
         )
     # An axis that the recipe has set is wrong more likely than one that it has not.
     order = sorted(fitting, key=lambda axis: (sizes[axis] == 1, axis != "dp_shard"))
-    usable = [axis for axis in order if axis != "pp"] or order
-    wrong, others = usable[0], usable[1:]
+    wrong, others = order[0], order[1:]
     also = "".join(f", or {axis} = {fitting[axis]}" for axis in others)
     raise ConfigError(f"{start}{wrong} = {sizes[wrong]} does not fit; set {wrong} = {fitting[wrong]}{also}")

@@ -7,6 +7,7 @@ shards; only the norm of the gradient needs the other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from starling.policy.train.parallel.clip import gradient_norm
-from starling.policy.train.parallel.mesh import AXES, DATA, JOINT, Mesh
+from starling.policy.train.parallel.mesh import AXES, DATA, EXPERT_AXES, JOINT, Mesh
 
 _BUCKET_NUMEL: Final = 1 << 24
 """Numbers of gradients that are summed over replicas at a time."""
@@ -24,15 +25,18 @@ _BUCKET_NUMEL: Final = 1 << 24
 class LocalShards:
     """Shards of tensors that share memory with them, with gradients of their own."""
 
-    def __init__(self, trained: Mapping[str, Tensor], mesh: Mesh, partial: Sequence[str] = ()) -> None:
+    def __init__(
+        self, trained: Mapping[str, Tensor], mesh: Mesh, partial: Sequence[str] = (), tied: TiedWeights | None = None
+    ) -> None:
         """Take the shards.
 
         Args:
             trained: tensors that an optimizer would update, by name.
             mesh: of the ranks.
             partial: names of tensors of whose gradient each rank of the axis tp has a part.
+            tied: weights that two stages of a pipeline have.
         """
-        self._trained, self._mesh, self._partial = dict(trained), mesh, frozenset(partial)
+        self._trained, self._mesh, self._partial, self._tied = dict(trained), mesh, frozenset(partial), tied
         self.tensors: dict[str, Tensor] = {name: local_part(tensor) for name, tensor in trained.items()}
         """By name."""
         self._axes = {name: sharded_axes(tensor) for name, tensor in trained.items()}
@@ -51,6 +55,8 @@ class LocalShards:
         for axis, names in self._sums().items():
             gradients = [gradient for name in names if (gradient := self.tensors[name].grad) is not None]
             _sum(gradients, self._mesh.group(axis))
+        if self._tied is not None:
+            self._tied.sum(self.tensors, self._mesh)
 
     def clear(self) -> None:
         """Free the gradients."""
@@ -59,7 +65,12 @@ class LocalShards:
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, float32 []."""
-        parts = [(tensor.grad, self._axes[name]) for name, tensor in self.tensors.items() if tensor.grad is not None]
+        copied = None if self._tied is None else self._tied.copied
+        parts = [
+            (tensor.grad, self._axes[name])
+            for name, tensor in self.tensors.items()
+            if tensor.grad is not None and name != copied
+        ]
         return gradient_norm(parts, self._mesh, next(iter(self.tensors.values())).device)
 
     def _fill_in(self) -> None:
@@ -76,11 +87,48 @@ class LocalShards:
         """Return which gradients are summed over which axis; FSDP has summed those of the tensors that it shards."""
         found: dict[str, list[str]] = {}
         for name, tensor in self._trained.items():
-            if self._mesh.size("dp_replicate") > 1 and "dp_replicate" not in _axes(tensor):
-                found.setdefault("dp_replicate", []).append(name)
+            axes = _axes(tensor)
+            for axis in ("dp_replicate", "efsdp") if "ep" in axes else ("dp_replicate",):
+                if self._mesh.size(axis) > 1 and axis not in axes:
+                    found.setdefault(axis, []).append(name)
             if name in self._partial:
                 found.setdefault("tp", []).append(name)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class TiedWeights:
+    """An embedding and the output layer that is a copy of it, in the first and the last stage of a pipeline."""
+
+    original: str | None
+    """Name of the embedding; None where another rank has it."""
+    copied: str | None
+    """Name of the output layer, likewise."""
+    other: int | None
+    """Place along pp of the rank with the other one; None where both are on this rank."""
+
+    def sum(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
+        """Give both the sum of their gradients, to the same bit."""
+        if self.other is None:
+            assert self.original is not None
+            assert self.copied is not None
+            one, two = tensors[self.original].grad, tensors[self.copied].grad
+            if one is not None and two is not None:
+                two.copy_(one.add_(two))
+            return
+        name = self.copied if self.original is None else self.original
+        assert name is not None
+        gradient = tensors[name].grad
+        if gradient is None:  # no rank had a microbatch
+            return
+        theirs, group = torch.empty_like(gradient), mesh.group("pp")
+        operations = [
+            dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=self.other),
+            dist.P2POp(dist.irecv, theirs, group=group, group_peer=self.other),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        gradient.add_(theirs)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -93,12 +141,17 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
     return tuple(sorted(axis for axis, is_sharded in _axes(tensor).items() if is_sharded))
 
 
-def owned(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Return the local parts of `tensors` such that every element is on one rank only."""
-    axes = [axis for axis in AXES if mesh.place(axis)]
-    return {
-        name: local_part(tensor).detach() for name, tensor in tensors.items() if set(axes) <= set(sharded_axes(tensor))
-    }
+def owned(tensors: Mapping[str, Tensor], mesh: Mesh, copied: str | None = None) -> dict[str, Tensor]:
+    """Return the local parts of `tensors`, but for the one `copied`, such that every element is on one rank only."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name == copied:
+            continue
+        axes = EXPERT_AXES if "ep" in _axes(tensor) else AXES
+        # Stages have different tensors.
+        if {axis for axis in axes if axis != "pp" and mesh.place(axis)} <= set(sharded_axes(tensor)):
+            found[name] = local_part(tensor).detach()
+    return found
 
 
 def _axes(tensor: Tensor) -> dict[str, bool]:

@@ -1,0 +1,156 @@
+"""Stages of a pipeline: which blocks each has, on which rank, and how a rank keeps only its own.
+
+A rank's model keeps its names and its class. Its list of blocks has those of this rank under their numbers; what other
+ranks have is replaced: the embedding by a module that returns what another stage sent, the last norm and the output
+layer by nothing. Each stage is another view of the same modules, with its own blocks only, and the model's body
+computes the stage that is active: whatever calls the model computes the last stage, as it would the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from starling.common.errors import ConfigError
+from starling.policy.plan.sizes import TENSOR_MODELS
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.train.memory.blocks import find_blocks
+from starling.policy.train.model.lm_head import output_layer
+
+
+def check_stages(model: Any, settings: ParallelSettings) -> None:
+    """Check that the ranks of pp can divide the blocks of `model`.
+
+    Raises:
+        ConfigError: its code is not known to run in stages, or it has fewer blocks than there are stages.
+    """
+    given = f"policy.parallel.pp = {settings.pp}"
+    if model.config.model_type not in TENSOR_MODELS or model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"{given} is not available for {type(model).__name__}, only for language models of type "
+            f"{', '.join(TENSOR_MODELS)}: set it to 1, and use dp_shard"
+        )
+    if not all(parameter.requires_grad for parameter in model.parameters()) and any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):
+        raise ConfigError(f"{given} is not available with policy.frozen: remove one of the two")
+    num_blocks, each = len(find_blocks(model)), settings.num_stages // settings.pp
+    if num_blocks < settings.num_stages:
+        most = num_blocks // each
+        remedy = f"use at most {most}" if most > 1 else "set it to 1"
+        stages = f"{settings.num_stages} stages, {each} on each rank" if each > 1 else f"{settings.num_stages} stages"
+        raise ConfigError(f"{given} makes {stages}, and {type(model).__name__} has {num_blocks} blocks: {remedy}")
+
+
+def stages_of_rank(settings: ParallelSettings, rank: int) -> list[int]:
+    """Return the stages of a place along pp, in the order in which a microbatch passes them."""
+    if settings.schedule == "zbv":
+        return [rank, 2 * settings.pp - 1 - rank]
+    return list(range(rank, settings.num_stages, settings.pp))
+
+
+def rank_of_stage(settings: ParallelSettings, stage: int) -> int:
+    """Return the place along pp of a stage."""
+    if settings.schedule == "zbv":
+        return min(stage, 2 * settings.pp - 1 - stage)
+    return stage % settings.pp
+
+
+def balance_blocks(weights: Sequence[float], first: float, last: float, num_stages: int) -> list[range]:
+    """Divide blocks into `num_stages` groups of neighbours, none of them empty, whose largest is as small as possible.
+
+    Args:
+        weights: of each block.
+        first: added to the first group, for the embedding.
+        last: added to the last group, for the output layer.
+        num_stages: at most the number of blocks.
+    """
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    # largest[k][n]: the largest of k groups of the first n blocks, and where the last of them begins
+    num_blocks = len(weights)
+    largest = [{num: (first + total[num], 0) for num in range(1, num_blocks + 1)}]
+    for group in range(2, num_stages + 1):
+        more = last if group == num_stages else 0.0
+        largest.append(
+            {
+                num: min(
+                    (max(largest[-1][start][0], total[num] - total[start] + more), start)
+                    for start in range(group - 1, num)
+                )
+                for num in range(group, num_blocks + 1)
+            }
+        )
+    ends = [num_blocks]
+    for found in reversed(largest[1:]):
+        ends.append(found[ends[-1]][1])
+    bounds = [0, *reversed(ends)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+class Received(torch.nn.Module):
+    """In place of an embedding: returns the hidden states that the stage before has sent."""
+
+    def __init__(self, tied: torch.nn.Parameter | None = None) -> None:
+        """Wait for the first hidden states.
+
+        Args:
+            tied: this rank's output layer, where it is a copy of the embedding: it keeps its name.
+        """
+        super().__init__()
+        self.weight: torch.nn.Parameter | None
+        self.register_parameter("weight", tied)
+        self.hidden: Tensor | None = None
+
+    def forward(self, _: Tensor) -> Tensor:
+        """Return them, [R, L, H]."""
+        assert self.hidden is not None, "the stage before has sent something"
+        return self.hidden
+
+
+def keep_stages(model: Any, settings: ParallelSettings, rank: int) -> list[Any]:
+    """Keep only the stages of one rank of `model`, in place. Returns the body of each of them.
+
+    Tied weights become two parameters, of which the second is the output layer's.
+    """
+    body, blocks = model.model, find_blocks(model)
+    head: Any = output_layer(model)
+    embedding, norm = model.get_input_embeddings(), body.norm
+    sizes = [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
+    ranges = balance_blocks(sizes, embedding.weight.numel(), head.weight.numel(), settings.num_stages)
+    own = stages_of_rank(settings, rank)
+    has_first, has_last = 0 in own, settings.num_stages - 1 in own
+    tied = None
+    if head.weight is embedding.weight and has_last:
+        copied = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        head.weight = copied
+        tied = None if has_first else copied
+    received = {stage: Received(tied if stage == own[-1] else None) for stage in own if stage > 0}
+    if not has_first:
+        body.embed_tokens = received[own[-1]]
+    if not has_last:
+        body.norm, model.lm_head = torch.nn.Identity(), torch.nn.Identity()
+    body.layers = _named(blocks, [number for stage in own for number in ranges[stage]])
+    found = []
+    for stage in own:
+        part = copy.copy(body)
+        part._modules = dict(body._modules)
+        part.embed_tokens = received.get(stage, embedding)
+        part.layers = _named(blocks, ranges[stage])
+        part.norm = norm if stage == settings.num_stages - 1 else torch.nn.Identity()
+        found.append(part)
+    return found
+
+
+def _named(blocks: Sequence[torch.nn.Module], numbers: Sequence[int]) -> torch.nn.ModuleList:
+    """Return some blocks, each with its number as its name."""
+    named = torch.nn.ModuleList()
+    for number in numbers:
+        named.add_module(str(number), blocks[number])
+    return named

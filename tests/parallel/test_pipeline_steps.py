@@ -1,0 +1,98 @@
+"""Steps of a pipeline of stages: every gradient is that of a single process, with each schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_steps import check_mesh, make_model
+
+from starling.common.errors import ConfigError
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.train.parallel.stages import balance_blocks, check_stages, rank_of_stage, stages_of_rank
+
+TP_TOLERANCE = 6e-6
+"""With tensor parallelism, through four blocks where its own steps have two."""
+ALL = [("deep qwen3", "rl"), ("deep qwen3-tied", "sft"), ("deep qwen3", "dpo"), ("deep qwen3_moe", "rl")]
+SOME = [("deep qwen3-tied", "rl"), ("deep qwen3_moe", "rl")]
+
+
+def campaign(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> Any:
+    """Return parameters of a test that is part of a campaign."""
+    return pytest.param(mesh, steps, marks=pytest.mark.campaign)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "steps"),
+    [
+        ({"pp": 2}, ALL),
+        ({"pp": 2, "dp_shard": 2, "schedule": "zbv"}, SOME),
+        campaign({"pp": 2, "schedule": "gpipe"}, ALL),
+        campaign({"pp": 2, "schedule": "interleaved"}, ALL),
+        campaign({"pp": 2, "schedule": "zbv"}, ALL),
+        campaign({"pp": 4}, ALL),
+        campaign({"pp": 2, "dp_replicate": 2}, SOME),
+        campaign({"pp": 2, "dp_shard": 2}, ALL),
+        campaign({"pp": 2, "dp_shard": 2, "schedule": "interleaved"}, SOME),
+        campaign({"pp": 2, "dp_shard": 2, "ep": 2}, [("deep qwen3_moe", "rl")]),
+        campaign({"pp": 2, "dp_shard": 2, "ep": 2, "schedule": "zbv"}, [("deep qwen3_moe", "rl")]),
+        campaign({"pp": 2, "tp": 2}, ALL),
+        campaign({"pp": 2, "tp": 2, "schedule": "zbv"}, SOME),
+        campaign({"pp": 2, "dp_shard": 2, "tp": 2}, ALL),
+        campaign({"pp": 2, "dp_shard": 2, "tp": 2, "schedule": "zbv"}, SOME),
+        campaign({"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4}, [("deep qwen3_moe", "rl")]),
+    ],
+    ids=str,
+)
+def test_every_gradient_is_that_of_a_single_process(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> None:
+    """With microbatches of different lengths, passes of the reference, and an embedding that two stages have."""
+    check_mesh(mesh, steps, TP_TOLERANCE if mesh.get("tp") else 2e-6)
+
+
+def test_blocks_are_balanced_with_the_embedding_and_the_output_layer() -> None:
+    """No stage is empty, and the largest is as small as possible."""
+    assert balance_blocks([1.0] * 4, 0.0, 0.0, 2) == [range(2), range(2, 4)]
+    assert balance_blocks([1.0] * 6, 2.0, 2.0, 2) == [range(3), range(3, 6)]
+    assert balance_blocks([1.0] * 6, 0.0, 2.0, 2) == [range(4), range(4, 6)]
+    assert balance_blocks([1.0] * 8, 2.0, 3.0, 4) == [range(1), range(1, 4), range(4, 7), range(7, 8)]
+    assert balance_blocks([1.0, 1.0], 9.0, 9.0, 2) == [range(1), range(1, 2)]
+    assert balance_blocks([5.0, 1.0, 1.0, 1.0], 0.0, 0.0, 2) == [range(1), range(1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("1f1b", [[0], [1], [2]]),
+        ("interleaved", [[0, 3], [1, 4], [2, 5]]),
+        ("zbv", [[0, 5], [1, 4], [2, 3]]),
+    ],
+)
+def test_stages_of_ranks(schedule: str, ranks: list[list[int]]) -> None:
+    """In rounds, or there and back."""
+    settings = ParallelSettings.model_validate({"pp": 3, "schedule": schedule})
+    assert [stages_of_rank(settings, rank) for rank in range(3)] == ranks
+    for rank, stages in enumerate(ranks):
+        assert [rank_of_stage(settings, stage) for stage in stages] == [rank] * len(stages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"pp": 3}, "pp = 3 makes 3 stages, and Qwen3ForCausalLM has 2 blocks: use at most 2"),
+        ({"pp": 2, "schedule": "zbv"}, "pp = 2 makes 4 stages, 2 on each rank, and .* 2 blocks: set it to 1"),
+    ],
+)
+def test_more_stages_than_blocks_are_refused(settings: dict[str, Any], text: str) -> None:
+    """With the sizes that would fit."""
+    with pytest.raises(ConfigError, match=text):
+        check_stages(make_model("qwen3", False), ParallelSettings.model_validate(settings))
+
+
+def test_models_that_do_not_run_in_stages_are_refused() -> None:
+    """With those that do; and frozen parameters."""
+    with pytest.raises(ConfigError, match="pp = 2 is not available for Qwen3ForSequenceClassification, only for"):
+        check_stages(make_model("qwen3", False, scores=True), ParallelSettings(pp=2))
+    model = make_model("qwen3", False)
+    model.model.embed_tokens.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"pp = 2 is not available with policy\.frozen"):
+        check_stages(model, ParallelSettings(pp=2))
