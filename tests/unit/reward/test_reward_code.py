@@ -175,9 +175,34 @@ while time.process_time() < 0.6:
 print('done')
 """
 
+IN_THREAD = """
+import threading, time
+def solve():
+    while time.thread_time() < 0.6:
+        pass
+    print('done')
+threading.stack_size(1 << 26)  # as for a deep recursion
+thread = threading.Thread(target=solve)
+thread.start()
+thread.join()
+"""
+IN_PROCESSES = """
+import os, time
+num = min(2, len(os.sched_getaffinity(0)))
+for _ in range(num):
+    if os.fork() == 0:
+        while time.process_time() < 0.7:
+            pass
+        os._exit(0)
+for _ in range(num):
+    os.wait()
+print('done')
+"""
 
+
+@pytest.mark.parametrize("honest", [BUSY, IN_THREAD, IN_PROCESSES], ids=["main", "thread", "processes"])
 @pytest.mark.parametrize("level", STRONG)
-def test_program_that_takes_all_processors_fails_no_other(level: Mechanism) -> None:
+def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, honest: str) -> None:
     """A completion could otherwise lower the rewards of all that are scored at the same time."""
     if problem := problem_of(level):
         pytest.skip(f"this machine does not offer the level {level}: {problem}")
@@ -186,7 +211,7 @@ def test_program_that_takes_all_processors_fails_no_other(level: Mechanism) -> N
     with ScoringPool(settings) as pool:
         judge, tests = Judge(pool), [{"input": "", "output": "done"}]
         judge.values(BUSY, BUSY, tests=tests)  # both workers have started
-        assert judge.values(BURNER, BUSY, tests=tests) == [0.0, 1.0]
+        assert judge.values(BURNER, honest, tests=tests) == [0.0, 1.0]
 
 
 def test_programs_need_a_worker() -> None:

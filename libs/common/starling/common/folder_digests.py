@@ -34,6 +34,8 @@ _UNREAD: Final = (
 
 All others count: tokenizers have files of many names, such as ``source.spm``, ``bpe.codes`` and ``tokenizer.model.v3``.
 """
+_OF_TOOLS: Final = frozenset({".gitattributes", ".gitignore", ".DS_Store", ".mdl", ".msc", ".mv"})
+"""Files of git, macOS and ModelScope's downloads. Other hidden files count: an index of weights can name them."""
 
 
 def write_digests(folder: Path) -> None:
@@ -84,10 +86,10 @@ def check_digests(folder: Path, *, leave_out: Sequence[str] = (), source: str = 
 def model_digest(folder: Path) -> str:
     """Return one digest of the files of a model folder that an engine reads: 32 hexadecimal digits.
 
-    It is that of the names and digests of all files in it, and equal for copies. Left out are hidden files and those
-    that no engine reads (`_UNREAD`), weights that are not loaded, and subfolders but that of chat templates. Digests
-    that the folder has are used: compare them first (`check_digests`). Other files are read, at the speed of the disk
-    or, in memory, of some GB/s; a thread of its own can do that.
+    It is that of the names and digests of all files in it, and equal for copies. Left out are those that no engine
+    reads (`_UNREAD`, `_OF_TOOLS`), weights that are not loaded, and subfolders but that of chat templates. Digests that
+    the folder has are used: compare them first (`check_digests`). Other files are read, at the speed of the disk or, in
+    memory, of some GB/s; a thread of its own can do that.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -98,7 +100,7 @@ def model_digest(folder: Path) -> str:
         files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
         files.pop(DIGESTS, None)
         unread = (*_UNREAD, *_unloaded_weights(files))
-        read = sorted(name for name in files if not name.startswith(".") and not name.endswith(unread))
+        read = sorted(name for name in files if name not in _OF_TOOLS and not name.endswith(unread))
         digests = {name: str(listed.get(name) or _digest_of(files[name])) for name in read}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -109,7 +109,7 @@ def check_links(folder: Path) -> None:
     home = folder.resolve()
     places = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
-        is_left_alone = path.name.startswith(".") or path.name.endswith(_INDEXED) or not path.is_file()
+        is_left_alone = path.name.endswith(_INDEXED) or not path.is_file()
         if not is_left_alone and not any(path.resolve().is_relative_to(place) for place in places):
             raise ConfigError(
                 f"{path} is a link to {path.resolve()}, outside of the model folder: copy the file into it"

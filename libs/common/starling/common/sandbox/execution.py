@@ -154,10 +154,10 @@ def _end_session(line: socket.socket) -> None:
 
 def _delay_s(line: socket.socket, timeout_s: float) -> float:
     """Return for how many seconds a program has waited for a processor that others had: 0 if its own processes have had
-    the whole time limit."""
+    as much as all processors give within the time limit."""
     line.send(_MEASURE)
     usage = Usage(*map(float, line.recv(_ANSWER_BYTES).split()))
-    return usage.delay_s if usage.processor_s < timeout_s else 0.0
+    return usage.delay_s if usage.processor_s < timeout_s * len(os.sched_getaffinity(0)) else 0.0
 
 
 def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytes | None]:

@@ -23,7 +23,7 @@ class Usage(NamedTuple):
     processor_s: float
     """Processor time of all of them."""
     delay_s: float
-    """The longest time in which the first thread of one was ready to run, and others ran."""
+    """The longest time in which one of their threads was ready to run, and others ran."""
 
 
 def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
@@ -44,8 +44,9 @@ def usage_of(pid: int) -> Usage:
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{one}/stat", "rb") as file:
                 ticks += sum(map(int, file.read().rpartition(b")")[2].split()[_TIMES]))
-            with open(f"/proc/{one}/schedstat", "rb") as file:
-                delay_ns = max(delay_ns, int(file.read().split()[1]))
+            for thread in os.listdir(f"/proc/{one}/task"):
+                with open(f"/proc/{one}/task/{thread}/schedstat", "rb") as file:
+                    delay_ns = max(delay_ns, int(file.read().split()[1]))
     return Usage(ticks / _TICKS_PER_S, delay_ns / 1e9)
 
 
