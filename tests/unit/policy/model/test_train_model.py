@@ -178,6 +178,22 @@ def test_load_model_corrupt_or_foreign_weights_are_refused(tiny: Callable[..., A
         load_model(tmp_path / "one")
 
 
+def test_tied_weights_that_differ_are_refused(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    # transformers leaves both; a rollout that starts without weights, and vLLM, have one.
+    model = tiny(tied=False)
+    save_hf(model, None, tmp_path)
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight and another model\.embed_tokens\.weight, and its config"):
+        load_model(tmp_path)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
 def test_version_tensors_name_tied_weights_once(tiny: Callable[..., Any]) -> None:
     tied, untied = tiny(tied=True), tiny(tied=False)
     assert "model.embed_tokens.weight" in version_tensors(tied)

@@ -204,6 +204,7 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: 
             )
         absent = {name for name in info["missing_keys"] if not (scores and name.startswith("score."))}
         _check_complete(folder, absent, info["mismatched_keys"])
+        _check_tied(folder, model)
     return cast(PreTrainedModel, model)
 
 
@@ -238,6 +239,18 @@ def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> No
             f"the weights in {folder} do not fit its config.json: {counted(len(absent), 'tensor')} missing or of "
             f"another shape, such as {absent[0]}"
         )
+
+
+def _check_tied(folder: Path, model: PreTrainedModel) -> None:
+    """Refuse two different tensors where the configuration ties them: `from_pretrained` leaves both then, but vLLM and
+    rollouts that start without weights have one, so that they would sample from another model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if parameters.get(target) is not parameters.get(source):
+            raise ConfigError(
+                f"the weights in {folder} have {target} and another {source}, and its config.json ties them: set "
+                f"tie_word_embeddings = false there, or remove {target} from the weights"
+            )
 
 
 def _sentence(error: Exception) -> str:
