@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from starling.common.errors import ConfigError
 from starling.rollout.engine.vllm.weight_files import check_weight_files
@@ -66,6 +68,41 @@ def test_index_beside_a_whole_file_is_refused(tmp_path: Path) -> None:
     write_index(tmp_path, *SHARDS)
     with pytest.raises(ConfigError, match="only one would load"):
         check_weight_files(write_folder(tmp_path, *SHARDS, "model.safetensors"))
+
+
+def test_hidden_files_are_not_loaded(tmp_path: Path) -> None:
+    check_weight_files(write_folder(tmp_path, "model.safetensors", "._model.safetensors"))  # macOS leaves such files
+
+
+def write_shards(folder: Path, *, tensors: str, names: tuple[str, ...], ending: str = "safetensors") -> Path:
+    """Write a file for each of `names` with the tensor of that position."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if ending == "safetensors":
+            save_file({tensor: torch.zeros(1)}, folder / name)
+        else:
+            torch.save({tensor: torch.zeros(1)}, folder / name)
+    write_index(folder, *names, ending="model.safetensors" if ending == "safetensors" else "pytorch_model.bin")
+    return write_folder(folder)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_tensor_in_several_files_that_are_loaded_in_different_orders_is_refused(ending: str, tmp_path: Path) -> None:
+    folder = write_shards(
+        tmp_path, tensors="aab", names=(f"m-10.{ending}", f"m-9.{ending}", f"m.{ending}"), ending=ending
+    )
+    with pytest.raises(ConfigError, match=r"m-9\.\w+ and m-10\.\w+ both have a, of which transformers and vllm would"):
+        check_weight_files(folder)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_shards_of_different_tensors_are_accepted_in_any_order(ending: str, tmp_path: Path) -> None:
+    check_weight_files(write_shards(tmp_path, tensors="ab", names=(f"m-10.{ending}", f"m-9.{ending}"), ending=ending))
+
+
+def test_damaged_shard_is_one_sentence(tmp_path: Path) -> None:
+    write_index(tmp_path, "m-10.safetensors", "m-9.safetensors")
+    with pytest.raises(ConfigError, match=r"the weights in .*m-10.safetensors cannot be read \(.*\): replace them"):
+        check_weight_files(write_folder(tmp_path, "m-10.safetensors", "m-9.safetensors"))
 
 
 def test_damaged_index_is_one_sentence(tmp_path: Path) -> None:
