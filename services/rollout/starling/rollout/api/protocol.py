@@ -7,6 +7,7 @@ accepts connections as long as the process has descriptors.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 from typing import Any, Final
 
@@ -46,8 +47,10 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """How long the client may take nothing of what waits for it."""
     most: int
     """How many connections may be open."""
-    heard_at = 0.0
-    """When the client has connected, or last sent anything, by the loop's clock."""
+    heard = 0
+    """Number of the event by which the client has connected, or last sent anything. The loop's clock has one time for
+    all events of a millisecond."""
+    _next = staticmethod(itertools.count(1).__next__)
     _unread: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
@@ -60,7 +63,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         # Writing then pauses as soon as the kernel takes no more, also at the end of a response.
         transport.set_write_buffer_limits(high=0)
         self._start_timer()
-        self.heard_at = self.loop.time()
+        self.heard = self._next()
         if len(self.connections) > self.most:
             self._make_room()
 
@@ -71,7 +74,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def data_received(self, data: bytes) -> None:
         self._num_pending += len(data)
-        self.heard_at = self.loop.time()
+        self.heard = self._next()
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # a request whose headers are complete
             self._stop_timer()
@@ -120,7 +123,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         others = [one for one in self.connections if one is not self and not one.transport.is_closing()]
         if len(others) >= self.most:
             idle = (one for one in others if one.is_idle)
-            min(idle, key=lambda one: one.heard_at, default=self).transport.abort()
+            min(idle, key=lambda one: one.heard, default=self).transport.abort()
 
     def _start_timer(self) -> None:
         if self._timer is None:
