@@ -18,7 +18,7 @@ from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.learner import Learner
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.parallel.apply import ParallelModel
-from starling.policy.train.parallel.mesh import AXES, DATA, Mesh
+from starling.policy.train.parallel.mesh import AXES, DATA, SHARDS, Mesh
 
 OTHER = "other"
 """In place of an axis: a group that is none, such as that of all ranks."""
@@ -34,7 +34,7 @@ class Sent:
     num_calls: Mapping[str, int]
     """Collectives, by axis."""
     tokens: Sequence[int]
-    """Of each of its passes, padding included."""
+    """Of each of its passes, those of this rank, padding included."""
 
 
 def step_of_rank(_: int, name: str, parallel: dict[str, Any]) -> Sent:
@@ -76,6 +76,8 @@ class CountTraffic(TorchDispatchMode):
         super().__init__()
         axes = [axis for axis in (DATA, *AXES) if mesh.size(axis) > 1]
         self._axes = {mesh.group(axis).group_name: axis for axis in axes}
+        if mesh.size("dp_shard") > 1:
+            self._axes[mesh.group(SHARDS).group_name] = "dp_shard"
         self.sent: Counter[str] = Counter()
         """Bytes by axis."""
         self.calls: Counter[str] = Counter()
@@ -119,6 +121,12 @@ def _bytes_sent(name: str, args: Sequence[Any], size: int) -> float:
         return (size - 1) * _bytes(args[0])
     if name == "reduce_scatter_tensor":
         return (size - 1) * _bytes(args[0]) / size
+    if name == "reduce_scatter_":
+        return (size - 1) * _bytes(args[0])
+    if name == "alltoall_base_":
+        return (size - 1) * _bytes(args[0]) / size
+    if name == "send":
+        return _bytes(args[0])
     if name in ("allreduce_", "all_reduce"):
         return 2 * (size - 1) * _bytes(args[0]) / size
     raise AssertionError(f"no formula for {name}")

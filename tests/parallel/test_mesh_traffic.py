@@ -25,6 +25,10 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"tp": 2}),
     ("qwen2", {"tp": 4}),
     ("qwen3-tied", {"dp_shard": 2, "tp": 2}),
+    ("qwen3", {"cp": 2}),
+    ("qwen2", {"cp": 2, "context": "all_gather"}),
+    ("llama", {"cp": 2, "context": "ring"}),
+    ("qwen3", {"dp_shard": 2, "cp": 2}),
 ]
 
 
@@ -40,9 +44,10 @@ def test_mesh_sends_what_the_formula_says(name: str, parallel: dict[str, Any]) -
 
 def check(sent: Sent, sizes: Any, settings: ParallelSettings) -> None:
     """Compare what a rank has sent with the formula, axis by axis."""
-    update = Update(num_passes=len(sent.tokens), num_tokens=sum(sent.tokens) / len(sent.tokens), item_bytes=4)
+    num_tokens = settings.cp * sum(sent.tokens) / len(sent.tokens)
+    update = Update(num_passes=len(sent.tokens), num_tokens=num_tokens, item_bytes=4)
     expected = traffic_of(sizes, settings, update)
-    assert set(expected) == {axis for axis in ("dp_shard", "dp_replicate", "tp") if getattr(settings, axis) > 1}
+    assert set(expected) == {axis for axis in ("dp_shard", "dp_replicate", "cp", "tp") if getattr(settings, axis) > 1}
     for axis, traffic in expected.items():
         assert 0.99 <= sent.num_bytes[axis] / traffic.num_bytes <= SLACK, (axis, sent, traffic)
     extra = sum(sent.num_bytes.values()) - sum(sent.num_bytes[axis] for axis in expected)

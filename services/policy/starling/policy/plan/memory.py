@@ -47,22 +47,22 @@ def memory_of(sizes: ModelSizes, parallel: ParallelSettings, update: Update, *, 
     """
     ends = padded(sizes, sizes.ends, parallel)
     num_padded = ends + sum(count * padded(sizes, block, parallel) for block, count in sizes.blocks)
-    item, shards = update.item_bytes, parallel.dp_shard > 1
+    item, shards = update.item_bytes, parallel.num_shards > 1
     weights = FLOAT32 if shards or item == FLOAT32 else item + FLOAT32
     largest = max(padded(sizes, block, parallel) for block, _ in sizes.blocks)
     computed = _block_bytes(sizes, parallel, update)
     kept = _kept_bytes(sizes, parallel, update) if update.recomputes else computed
     return RankMemory(
-        states=num_padded / parallel.dp_shard * (weights + FLOAT32 + _MOMENTS),
+        states=num_padded / parallel.num_shards * (weights + FLOAT32 + _MOMENTS),
         gathered=(2 * largest + 2 * ends) * item + largest * item if shards else 0.0,
         activations=sizes.num_blocks * kept + computed,
-        logits=3 * FLOAT32 * min(chunk_tokens, update.num_tokens) * sizes.vocabulary / parallel.tp,
+        logits=3 * FLOAT32 * min(chunk_tokens, update.num_tokens / parallel.cp) * sizes.vocabulary / parallel.tp,
     )
 
 
 def _kept_bytes(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> float:
     """Return what a block keeps that is computed again: its input, of this rank's tokens."""
-    return update.num_tokens / parallel.tp * sizes.hidden * update.item_bytes
+    return update.num_tokens / (parallel.cp * parallel.tp) * sizes.hidden * update.item_bytes
 
 
 def _block_bytes(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> float:
@@ -76,4 +76,4 @@ def _block_bytes(sizes: ModelSizes, parallel: ParallelSettings, update: Update) 
     kept = 6 * sizes.hidden + 3 * query + 3 * key + 4 * sizes.inner
     if sizes.norms_heads:
         kept += 3 * (query + key)
-    return update.num_tokens * update.item_bytes * kept / parallel.tp
+    return update.num_tokens * update.item_bytes * kept / (parallel.cp * parallel.tp)

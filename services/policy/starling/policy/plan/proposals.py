@@ -4,7 +4,7 @@ The time of a step is a model of first order, for choosing between meshes and no
 
     compute       6 operations per active parameter and token, and 6 per token, head element and token of its sequence
                   for the attention; a third more where blocks are computed again; at the stated rate of a GPU
-    tp            waits for its exchanges: nothing else can be computed meanwhile
+    tp, cp        wait for their exchanges: nothing else can be computed meanwhile
     dp_shard      gathers and sums while it computes: only what takes longer than that counts
     dp_replicate  sums after the last pass
 
@@ -122,7 +122,7 @@ def proposal_of(
     traffic = traffic_of(sizes, parallel, update)
     query = sizes.heads * sizes.head_dim
     operations = 6 * sizes.num_active + 6 * sizes.num_blocks * query * step.sequence_tokens
-    operations *= num_passes * step.microbatch_tokens / parallel.tp * (4 / 3 if recomputes else 1)
+    operations *= num_passes * step.microbatch_tokens / (parallel.cp * parallel.tp) * (4 / 3 if recomputes else 1)
     compute_s = operations / (hardware.tflops * 1e12)
     seconds = {axis: _seconds(axis, sent, parallel, hardware) for axis, sent in traffic.items()}
     waiting_s = max(0.0, seconds.pop("dp_shard", 0.0) - compute_s) + sum(seconds.values())
@@ -166,5 +166,10 @@ def _divisors(number: int) -> Iterator[int]:
 
 def _seconds(axis: str, sent: Traffic, parallel: ParallelSettings, hardware: Hardware) -> float:
     """Return the time of the traffic along an axis."""
-    strides = {"tp": 1, "dp_shard": parallel.tp, "dp_replicate": parallel.tp * parallel.dp_shard}
+    strides = {
+        "tp": 1,
+        "cp": parallel.tp,
+        "dp_shard": parallel.tp * parallel.cp,
+        "dp_replicate": parallel.tp * parallel.num_shards,
+    }
     return hardware.seconds(sent, getattr(parallel, axis), strides[axis])

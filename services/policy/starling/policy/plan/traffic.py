@@ -7,6 +7,7 @@ times in a gather, as much in a sum of which each rank keeps a part, and both in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -46,8 +47,12 @@ class Traffic:
 def traffic_of(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> dict[str, Traffic]:
     """Return what a rank sends for an update, by axis; axes of one rank are left out."""
     found = {}
-    if parallel.dp_shard > 1:
-        found["dp_shard"] = _of_shards(sizes, parallel, update)
+    if parallel.cp > 1:
+        found["cp"] = _of_context(sizes, parallel, update)
+    if parallel.num_shards > 1:
+        # Where both have ranks, the shards of cp are those of dp_shard, too.
+        axis = "dp_shard" if parallel.dp_shard > 1 else "cp"
+        found[axis] = _sum(_of_shards(sizes, parallel, update), found.get(axis))
     if parallel.dp_replicate > 1:
         found["dp_replicate"] = _of_copies(sizes, parallel)
     if parallel.tp > 1:
@@ -67,7 +72,7 @@ def _of_shards(sizes: ModelSizes, parallel: ParallelSettings, update: Update) ->
         gathered += (count + freed) * num_elements
         summed += count * num_elements
         num_calls += 2 * count
-    share = (parallel.dp_shard - 1) / parallel.dp_shard
+    share = (parallel.num_shards - 1) / parallel.num_shards
     num_bytes = share * (gathered * update.item_bytes + summed * FLOAT32)
     return Traffic(update.num_passes * num_bytes, update.num_passes * (num_calls + num_frees))
 
@@ -75,8 +80,8 @@ def _of_shards(sizes: ModelSizes, parallel: ParallelSettings, update: Update) ->
 def _of_copies(sizes: ModelSizes, parallel: ParallelSettings) -> Traffic:
     """Return the sum of the gradients over the copies, once per update."""
     num_elements = sum(count * padded(sizes, block, parallel) for block, count in _all_blocks(sizes))
-    num_bytes = _all_reduce(num_elements / parallel.dp_shard * FLOAT32, parallel.dp_replicate)
-    return Traffic(num_bytes, sizes.num_blocks + 1 if parallel.dp_shard > 1 else 1)
+    num_bytes = _all_reduce(num_elements / parallel.num_shards * FLOAT32, parallel.dp_replicate)
+    return Traffic(num_bytes, sizes.num_blocks + 1 if parallel.num_shards > 1 else 1)
 
 
 def _of_tensors(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> Traffic:
@@ -86,17 +91,46 @@ def _of_tensors(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -
         of_block = _OF_ATTENTION + (0 if _has_experts(block) else _OF_MLP)
         num_exchanges += count * of_block * (3 if update.recomputes else 2) // 2
     share = (parallel.tp - 1) / parallel.tp
-    tokens = update.num_tokens * sizes.hidden * update.item_bytes * share
-    logprobs = 3 * _all_reduce(update.num_tokens * FLOAT32, parallel.tp)
+    own = update.num_tokens / parallel.cp
+    tokens = own * sizes.hidden * update.item_bytes * share
+    logprobs = 3 * _all_reduce(own * FLOAT32, parallel.tp)
     whole = sum(count * _whole(sizes, block, parallel) for block, count in _all_blocks(sizes))
-    gradients = _all_reduce(whole / parallel.dp_shard * FLOAT32, parallel.tp)
+    gradients = _all_reduce(whole / parallel.num_shards * FLOAT32, parallel.tp)
     num_bytes = update.num_passes * (num_exchanges * tokens + logprobs) + gradients
     return Traffic(num_bytes, update.num_passes * (num_exchanges + 3) + 1)
 
 
+def _of_context(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> Traffic:
+    """Return what the attention of all blocks exchanges. The numbers of log-probabilities are left out."""
+    ranks, item = parallel.cp, update.item_bytes
+    own = update.num_tokens / ranks
+    query = own * sizes.heads // parallel.tp * sizes.head_dim
+    held = max(1, sizes.key_heads // parallel.tp)
+    num_forward = sizes.num_blocks * (2 if update.recomputes else 1)
+    if parallel.context == "ulysses":
+        keys = own * math.lcm(held, ranks) * sizes.head_dim
+        exchanged = (num_forward + sizes.num_blocks) * (2 * query + 2 * keys) * item * (ranks - 1) / ranks
+        return Traffic(update.num_passes * exchanged, 2 * update.num_passes * (num_forward + sizes.num_blocks))
+    keys = 2 * own * held * sizes.head_dim
+    gathered = (num_forward + sizes.num_blocks) * (ranks - 1) * keys * item
+    # In a ring a gradient returns to its owner, one step more.
+    steps = ranks if parallel.context == "ring" else ranks - 1
+    summed = sizes.num_blocks * steps * keys * FLOAT32
+    num_calls = num_forward + 2 * sizes.num_blocks
+    if parallel.context == "ring":
+        num_calls = (num_forward + sizes.num_blocks) * (ranks - 1) + sizes.num_blocks * ranks
+    return Traffic(update.num_passes * (gathered + summed), update.num_passes * num_calls)
+
+
+def _sum(traffic: Traffic, other: Traffic | None) -> Traffic:
+    if other is None:
+        return traffic
+    return Traffic(traffic.num_bytes + other.num_bytes, traffic.num_calls + other.num_calls)
+
+
 def padded(sizes: ModelSizes, block: Block, parallel: ParallelSettings) -> int:
-    """Return the elements of a block on the ranks of `dp_shard` together, with the padding of their shards."""
-    return sum(one.held(parallel, sizes.key_heads).padded(parallel.dp_shard) for one in block)
+    """Return the elements of a block on the ranks of `dp_shard` and `cp` together, with the padding of their shards."""
+    return sum(one.held(parallel, sizes.key_heads).padded(parallel.num_shards) for one in block)
 
 
 def _whole(sizes: ModelSizes, block: Block, parallel: ParallelSettings) -> int:

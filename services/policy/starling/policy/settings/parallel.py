@@ -58,6 +58,11 @@ class ParallelSettings(SettingsSection):
         """Product of the sizes."""
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which parameters are sharded besides `tp`."""
+        return self.dp_shard * self.cp
+
     @model_validator(mode="after")
     def _axes_exist(self) -> Self:
         if self.pp > 1 and self.reshard == "always":
