@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from rank_processes import run_ranks
 from small_steps import VOCABULARY, check_mesh, make_model, make_settings
 
@@ -34,6 +35,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "ring of four ranks": ({"cp": 4, "context": "ring"}, [*LANGUAGE, ("gemma2", "trees")]),
     "ring of three ranks": ({"cp": 3, "context": "ring"}, [("llama", "trees"), ("qwen3", "rl")]),
     "fsdp and cp": ({"dp_shard": 2, "cp": 2}, [*LANGUAGE, ("llama", "reward_model")]),
+    "cp and tp": ({"cp": 2, "tp": 2}, [("qwen2", "trees"), ("qwen3", "dpo")]),
     "hsdp and ring": ({"dp_replicate": 2, "cp": 2, "context": "ring"}, LANGUAGE),
     "all data axes and cp": ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, [("qwen3", "trees")]),
     "fsdp, ring and tp": ({"dp_shard": 2, "cp": 2, "tp": 2, "context": "ring"}, [("qwen3", "trees"), ("llama", "dpo")]),
@@ -50,6 +52,12 @@ def check(mesh: str) -> None:
 def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
     """With packed documents and trees of odd lengths, whose tokens are on several ranks."""
     check(mesh)
+
+
+@pytest.mark.parametrize("context", ["all_gather", "ring"])
+def test_every_gradient_in_double_precision_is_that_of_a_single_process(context: str) -> None:
+    """Of sinks and biases of keys too, which are small differences of large numbers."""
+    check_mesh({"cp": 2, "context": context}, [("gpt_oss", "trees"), ("qwen2", "rl")], 1e-9, torch.float64)
 
 
 @pytest.mark.campaign
