@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fake_hub import DEADLINE_S, FakeHub
 from replica_processes import exit_code, replica
-from test_policy_process import FLAGS, LAST, publish, step_of, train
+from test_policy_process import FLAGS, LAST, publish, save, step_of, train
 
 from starling.common.observe.process import EXIT_RESTART, EXIT_USAGE
 from starling.common.wire import messages as wire
@@ -217,3 +217,29 @@ def test_ranks_train_on_preferences(
             assert exit_code(policy) == 0
         assert (folder / "checkpoints/step-3/model.safetensors").exists()
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+def test_rank_that_is_killed_during_a_save_leaves_an_intact_state(
+    hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The replica resumes from the state that was being written, if it was complete, or from the one before."""
+    flags = (*whole_model, *MESH)
+    with replica(hub, "policy-0", tmp_path, *flags) as policy:
+        ranks = children_of(policy_pid(hub))
+        train(hub, 1)
+        save(hub, 1)
+        expected = [train(hub, step) for step in (2, 3)]
+        hub.send("policy-0", wire.SaveCheckpoint(lease=hub.lease("save"), step=3, state=True))
+        policy.wait_for_output("the state of version 3")
+        ranks[1].kill()
+        _, errors = policy.communicate(DEADLINE_S)
+        assert policy.returncode == EXIT_RESTART, errors
+        assert_ended(ranks)
+    with replica(hub, "policy-0", tmp_path, *flags) as policy:
+        version = hub.hello("policy-0")[0].version
+        assert version in (1, 3)
+        assert [train(hub, step, replayed=True) for step in range(version + 1, 4)] == expected[version - 1 :]
+        publish(hub, 3)
+        save(hub, 3)
+        policy.terminate()
+        assert exit_code(policy) == 0

@@ -20,6 +20,7 @@ from starling.algo.tokenizer import check_end_token, load_tokenizer
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.common.kinds import KINDS
+from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
 from starling.policy.shell.loading import PolicyProcess, create_learner, load_fixed
@@ -360,14 +361,23 @@ def serve_rank(load: Callable[[], PolicyRank], link: RankLink) -> None:
         number, encoded = request
         command = decoder.decode(encoded)
         if isinstance(command, Offer):
-            work.offers.submit(link.answer, number, work.offer(command))
+            work.offers.submit(_answer, link, number, work.offer(command))
         elif isinstance(command, Roots):
-            work.offers.submit(link.answer, number, work.roots(command))
+            work.offers.submit(_answer, link, number, work.roots(command))
         elif isinstance(command, WriteState | WriteExport):
-            work.writer.submit(link.answer, number, partial(work.write, command))
+            work.writer.submit(_answer, link, number, partial(work.write, command))
         else:
             link.answer(number, partial(work.execute, command))
     work.close()
+
+
+def _answer(link: RankLink, number: int, work: Callable[[], bytes]) -> None:
+    """Answer a request in a background thread, where nothing else would notice an unexpected error."""
+    try:
+        link.answer(number, work)
+    except Exception:
+        log.exception("failed")
+        end_process(EXIT_FAILED)
 
 
 class _RankWork:
