@@ -30,13 +30,17 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "fsdp and tp": {"dp_shard": 2, "tp": 2},
     "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "ep": {"dp_shard": 2, "ep": 2},
 }
+DENSE = tuple(layout for layout in LAYOUTS if layout != "ep")
 KINDS = [
-    ("qwen3", torch.float32, ("alone", "hsdp", "fsdp and tp", "cp")),
-    ("qwen3_moe", torch.float32, ("alone", "fsdp and tp")),
+    ("qwen3", torch.float32, ("alone", "hsdp", "fsdp and tp", "cp", "pp")),
+    ("qwen3_moe", torch.float32, ("alone", "fsdp and tp", "ep")),
     ("qwen3", torch.bfloat16, ("alone", "fsdp", "tp")),
-    pytest.param("qwen3", torch.float32, tuple(LAYOUTS), marks=pytest.mark.campaign),
-    pytest.param("qwen3", torch.bfloat16, tuple(LAYOUTS), marks=pytest.mark.campaign),
+    pytest.param("qwen3", torch.float32, DENSE, marks=pytest.mark.campaign),
+    pytest.param("qwen3", torch.bfloat16, DENSE, marks=pytest.mark.campaign),
+    pytest.param("qwen3_moe", torch.bfloat16, tuple(LAYOUTS), marks=pytest.mark.campaign),
 ]
 """Models, with the layouts that save and load their states."""
 SECTIONS = ("weights/", "trainer/", "reference/", "random/")

@@ -83,7 +83,7 @@ class Shell:
         log.info(
             "ready",
             version=version,
-            parameters=self._learner.model.num_parameters(),
+            parameters=self._learner.num_parameters,
             transport=self._publisher.transport,
             encrypted=transport[1],
             **({"ranks": settings.policy.parallel.num_ranks} if settings.policy.parallel.num_ranks > 1 else {}),

@@ -164,6 +164,11 @@ class Learner:
         return self.trainer.batch_digest if isinstance(self.trainer, RlTrainer) else 0
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        return self.model.num_parameters() if self.parallel is None else self.parallel.outline.num_parameters
+
+    @property
     def limits(self) -> ModelLimits:
         """What the model can read of a group."""
         if self.parallel is None:

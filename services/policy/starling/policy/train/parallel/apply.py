@@ -205,7 +205,7 @@ class ParallelModel:
     def owned_parts(self) -> dict[str, Part]:
         """Return those of `parts` of the present version that this rank writes, where several have the same."""
         tensors = version_tensors(self.model)
-        return self.parts({name: tensors[name] for name in owned(tensors, self.mesh)})
+        return self.parts({name: tensors[name] for name in self.owned(tensors)})
 
     def passes(self, plan: Sequence[Microbatch]) -> list[Microbatch | None]:
         """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""
