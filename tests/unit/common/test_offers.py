@@ -14,7 +14,8 @@ import torch
 from starling.common.errors import WeightsError
 from starling.common.offers import OFFER_TIMEOUT_S, OfferSender
 from starling.common.wire import messages as wire
-from starling.weightsync.offers.offer import RankOffer, decode_offer
+from starling.weightsync.offers.offer import LayoutPart, RankOffer, decode_offer, root_of_parts
+from starling.weightsync.plan.layout import Box
 from starling.weightsync.publisher.published import PublishedSnapshot
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.tensors.modules import layout_of
@@ -74,17 +75,18 @@ def test_offer_does_not_wait_long_for_layout_roots(sender: RecordedSender, monke
     monkeypatch.setattr("starling.common.offers.ROOTS_TIMEOUT_S", 0.1)
     digests: Future[RankOffer] = Future()
     digests.set_result(RANK)
-    early, late, gone = Future[str](), Future[str](), Future[str]()
-    early.set_result("0" * 32)
+    first, second = (((0, Box(offset=(0,), size=(1,)), bytes([number])),) for number in range(2))
+    early, late, gone = Future[LayoutPart](), Future[LayoutPart](), Future[LayoutPart]()
+    early.set_result((first,))
     gone.cancel()
     roots = {"late": late, "early": early, "gone": gone}
     sender.offers.send("publish:1:0", PublishedSnapshot(1, 0.25, digests, roots))
     _, message, _ = sender.next()
-    assert message.layout_roots == {"early": "0" * 32}
-    late.set_result("1" * 32)
+    assert message.layout_roots == {"early": root_of_parts([(first,)])}
+    late.set_result((second,))
     assert sender.offers.resend("publish:1:1", 1)
     _, message, _ = sender.next()
-    assert message.layout_roots == {"early": "0" * 32, "late": "1" * 32}
+    assert message.layout_roots == {"early": root_of_parts([(first,)]), "late": root_of_parts([(second,)])}
 
 
 def test_newest_offer_is_resent_on_request(sender: RecordedSender) -> None:
