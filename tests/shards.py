@@ -70,7 +70,7 @@ SHARDS = (
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 10.0, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
-    Shard("parallel-campaign", ("tests/parallel",), 0.1, campaign=True),
+    Shard("parallel-campaign", ("tests/parallel",), 3.5, campaign=True),
     Shard("system-campaign", ("tests/system",), 5.5, campaign=True, services=True),
     Shard("vllm-campaign", ("tests/vllm",), 13.0, campaign=True, services=True, environment=_VLLM),
 )

@@ -24,7 +24,10 @@ LANGUAGE = [
 SPECIAL = [("gemma2", "trees"), ("gpt_oss", "trees")]
 """Models with sliding windows, soft caps and sinks."""
 MESHES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
-    "cp": ({"cp": 2}, [*LANGUAGE, *SPECIAL, ("llama", "reward_model")]),
+    "cp": (
+        {"cp": 2},
+        [("qwen2", "trees"), ("qwen3_moe", "rl"), ("qwen3", "dpo"), *SPECIAL, ("llama", "reward_model")],
+    ),
     "gathered keys": ({"cp": 2, "context": "all_gather"}, [("gemma2", "trees"), ("qwen3", "dpo")]),
     "ring": ({"cp": 2, "context": "ring"}, [("gemma2", "trees"), ("qwen2", "trees"), ("llama", "reward_model")]),
     "fsdp, cp and tp": ({"dp_shard": 2, "cp": 2, "tp": 2}, [("qwen3", "trees")]),
@@ -37,6 +40,9 @@ OTHERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "fsdp and cp": ({"dp_shard": 2, "cp": 2}, [*LANGUAGE, ("llama", "reward_model")]),
     "cp and tp": ({"cp": 2, "tp": 2}, [("qwen2", "trees"), ("qwen3", "dpo")]),
     "hsdp and ring": ({"dp_replicate": 2, "cp": 2, "context": "ring"}, LANGUAGE),
+    "cp and ep": ({"cp": 2, "ep": 2}, [("qwen3_moe", "rl"), ("qwen3_moe", "sft")]),
+    "pp and cp": ({"pp": 2, "cp": 2}, [("qwen3", "trees"), ("qwen3", "dpo")]),
+    "pp, ring and ep": ({"pp": 2, "cp": 2, "context": "ring", "ep": 2}, [("qwen3_moe", "rl")]),
     "all data axes and cp": ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, [("qwen3", "trees")]),
     "fsdp, ring and tp": ({"dp_shard": 2, "cp": 2, "tp": 2, "context": "ring"}, [("qwen3", "trees"), ("llama", "dpo")]),
 }
