@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from small_steps import Array, make_groups, make_model, make_settings
+from small_steps import MODELS, Array, make_groups, make_model, make_settings
 
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import DIGESTS
@@ -22,7 +22,7 @@ from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.learner import Learner
 from starling.policy.train.parallel.mesh import Mesh
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "fsdp": {"dp_shard": 2},
     "tp": {"tp": 2},
@@ -32,15 +32,22 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "cp": {"cp": 2},
     "pp": {"pp": 2},
     "ep": {"dp_shard": 2, "ep": 2},
+    "ep and tp": {"dp_shard": 2, "tp": 2, "ep": 4},
+    "zbv": {"pp": 2, "schedule": "zbv"},
 }
-DENSE = tuple(layout for layout in LAYOUTS if layout != "ep")
+SHALLOW = tuple(layout for layout in LAYOUTS if layout != "zbv")
+"""Those for a model of two blocks."""
+DENSE = tuple(layout for layout in SHALLOW if not layout.startswith("ep"))
 KINDS = [
     ("qwen3", torch.float32, ("alone", "hsdp", "fsdp and tp", "cp", "pp")),
     ("qwen3_moe", torch.float32, ("alone", "fsdp and tp", "ep")),
     ("qwen3", torch.bfloat16, ("alone", "fsdp", "tp")),
+    ("deep qwen3-tied", torch.float32, ("alone", "zbv")),
     pytest.param("qwen3", torch.float32, DENSE, marks=pytest.mark.campaign),
     pytest.param("qwen3", torch.bfloat16, DENSE, marks=pytest.mark.campaign),
-    pytest.param("qwen3_moe", torch.bfloat16, tuple(LAYOUTS), marks=pytest.mark.campaign),
+    pytest.param("qwen3_moe", torch.bfloat16, SHALLOW, marks=pytest.mark.campaign),
+    pytest.param("deep qwen3-tied", torch.float32, ("alone", "pp", "zbv"), marks=pytest.mark.campaign),
+    pytest.param("deep qwen3_moe", torch.float32, ("alone", "ep and tp", "zbv"), marks=pytest.mark.campaign),
 ]
 """Models, with the layouts that save and load their states."""
 SECTIONS = ("weights/", "trainer/", "reference/", "random/")
@@ -50,7 +57,13 @@ def make_learner(layout: str, kind: str, dtype: torch.dtype) -> Learner:
     """Return a learner of one layout; every rank calls this."""
     parallel = LAYOUTS[layout]
     mesh = Mesh(ParallelSettings(**parallel)) if parallel else None
-    return Learner(lambda: make_model(kind, False, dtype=dtype), make_settings(**parallel), mesh=mesh)
+    model, tied = MODELS[kind]
+    num_blocks = 4 if kind.startswith("deep") else 2
+    return Learner(
+        lambda: make_model(model, tied, dtype=dtype, num_hidden_layers=num_blocks),
+        make_settings(**parallel),
+        mesh=mesh,
+    )
 
 
 def make_step(learner: Learner, step: int) -> dict[str, float]:

@@ -83,7 +83,8 @@ class Learner:
         self._load, self._settings, self._mesh = load, settings, mesh
         self.model, self.parallel = self._on_mesh()
         """The ranks that make the steps together; None for a single rank."""
-        self.tensors = version_tensors(self.model)
+        tensors = version_tensors(self.model)
+        self.tensors = tensors if self.parallel is None else self.parallel.version(tensors)
         """The tensors of a version; every step changes them in place."""
         self.clock = StepClock(self.model.device)
         """Phases of each step, entered by the trainers."""
@@ -248,7 +249,7 @@ class Learner:
         Raises:
             ConfigError: the state is of another model or another optimizer.
         """
-        self._restore(saved, WEIGHTS, self.tensors)
+        self._restore(saved, WEIGHTS, version_tensors(self.model))
         self.next_prompt, self.metrics = saved.state.next_prompt, saved.state.metrics
         trainer = saved.state.trainer
         if trainer is not None and next_kind in (None, trainer.kind):
@@ -321,6 +322,7 @@ class Learner:
             return
         parts = self.parallel.state_parts(trainer.optimizer.state_tensors())
         saved.restore_parts(TRAINER, parts, what="the optimizer", whole=self.parallel.has_all)
+        self.parallel.restored(trainer.optimizer.state_tensors())
         trainer.optimizer.restored()
 
     @torch.no_grad()
@@ -331,10 +333,11 @@ class Learner:
             return
         parts = self.parallel.parts(live)
         saved.restore_parts(section, parts, what="the model", whole=self.parallel.has_all)
-        for name, tensor in live.items():
+        for name, tensor in self.parallel.version(live).items():
             local = local_tensor(tensor)
             if local.dtype != parts[name].local.dtype:  # read into a copy in the type of a version
                 local.copy_(parts[name].local)
+        self.parallel.restored(live)
 
     def _fresh(self, kind: TrainerKind, num_steps: int) -> Trainer:
         """Return a new trainer, after dropping the active one: both optimizers might not fit in memory."""

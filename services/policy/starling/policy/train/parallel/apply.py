@@ -33,7 +33,7 @@ from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
 from starling.policy.train.parallel.parts import hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.pipeline import Pipeline
-from starling.policy.train.parallel.shards import LocalShards, TiedWeights, owned
+from starling.policy.train.parallel.shards import LocalShards, TiedWeights, local_part, owned
 from starling.policy.train.parallel.stages import check_stages
 from starling.weightsync.tensors.adapters import is_adapted
 
@@ -193,14 +193,34 @@ class ParallelModel:
             for name, tensor in tensors.items()
         }
 
+    def version(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `tensors`, by name of the parameter, without a copy of another one on this rank."""
+        copied = None if self._tied is None or self._tied.other is not None else self._tied.copied
+        return {name: tensor for name, tensor in tensors.items() if name != copied}
+
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Return this rank's parts of the tensors of a version, by name, in its element types."""
-        return {name: part_of(name, tensor) for name, tensor in self.published(tensors).items()}
+        return {name: part_of(name, tensor) for name, tensor in self.published(self.version(tensors)).items()}
 
     def state_parts(self, states: Mapping[str, Tensor]) -> dict[str, Part]:
         """Return this rank's parts of an optimizer's tensors; writing into them changes it."""
-        parameters = dict(self.model.named_parameters())
-        return state_parts(states, parameters) | hidden_masters(parameters, self._dtypes)
+        parameters = self.version(dict(self.model.named_parameters()))
+        own = {name: state for name, state in states.items() if name.partition(":")[2] in parameters}
+        return state_parts(own, parameters) | hidden_masters(parameters, self._dtypes)
+
+    @torch.no_grad()
+    def restored(self, tensors: Mapping[str, Tensor]) -> None:
+        """Update the copy of tied weights on this rank, after the original has been read.
+
+        Args:
+            tensors: parameters by name, or states of an optimizer by ``<field>:<parameter>``.
+        """
+        if self._tied is None or self._tied.other is not None:
+            return
+        for name, copy in tensors.items():
+            field, colon, parameter = name.rpartition(":")
+            if parameter == self._tied.copied:
+                local_part(copy).copy_(local_part(tensors[f"{field}{colon}{self._tied.original}"]))
 
     def owned_parts(self) -> dict[str, Part]:
         """Return those of `parts` of the present version that this rank writes, where several have the same."""
