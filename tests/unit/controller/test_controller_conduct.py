@@ -352,11 +352,29 @@ def test_rollout_is_not_evicted_for_a_scorer_that_fails_only_what_it_generates()
     assert not script.state.buffer.num_discarded
 
 
-@pytest.mark.parametrize("max_tries", [0, 1000], ids=["discarded", "tried again"])
-@pytest.mark.parametrize("liar", ["reward-9", "teacher-9"])
-@pytest.mark.parametrize("honest", ["", "leaves", "is lost"])
+@pytest.mark.parametrize(
+    ("honest", "liar", "max_tries"),
+    [
+        ("", "reward-9", 0),
+        ("", "teacher-9", 1000),
+        ("leaves", "reward-9", 1000),
+        ("leaves", "teacher-9", 0),
+        ("is lost", "reward-9", 0),
+        ("is lost", "teacher-9", 1000),
+        pytest.param("", "reward-9", 1000, marks=pytest.mark.campaign),
+        pytest.param("", "teacher-9", 0, marks=pytest.mark.campaign),
+        pytest.param("leaves", "reward-9", 0, marks=pytest.mark.campaign),
+        pytest.param("leaves", "teacher-9", 1000, marks=pytest.mark.campaign),
+        pytest.param("is lost", "reward-9", 1000, marks=pytest.mark.campaign),
+        pytest.param("is lost", "teacher-9", 0, marks=pytest.mark.campaign),
+    ],
+)
 def test_scorer_that_is_alone_cannot_have_a_rollout_evicted(honest: str, liar: str, max_tries: int) -> None:
-    """It fails what one rollout generates: as the only one of its role, or while another one is away now and then."""
+    """It fails what one rollout generates: as the only one of its role, or while another one is away now and then.
+
+    Every pair of parameters has a case; the other combinations are in the campaign. With no retries, the groups that it
+    fails are discarded.
+    """
     role = liar.rpartition("-")[0]
     is_teacher = role == "teacher"
     script = run_of(
