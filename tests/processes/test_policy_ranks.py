@@ -57,21 +57,25 @@ def policy_pid(hub: FakeHub) -> int:
     return hello.pid
 
 
+@pytest.mark.parametrize(
+    ("mesh", "most"), [(MESH, 0.4), (("--policy.parallel.pp", "2", "--policy.parallel.dp-shard", "2"), 0.5)]
+)
 def test_policy_of_four_ranks_makes_the_steps_of_one_process(
-    hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path
+    hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path, mesh: tuple[str, ...], most: float
 ) -> None:
+    """A rank holds at most a share `most` of the model."""
     with replica(hub, "policy-0", tmp_path / "alone", *whole_model) as policy:
         hub.hello("policy-0")
         expected = [train(hub, step) for step in range(1, LAST + 1)]
         policy.terminate()
         assert exit_code(policy) == 0
-    with replica(hub, "policy-0", tmp_path / "mesh", *whole_model, *MESH) as policy:
+    with replica(hub, "policy-0", tmp_path / "mesh", *whole_model, *mesh) as policy:
         hello, (encoded,) = hub.hello("policy-0")
         layout = decode_layout(encoded)
         assert len(layout.ranks) == 4
         held = [sum(int(np.prod(shard.box.size)) for shard in rank.shards) for rank in layout.ranks]
         total = sum(int(np.prod(spec.shape)) for spec in layout.tensors)
-        assert max(held) < 0.4 * total, "each rank offers its shards"
+        assert max(held) < most * total, "each rank offers its shards"
         ranks = children_of(hello.pid)
         assert sorted(ranks) == RANKS
         found = []

@@ -187,7 +187,9 @@ class Trainer:
             with self.reference.computing() as reference:
 
                 def keep(number: int) -> None:
-                    if not is_empty[number]:
+                    if is_empty[number]:  # other ranks gather the stage with this one
+                        self._output_sum(reference, inputs[number])
+                    else:
                         of_reference[number] = reference_of(reference, inputs[number])
 
                 pipeline.of(reference).evaluate(inputs, keep)
@@ -223,9 +225,14 @@ class Trainer:
         if self._parallel is not None and self._parallel.pipeline is not None:
             inputs, is_empty = self._all_inputs(batch, trained)
             self._clock.enter("forward")
-            self._parallel.pipeline.evaluate(
-                inputs, lambda number: None if is_empty[number] else function(inputs[number])
-            )
+
+            def compute(number: int) -> None:
+                if is_empty[number]:  # other ranks gather the stage with this one
+                    self._output_sum(self._model, inputs[number])
+                else:
+                    function(inputs[number])
+
+            self._parallel.pipeline.evaluate(inputs, compute)
             return
         for one in self._microbatches(batch, trained):
             function(one)
