@@ -24,28 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "parallel
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from figure import machine, print_figure, progress, rounded, versions
-from mesh_traffic import step_of_rank
-from rank_processes import run_ranks
-from small_steps import MODELS, make_model
+from mesh_traffic import EACH_AXIS, PAIRS, traffic_ratios
 
 from starling.common.errors import ConfigError
 from starling.policy.plan.proposals import Hardware, Proposal, StepSize, propose, written
 from starling.policy.plan.sizes import model_sizes
-from starling.policy.plan.traffic import Update, traffic_of
 from starling.policy.settings.parallel import ParallelSettings
 from starling.weightsync.layouts.presets import PRESETS
 
 GOAL = 1.05
-MESHES: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {"dp_shard": 2}),
-    ("llama", {"dp_shard": 2, "reshard": "always"}),
-    ("qwen2", {"dp_replicate": 2}),
-    ("qwen3", {"dp_replicate": 2, "dp_shard": 2}),
-    ("qwen3", {"tp": 2}),
-    ("qwen3_moe", {"tp": 2}),
-    ("qwen2", {"tp": 4}),
-    ("qwen3-tied", {"dp_shard": 2, "tp": 2}),
-]
 SCALED = ("qwen3-0.6b", "qwen3-8b", "llama-3.1-70b")
 NUMS_OF_GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS_PER_GPU = 1 << 13
@@ -55,17 +42,13 @@ MICROBATCH_TOKENS = 1 << 12
 def measure_traffic() -> None:
     """Print the ratio of what was sent to the formula, for each axis."""
     worst: dict[str, tuple[float, dict[str, Any]]] = {}
-    for name, parallel in MESHES:
-        settings = ParallelSettings(**parallel)
-        sizes = model_sizes(make_model(*MODELS[name]).config.to_dict())
-        sent = run_ranks(settings.num_ranks, step_of_rank, name, parallel)
-        for one in sent:
-            update = Update(len(one.tokens), sum(one.tokens) / len(one.tokens), 4)
-            for axis, traffic in traffic_of(sizes, settings, update).items():
-                ratio = one.num_bytes[axis] / traffic.num_bytes
+    for name, parallel in (*EACH_AXIS, *PAIRS):
+        mesh = written(ParallelSettings(**parallel))
+        for ratios in traffic_ratios(name, parallel):
+            for axis, ratio in ratios.items():
                 if axis not in worst or ratio > worst[axis][0]:
-                    worst[axis] = ratio, {"model": name, "mesh": written(settings), "bytes": one.num_bytes[axis]}
-        progress(f"{name} on {written(settings)}: {len(sent)} ranks")
+                    worst[axis] = ratio, {"model": name, "mesh": mesh}
+        progress(f"{name} on {mesh}")
     for axis, (ratio, detail) in worst.items():
         print_figure(
             "parallel",

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rank_processes import run_ranks
 from small_steps import MODELS, make_examples, make_model, make_settings
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from starling.policy.plan.sizes import ModelSizes, model_sizes
+from starling.policy.plan.traffic import Update, traffic_of
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.data.packing import MicrobatchInputs
@@ -23,6 +26,45 @@ from starling.policy.train.parallel.mesh import AXES, DATA, SHARDS, Mesh
 OTHER = "other"
 """In place of an axis: a group that is none, such as that of all ranks."""
 _NO_TRAFFIC = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_")
+
+
+EACH_AXIS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"dp_replicate": 2, "dp_shard": 2}),
+    ("qwen3_moe", {"tp": 2}),
+    ("qwen3-tied", {"dp_shard": 2, "cp": 2}),
+]
+PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"dp_shard": 2}),
+    ("qwen3-tied", {"dp_shard": 2, "reshard": "never"}),
+    ("llama", {"dp_shard": 2, "reshard": "always"}),
+    ("qwen2", {"dp_replicate": 2}),
+    ("qwen3", {"tp": 2}),
+    ("qwen2", {"tp": 4}),
+    ("qwen3-tied", {"dp_shard": 2, "tp": 2}),
+    ("qwen3", {"cp": 2}),
+    ("llama", {"cp": 2, "context": "ring"}),
+    ("qwen2", {"cp": 2, "context": "all_gather"}),
+    ("qwen3", {"cp": 2, "tp": 2}),
+]
+"""Each axis alone, and pairs."""
+
+
+def traffic_ratios(name: str, parallel: dict[str, Any]) -> list[dict[str, float]]:
+    """Make a supervised step on all ranks of a mesh. Returns for each the bytes it sent over the formula, by axis.
+
+    What travels along no axis of the formula, such as metrics, is in the last ratio, "all".
+    """
+    kind, tied = MODELS[name]
+    sizes = model_sizes(make_model(kind, tied).config.to_dict())  # imports what the forked ranks then have
+    settings = ParallelSettings(**parallel)
+    return [_ratios(sent, sizes, settings) for sent in run_ranks(settings.num_ranks, step_of_rank, name, parallel)]
+
+
+def _ratios(sent: Sent, sizes: ModelSizes, settings: ParallelSettings) -> dict[str, float]:
+    num_tokens = settings.cp * sum(sent.tokens) / len(sent.tokens)
+    expected = traffic_of(sizes, settings, Update(len(sent.tokens), num_tokens, item_bytes=4))
+    ratios = {axis: sent.num_bytes[axis] / traffic.num_bytes for axis, traffic in expected.items()}
+    return {**ratios, "all": sum(sent.num_bytes.values()) / sum(traffic.num_bytes for traffic in expected.values())}
 
 
 @dataclass(frozen=True, slots=True)

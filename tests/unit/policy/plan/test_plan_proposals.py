@@ -97,3 +97,15 @@ def test_resharding_decides_how_often_weights_are_gathered(reshard: str) -> None
     sent = traffic_of(SIZES["qwen3-8b"], parallel, Update(1, 4096, 2))["dp_shard"]
     gathers = {"default": 35, "always": 36, "never": 0}[reshard]
     assert sent.num_calls == 2 * 37 + gathers
+
+
+def test_tokens_are_divided_where_a_microbatch_does_not_fit() -> None:
+    step = StepSize(1 << 20, 1 << 17, 1 << 17)
+    best = propose(SIZES["qwen3-8b"], 64, step, Hardware())[0]
+    assert best.parallel.cp > 1
+    alone, divided = (
+        proposal_of(SIZES["qwen3-8b"], ParallelSettings(dp_shard=64 // cp, cp=cp), step, Hardware(), recomputes=True)
+        for cp in (1, 8)
+    )
+    assert divided.memory.activations == pytest.approx(alone.memory.activations / 8)
+    assert divided.memory.states == alone.memory.states

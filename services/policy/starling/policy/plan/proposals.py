@@ -148,8 +148,12 @@ def _meshes(sizes: ModelSizes, num_gpus: int, hardware: Hardware) -> Iterator[Pa
     for tp in _divisors(math.gcd(num_gpus, hardware.gpus_per_host)):
         if not can_divide(sizes, tp):
             continue
-        for dp_shard in _divisors(num_gpus // tp):
-            yield ParallelSettings(dp_replicate=num_gpus // tp // dp_shard, dp_shard=dp_shard, tp=tp)
+        for cp in _divisors(num_gpus // tp):
+            if sizes.heads // tp % cp:
+                continue
+            for dp_shard in _divisors(num_gpus // (tp * cp)):
+                copies = num_gpus // (tp * cp * dp_shard)
+                yield ParallelSettings(dp_replicate=copies, dp_shard=dp_shard, cp=cp, tp=tp)
 
 
 def can_divide(sizes: ModelSizes, tp: int) -> bool:
@@ -166,10 +170,11 @@ def _divisors(number: int) -> Iterator[int]:
 
 def _seconds(axis: str, sent: Traffic, parallel: ParallelSettings, hardware: Hardware) -> float:
     """Return the time of the traffic along an axis."""
-    strides = {
-        "tp": 1,
-        "cp": parallel.tp,
-        "dp_shard": parallel.tp * parallel.cp,
-        "dp_replicate": parallel.tp * parallel.num_shards,
+    tp, shards = parallel.tp, parallel.num_shards
+    ranks = {
+        "tp": (tp, 1),
+        "cp": (parallel.cp, tp),
+        "dp_shard": (shards, tp),
+        "dp_replicate": (parallel.dp_replicate, tp * shards),
     }
-    return hardware.seconds(sent, getattr(parallel, axis), strides[axis])
+    return hardware.seconds(sent, *ranks[axis])
