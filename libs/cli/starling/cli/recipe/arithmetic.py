@@ -222,6 +222,8 @@ def _mesh(recipe: Recipe) -> list[str]:
     if parallel.num_ranks == 1:
         return []
     mesh = f"mesh: {written(parallel)} = {counted(parallel.num_ranks, 'rank')}"
+    if parallel.pp > 1 or parallel.ep > 1:
+        return [f"{mesh}; memory and traffic are not estimated with pp or ep above 1"]
     with model_folder(recipe.model.path, recipe.model.scratch) as folder:
         config = json.loads((folder / "config.json").read_bytes())
     try:
