@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from system_runs import (
@@ -22,6 +23,23 @@ pytestmark = pytest.mark.system
 
 MESH = {"parallel": {"tp": 2, "dp_shard": 2}}
 NUM_SFT = 3
+MIXTURE = {
+    "scratch": {
+        "model_type": "qwen3_moe",
+        "alphabet": "abcdefghijklmnopqrstuvwxyz>",
+        "config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "tie_word_embeddings": True,
+        },
+    }
+}
 RUN_S = 300.0
 """Deadline of a run, on a busy machine with fewer processors than the policy has ranks."""
 
@@ -58,6 +76,28 @@ def test_run_with_a_policy_of_four_ranks_is_that_of_one_process(tmp_path: Path) 
         for key in ("loss", "grad_norm", "num_tokens"):
             assert other[key] == pytest.approx(one[key], rel=1e-3)
         assert other["update_norm"] == pytest.approx(one["update_norm"], rel=0.05)  # of other samples
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ({"model": MIXTURE}, {"pp": 2}),
+        ({}, {"cp": 2}),
+        ({"model": MIXTURE}, {"dp_shard": 2, "ep": 2}),
+        ({"model": MIXTURE}, {"pp": 2, "schedule": "zbv", "dp_shard": 2, "ep": 2}),
+    ],
+    ids=["pp", "cp", "ep", "pp, dp_shard and ep"],
+)
+def test_rollouts_attest_the_weights_of_every_axis(
+    model: dict[str, Any], parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    with run(make_workdir(tmp_path, policy={"parallel": parallel}, **model)) as command:
+        assert command.wait(RUN_S) == 0, command.transcript()
+    assert_whole(tmp_path, 6)
+    adopted = metrics(tmp_path, "adopted")
+    assert adopted
+    assert all(line["attested"] for line in adopted)
 
 
 def test_run_goes_on_when_any_rank_is_killed(tmp_path: Path) -> None:
