@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from starling.policy.train.checkpoint.index import BadIndexError, read_index
-from starling.policy.train.checkpoint.parts import Part, PartLoadPlanner, PartSavePlanner
+from starling.policy.train.checkpoint.parts import Part
+from starling.policy.train.checkpoint.planners import PartLoadPlanner, PartSavePlanner
 from starling.policy.train.checkpoint.storage import open_file
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
