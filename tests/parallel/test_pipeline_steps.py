@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from small_steps import check_mesh, make_model
 
 from starling.common.errors import ConfigError
@@ -92,6 +93,8 @@ def test_models_that_do_not_run_in_stages_are_refused() -> None:
     """With those that do; and frozen parameters."""
     with pytest.raises(ConfigError, match="pp = 2 is not available for Qwen3ForSequenceClassification, only for"):
         check_stages(make_model("qwen3", False, scores=True), ParallelSettings(pp=2))
+    with pytest.raises(ConfigError, match=r'"zbv" would sum gradients of torch\.bfloat16 in that type where nothing'):
+        check_stages(make_model("qwen3", False, dtype=torch.bfloat16), ParallelSettings(pp=2, schedule="zbv"))
     model = make_model("qwen3", False)
     model.model.embed_tokens.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"pp = 2 is not available with policy\.frozen"):

@@ -21,13 +21,15 @@ from starling.policy.plan.sizes import TENSOR_MODELS
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.model.lm_head import output_layer
+from starling.policy.train.optim.masters import LOW
 
 
 def check_stages(model: Any, settings: ParallelSettings) -> None:
     """Check that the ranks of pp can divide the blocks of `model`.
 
     Raises:
-        ConfigError: its code is not known to run in stages, or it has fewer blocks than there are stages.
+        ConfigError: its code is not known to run in stages, it has fewer blocks than there are stages, or its gradients
+            would be rounded.
     """
     given = f"policy.parallel.pp = {settings.pp}"
     if model.config.model_type not in TENSOR_MODELS or model.get_output_embeddings() is None:
@@ -39,6 +41,12 @@ def check_stages(model: Any, settings: ParallelSettings) -> None:
         parameter.requires_grad for parameter in model.parameters()
     ):
         raise ConfigError(f"{given} is not available with policy.frozen: remove one of the two")
+    if settings.schedule == "zbv" and settings.num_shards == 1 and model.dtype in LOW:
+        # The second part of its backward passes adds up gradients in the parameter's type, and calls no hook.
+        raise ConfigError(
+            f'policy.parallel.schedule = "zbv" would sum gradients of {model.dtype} in that type where nothing shards '
+            'them: set dp_shard above 1, model.dtype = "float32", or another schedule'
+        )
     num_blocks, each = len(find_blocks(model)), settings.num_stages // settings.pp
     if num_blocks < settings.num_stages:
         most = num_blocks // each
