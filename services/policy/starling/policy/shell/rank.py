@@ -375,7 +375,7 @@ def _answer(link: RankLink, number: int, work: Callable[[], bytes]) -> None:
     """Answer a request in a background thread, where nothing else would notice an unexpected error."""
     try:
         link.answer(number, work)
-    except Exception:
+    except Exception:  # the edge of the thread: the traceback is the report, and the process ends
         log.exception("failed")
         end_process(EXIT_FAILED)
 

@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 
 
 class RanksDisagreeError(ConfigError):
-    """A step failed on some ranks only, so they do not hold the same version any more."""
+    """A step failed on some ranks only: the ranks hold different versions."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ class Ranks:
             if agree and not self._all_fail(futures):
                 raise self._disagreement(0, error) from error
             raise
-        except Exception as error:
+        except Exception as error:  # torch raises anything when a collective operation fails
             if not self._children:
                 raise
             time.sleep(LOSS_S)  # where a rank has ended, `_lost` ends this process meanwhile, and names it
@@ -274,7 +274,7 @@ class Ranks:
                 break
             with self._lock:
                 future = child.replies.pop(reply.request, None)
-            if future is None:  # nobody waits any more
+            if future is None:  # `close` has failed it
                 continue
             if not reply.problem:
                 future.set_result(reply.data)

@@ -75,7 +75,7 @@ class PolicyReplica:
         parallel = settings.policy.parallel
         self._ranks, files = Ranks(arguments.name, parallel.timeout_s), None
         if parallel.num_ranks > 1 and KINDS[settings.run.kind].trains:
-            # Memory of this process, which its forks have too: nothing is left behind, and nobody else can open it.
+            # Anonymous files, which forks inherit: no file has to be removed, and no other process can open them.
             files = SharedFiles(*(Path(f"/proc/self/fd/{os.memfd_create(name)}") for name in SharedFiles._fields))
 
             def serve(rank: int, link: RankLink) -> None:

@@ -51,7 +51,7 @@ class _DigestingFile:
         self.state.update(data)
         try:
             return self._file.write(data)
-        except Exception as error:
+        except Exception as error:  # the file system is the user's and raises anything; it is raised again
             self.error = error
             raise
 
@@ -83,7 +83,7 @@ class _Files(FileSystemBase):
             digesting = _DigestingFile(file)
             try:
                 yield digesting
-            except Exception:
+            except Exception:  # torch's, which hides that of the file
                 if digesting.error is not None:
                     raise digesting.error from None
                 raise
