@@ -164,8 +164,9 @@ def can_divide(sizes: ModelSizes, tp: int) -> bool:
     return sizes.has_tensor_plan and key_heads and sizes.heads % tp == 0 and sizes.inner % tp == 0
 
 
-def _divisors(number: int) -> Iterator[int]:
-    yield from (one for one in range(1, number + 1) if number % one == 0)
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def _seconds(axis: str, sent: Traffic, parallel: ParallelSettings, hardware: Hardware) -> float:

@@ -35,6 +35,7 @@ from starling.algo.attention.tiles import Ranges
 from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.model.layout import AttentionPlan
+from starling.policy.train.parallel.collectives import exchange
 from starling.policy.train.parallel.key_blocks import KeyBlocks
 from starling.policy.train.parallel.mesh import Mesh
 
@@ -175,8 +176,8 @@ class ContextShare:
 
     def _exchange(self, rows: Tensor) -> Tensor:
         """Send rows[rank] to each rank, [c, ...]. Returns what each rank has sent here."""
-        exchanged: Tensor = _Exchange.apply(rows, self._group)  # type: ignore[no-untyped-call]
-        return exchanged
+        each = [1] * self._size
+        return exchange(rows, each, each, self._group)
 
 
 def _pieces(num_tokens: int, num_ranks: int, per_rank: int) -> tuple[Ranges, ...]:
@@ -187,25 +188,6 @@ def _pieces(num_tokens: int, num_ranks: int, per_rank: int) -> tuple[Ranges, ...
         tuple((piece * size, (piece + 1) * size) for piece in ([rank] if per_rank == 1 else [rank, last - rank]))
         for rank in range(num_ranks)
     )
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(rows, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.group), None
-
-
-def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = rows.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
 
 
 @dataclass(frozen=True, slots=True, eq=False)
