@@ -40,6 +40,8 @@ _NUM_DESCRIPTORS: Final = 3
 _KILLED: Final = b"killed"
 _START, _MEASURE, _KILL = b"s", b"m", b"k"
 """Requests to the executor."""
+_MEASURED_EVERY_S: Final = 0.05
+"""A program that waits for a processor after its time limit is measured no more often: each takes a look at `/proc`."""
 _ANSWER_BYTES: Final = 1 << 12
 _CHUNK: Final = 1 << 16
 _TOKEN_BYTES: Final = 16
@@ -172,9 +174,10 @@ def _collect(output: int, report: int, until: float, delay_s: Callable[[], float
     while report in left and len(reported) < _REPORT_BYTES:  # what a child prints after its end does not count
         ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
         if not ready:
-            end = until + delay_s()
-            if end <= time.monotonic():
+            end, now = until + delay_s(), time.monotonic()
+            if end <= now:
                 return printed, None
+            end = max(end, now + _MEASURED_EVERY_S)
         for descriptor, _ in ready:
             data = os.read(descriptor, _CHUNK)
             if not data:
