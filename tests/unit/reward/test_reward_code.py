@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +16,7 @@ import psutil
 import pytest
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox import execution, syscalls
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
@@ -212,6 +217,206 @@ def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, hone
         judge, tests = Judge(pool), [{"input": "", "output": "done"}]
         judge.values(BUSY, BUSY, tests=tests)  # both workers have started
         assert judge.values(BURNER, honest, tests=tests) == [0.0, 1.0]
+
+
+def pool_of(level: Mechanism, *, num_workers: int = 1, timeout_s: float = 20.0) -> ScoringPool:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    scorer = {"name": "code", "timeout_s": 50.0, "options": {"timeout_s": timeout_s}}
+    settings = {"scorers": [scorer], "num_workers": num_workers, "sandbox": level}
+    return ScoringPool(RewardSettings.model_validate(settings))
+
+
+IN_FLIGHT = """
+import array, socket, time
+left, right = socket.socketpair()
+try:
+    while True:
+        left.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 253))])
+except OSError:
+    time.sleep(3)
+"""
+
+
+@pytest.mark.parametrize("level", STRONG)
+def test_program_that_sends_all_descriptors_of_its_user_fails_no_other(level: Mechanism) -> None:
+    """The kernel counts those that nobody has received yet by user, over all sandboxes."""
+    with pool_of(level, num_workers=2) as pool:
+        judge = Judge(pool)
+        judge.values("", "", tests=[{"input": "", "output": ""}])  # both workers have started
+        assert judge.values(IN_FLIGHT, "print('done')", tests=[{"input": "", "output": "done"}] * 40) == [0.0, 1.0]
+
+
+def test_time_limit_holds_while_there_is_output_to_read() -> None:
+    """Several processes of a program can print faster than it is read."""
+    output, (report, writing) = os.open("/dev/zero", os.O_RDONLY), os.pipe()
+    try:
+        printed, reported, in_time = execution._collect(output, report, time.monotonic() + 0.1, lambda: 0.0)
+        assert (len(printed) > execution.OUTPUT_BYTES, reported, in_time) == (True, b"", False)
+    finally:
+        for descriptor in (output, report, writing):
+            os.close(descriptor)
+
+
+def test_worker_without_its_executor_is_replaced() -> None:
+    """At a level that does not limit signals, and where the kernel ends it for want of memory."""
+    kills = "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(9)"
+    with pool_of("process") as pool:
+        judge, tests = Judge(pool), [{"input": "", "output": "done"}]
+        (score,) = judge.score(kills, tests=tests)
+        assert score.status is Status.REWARD_ERROR, score
+        assert judge.values("print('done')", "print('done')", tests=tests) == [1.0, 1.0]
+
+
+LEAVES_FILE = """
+import os
+try:
+    with open(os.path.join(os.path.dirname(os.environ["TMPDIR"]), "left"), "w") as file:
+        file.write("for a later one")
+except OSError:
+    print("refused")
+"""
+FINDS_FILE = """
+import os
+print(os.path.exists(os.path.join(os.path.dirname(os.environ["TMPDIR"]), "left")))
+"""
+
+
+def test_program_leaves_no_file_outside_of_its_folder() -> None:
+    """With namespaces, each session has its own `/tmp`."""
+    with pool_of("landlock") as pool:
+        judge = Judge(pool)
+        assert judge.values(LEAVES_FILE, tests=[{"input": "", "output": "refused"}]) == [1.0]
+        assert judge.values(FINDS_FILE, tests=[{"input": "", "output": "False"}]) == [1.0]
+
+
+CHAINS = """
+import ctypes, os, time
+end = time.time() + 20
+for _ in range(4):
+    if os.fork() == 0:
+        os.setsid()
+        ctypes.CDLL(None).prctl(15, b"MARKER", 0, 0, 0)
+        os.closerange(0, 100)
+        while time.time() < end:
+            until = time.perf_counter() + 5e-4
+            while time.perf_counter() < until:
+                pass
+            if os.fork():
+                os._exit(0)
+        os._exit(0)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("level", STRONG)
+def test_processes_that_fork_and_end_all_the_time_end_with_their_session(level: Mechanism) -> None:
+    """Each has ended before a list of processes, in which it is, has been read."""
+    if level == "landlock" and syscalls.landlock_version() < 6:
+        pytest.skip("this kernel's Landlock limits no signals, so that they cannot be killed at once")
+    marker = f"chain{os.getpid()}"[:15]
+    with pool_of(level) as pool:
+        judge = Judge(pool)
+        program = CHAINS.replace("MARKER", marker)
+        assert judge.values(program, tests=[{"input": "", "output": "done"}]) == [1.0]
+        assert not any(is_named(marker) for _ in range(10)), "they live on"
+
+
+def is_named(name: str) -> bool:
+    for one in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if one.name() == name and one.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+DAEMON = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "MARKER"], start_new_session=True)
+time.sleep(600)
+"""
+SERVICE = """
+import sys
+from starling.common.wire.messages import CompletionText, Status
+from starling.reward.core.groups import ScoreTask
+from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.settings import RewardSettings
+
+level, program = sys.argv[1:]
+scorer = {"name": "code", "timeout_s": 500.0, "options": {"timeout_s": 400.0}}
+with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "sandbox": level})) as pool:
+    completion = CompletionText(text=program, status=Status.OK, num_tokens=1)
+    pool.submit(ScoreTask("one", ((0, completion),), "", "", {}, (0,)))
+    pool.poll(500.0)
+"""
+
+
+@pytest.mark.parametrize("level", MECHANISMS)
+def test_programs_end_with_a_service_that_is_killed(level: Mechanism) -> None:
+    if problem := problem_of(level):
+        pytest.skip(f"this machine does not offer the level {level}: {problem}")
+    marker = f"of-killed-service-{level}-{os.getpid()}"
+    with subprocess.Popen([sys.executable, "-c", SERVICE, level, DAEMON.replace("MARKER", marker)]) as service:
+        deadline = time.monotonic() + PATIENCE_S
+        while not has_process(marker):
+            assert time.monotonic() < deadline, "it did not start"
+            time.sleep(0.05)
+        service.kill()
+    while has_process(marker):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.05)
+
+
+HUNGRY = """
+import ctypes, time
+ctypes.CDLL(None).prctl(15, b"MARKER", 0, 0, 0)
+while "starling-test" not in open("/proc/self/cgroup").read():
+    time.sleep(0.02)
+taken = bytearray(128 << 20)
+print("done")
+"""
+
+
+def memory_group(name: str) -> Path | None:
+    """Make a control group with 32 MiB of memory, where this machine permits it."""
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(parent, name)
+        with suppress(OSError):
+            folder.mkdir()
+            with suppress(OSError):
+                Path(folder, limit).write_text(str(32 << 20))
+                return folder
+            folder.rmdir()
+    return None
+
+
+def test_program_that_the_kernel_ends_for_want_of_memory_has_no_reward() -> None:
+    """It ends the largest one, although another may have taken the memory."""
+    marker = f"hungry{os.getpid()}"[:15]
+    if (group := memory_group(f"starling-test-{os.getpid()}")) is None:
+        pytest.skip("no control group with a limit on memory can be made")
+
+    def move() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for one in psutil.process_iter():
+                with suppress(psutil.NoSuchProcess, OSError):
+                    if one.name() == marker:
+                        Path(group, "cgroup.procs").write_text(str(one.pid))
+                        return
+            time.sleep(0.05)
+
+    mover = threading.Thread(target=move)
+    try:
+        with pool_of("process", timeout_s=40.0) as pool:
+            mover.start()
+            program = HUNGRY.replace("MARKER", marker)
+            (score,) = Judge(pool).score(program, tests=[{"input": "", "output": "done"}])
+            assert score.status is Status.REWARD_ERROR, score
+            assert "for want of memory" in score.problem
+    finally:
+        mover.join()
+        group.rmdir()
 
 
 def test_programs_need_a_worker() -> None:

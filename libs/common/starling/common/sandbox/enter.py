@@ -76,10 +76,16 @@ def _in_namespaces(order: dict[str, Any]) -> int:
 
 
 def _supervise(order: dict[str, Any]) -> int:
-    _die_with_service(order["dies_with"])
+    awaited = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # they stay pending then
+    _die_with_service(order["dies_with"], signal.SIGTERM)
     syscalls.adopt_orphans()
+    if order["landlock"]:
+        syscalls.forbid_new_privileges()
+        syscalls.landlock_apart(["/"])
     payload, life = _fork_bound()
     if not payload:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         if order["uid"] is not None:
             syscalls.become(order["uid"], order["uid"])
             syscalls.keep_capabilities()
@@ -90,21 +96,22 @@ def _supervise(order: dict[str, Any]) -> int:
             syscalls.landlock(readable, writable, listable, network=order["network"], ports=order["ports"])
         _execute(order)
     _close(*order["pass_fds"])
-    tasks = TaskWatch(payload, order["max_tasks"])
+    tasks = TaskWatch(payload, order["max_tasks"], keeps_sessions=order["landlock"])
     status = _watch(payload, tasks, order["environment"]["TMPDIR"], order["tmp_bytes"])
+    if order["landlock"]:
+        syscalls.kill_domain()
     while not kill_all(lambda: descendants(os.getpid())):  # after its own end they would be the machine's
         pass
     return status
 
 
 def _watch(payload: int, tasks: TaskWatch, folder: str, limit: int) -> int:
-    """Reap all children until the payload ends, and watch what it takes; return its exit status.
+    """Reap all children until the payload ends or SIGTERM asks for its end, and watch what it takes; return its status.
 
     The temporary files are on the machine's disk, and the kernel limits the size of each only, not their number. When
     they take more than `limit` bytes, everything inside is killed.
     """
-    children = {signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, children)  # it stays pending then
+    awaited = {signal.SIGCHLD, signal.SIGTERM}
     look_at = time.monotonic() + LOOK_EVERY_S
     disk_at = time.monotonic() + _LOOK_EVERY_S
     while True:
@@ -113,8 +120,8 @@ def _watch(payload: int, tasks: TaskWatch, folder: str, limit: int) -> int:
             return _status(status)
         now = time.monotonic()
         if now < look_at:  # also while one child after another ends
-            if not pid:
-                signal.sigtimedwait(children, look_at - now)
+            if not pid and (found := signal.sigtimedwait(awaited, look_at - now)) and found.si_signo == signal.SIGTERM:
+                os.kill(payload, signal.SIGKILL)
             continue
         with contextlib.suppress(OSError):
             tasks.look()
@@ -195,9 +202,9 @@ def _bind(source: str, target: str) -> None:
 # --- processes ---------------------------------------------------------------------------------------------------
 
 
-def _die_with_service(pid: int) -> None:
+def _die_with_service(pid: int, by: signal.Signals = signal.SIGKILL) -> None:
     if pid:
-        syscalls.die_with_parent()
+        syscalls.die_with_parent(by)
         if os.getppid() != pid:  # it ended before the prctl
             os._exit(FAILED)
 

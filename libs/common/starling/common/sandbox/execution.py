@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from starling.common.sandbox import syscalls
-from starling.common.sandbox.inside import Sessions
+from starling.common.sandbox.inside import Sessions, send_descriptors
 from starling.common.sandbox.processes import Usage, usage_of
 
 OUTPUT_BYTES: Final = 1 << 20
@@ -38,6 +38,8 @@ _GRACE_S: Final = 30.0
 _NUM_DESCRIPTORS: Final = 3
 """Of a session: the program with its token, and the writing ends of the pipes for its output and its report."""
 _KILLED: Final = b"killed"
+_BEGUN: Final = b"b"
+"""First byte of a report: all is there that the program needs. What goes wrong before says nothing of the program."""
 _START, _MEASURE, _KILL = b"s", b"m", b"k"
 """Requests to the executor."""
 _MEASURED_EVERY_S: Final = 0.05
@@ -45,7 +47,7 @@ _MEASURED_EVERY_S: Final = 0.05
 _ANSWER_BYTES: Final = 1 << 12
 _CHUNK: Final = 1 << 16
 _TOKEN_BYTES: Final = 16
-_REPORT_BYTES: Final = 1 + _TOKEN_BYTES
+_REPORT_BYTES: Final = 2 + _TOKEN_BYTES
 
 
 class ExecutionError(Exception):
@@ -104,8 +106,11 @@ def run_python(
         timeout_s: limit on both together, in seconds, without those in which others have the processors.
         memory_mb: limit on the address space, in MiB.
 
+    Where the executor has ended, this process ends, too: it could run no further program.
+
     Raises:
-        ExecutionError: this process has no executor, as in the worker of a scorer that declares needs, or it has ended.
+        ExecutionError: this process has no executor, as in the worker of a scorer that declares needs, or the program
+            cannot be started.
     """
     if _line is None:
         raise ExecutionError(
@@ -114,6 +119,8 @@ def run_python(
         )
     try:
         return _run(_line, _Program(code, check, stdin, timeout_s, memory_mb))
+    except (BrokenPipeError, ConnectionResetError):
+        _end_without_executor()
     except OSError as error:
         raise ExecutionError(f"the program cannot be run ({error})") from None
 
@@ -129,70 +136,106 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
                     stack.callback(os.close, descriptor)
             with os.fdopen(described, "wb", closefd=False) as file:
                 file.write(token + json.dumps(asdict(program)).encode())
-            begun_at = time.monotonic()
             line.settimeout(_GRACE_S)
-            socket.send_fds(line, [_START], [described, output_write, report_write])
+            num_oom_kills = _num_oom_kills()
+            send_descriptors(line, _START, [described, output_write, report_write])
         try:
-            until = begun_at + program.timeout_s
-            printed, reported = _collect(output, report, until, lambda: _delay_s(line, program.timeout_s))
+            until = time.monotonic() + program.timeout_s
+            printed, reported, in_time = _collect(output, report, until, lambda: _delay_s(line, program.timeout_s))
         finally:
             _end_session(line)
+    if not reported.startswith(_BEGUN):
+        raise ExecutionError("its process ended, or its time was over, before it had what a program needs")
     text = bytes(printed[:OUTPUT_BYTES]).decode("utf-8", "replace")
-    if reported is None:
+    if not in_time:
         return ProgramResult(-1, text, finished=False)
-    status = reported[0] if reported else 1
-    return ProgramResult(status, text, finished=reported == b"\0" + token)
+    ended = bytes(reported[len(_BEGUN) :])
+    if not ended and _num_oom_kills() != num_oom_kills:
+        raise ExecutionError("the kernel has ended processes for want of memory, perhaps also this one")
+    return ProgramResult(ended[0] if ended else 1, text, finished=ended == b"\0" + token)
+
+
+def _num_oom_kills() -> int:
+    """Return how many processes the kernel has ended for want of memory since the machine started, 0 if it is not said.
+
+    It ends the largest process, whoever has taken the memory.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/vmstat", "rb") as file:
+        return int(file.read().partition(b"\noom_kill ")[2].split(None, 1)[0])
+    return 0
 
 
 def _end_session(line: socket.socket) -> None:
     """Let the executor kill the session, and wait until it has. Raises ExecutionError when there was none."""
-    line.send(_KILL)
-    answer = line.recv(_ANSWER_BYTES)
-    if not answer:
-        raise ExecutionError("the executor has ended")
+    answer = _ask(line, _KILL)
     if answer != _KILLED:
         raise ExecutionError(answer.decode("utf-8", "replace"))
+
+
+def _ask(line: socket.socket, request: bytes) -> bytes:
+    """Send the executor a request and return its answer; end this process if there is none.
+
+    The service then starts another worker. In this one each further program would fail, or get the answer that belongs
+    to an earlier one.
+    """
+    answer = b""
+    with contextlib.suppress(OSError):
+        line.send(request)
+        answer = line.recv(_ANSWER_BYTES)
+    return answer or _end_without_executor()
+
+
+def _end_without_executor() -> NoReturn:
+    os.write(2, b"the process that starts programs has ended, or does not answer\n")
+    os._exit(1)
 
 
 def _delay_s(line: socket.socket, timeout_s: float) -> float:
     """Return for how many seconds a program has waited for a processor that others had: 0 if its own processes have had
     as much as all processors give within the time limit."""
-    line.send(_MEASURE)
-    usage = Usage(*map(float, line.recv(_ANSWER_BYTES).split()))
+    usage = Usage(*map(float, _ask(line, _MEASURE).split()))
     return usage.delay_s if usage.processor_s < timeout_s * len(os.sched_getaffinity(0)) else 0.0
 
 
-def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytes | None]:
-    """Read what the program prints and its report, until both are closed; no report at the time limit, `until`, which
-    is later by `delay_s`."""
+def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytearray, bool]:
+    """Read what the program prints and its report, until it has ended; return both, and whether it ended before its
+    time limit, `until`, which is later by `delay_s`.
+
+    A program can print all the time, and read both pipes itself.
+    """
     printed, reported = bytearray(), bytearray()
     poller = select.poll()
     for descriptor in (output, report):
+        os.set_blocking(descriptor, False)
         poller.register(descriptor, select.POLLIN)
     left = {output: printed, report: reported}
     end = until
     while report in left and len(reported) < _REPORT_BYTES:  # what a child prints after its end does not count
-        ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
-        if not ready:
-            end, now = until + delay_s(), time.monotonic()
-            if end <= now:
-                return printed, None
-            end = max(end, now + _MEASURED_EVERY_S)
-        for descriptor, _ in ready:
-            data = os.read(descriptor, _CHUNK)
-            if not data:
+        for descriptor, _ in poller.poll(max(0.0, end - time.monotonic()) * 1000):
+            if not _read(descriptor, left[descriptor]):
                 poller.unregister(descriptor)
                 del left[descriptor]
-            elif len(left[descriptor]) <= OUTPUT_BYTES:
-                left[descriptor].extend(data)
-    if report in left:
-        poller.unregister(report)
-    while output in left and poller.poll(0):  # a child may hold it open
-        data = os.read(output, _CHUNK)
-        if not data or len(printed) > OUTPUT_BYTES:
+        if report in left and len(reported) < _REPORT_BYTES and time.monotonic() >= end:
+            end, now = until + delay_s(), time.monotonic()
+            if end <= now:
+                return printed, reported, False
+            end = max(end, now + _MEASURED_EVERY_S)
+    while output in left and len(printed) <= OUTPUT_BYTES:  # a child may hold it open, and print on
+        size = len(printed)
+        if not _read(output, printed) or len(printed) == size or time.monotonic() >= end:
             break
-        printed += data
-    return printed, bytes(reported)
+    return printed, reported, True
+
+
+def _read(descriptor: int, into: bytearray) -> bool:
+    """Read what a pipe has now, and drop what is beyond `OUTPUT_BYTES`; return whether it is open."""
+    try:
+        data = os.read(descriptor, _CHUNK)
+    except BlockingIOError:
+        return True
+    if len(into) <= OUTPUT_BYTES:
+        into += data
+    return bool(data)
 
 
 # --- in the executor -----------------------------------------------------------------------------------------------
@@ -260,6 +303,7 @@ def _be_program(descriptors: list[int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.chdir(tempfile.gettempdir())
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.write(kept, _BEGUN)
         status, finished = _run_source(program)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

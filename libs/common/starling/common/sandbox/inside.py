@@ -9,24 +9,32 @@ first one of a PID namespace, so that its end is the end of everything that it h
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, NoReturn
 
 from starling.common.sandbox import syscalls
-from starling.common.sandbox.processes import descendants, kill_all, remove_tree
+from starling.common.sandbox.processes import descendants, end_kept, kill_all, remove_tree
 from starling.common.sandbox.tasks import SPARE_TASKS, num_tasks_of_user
 
 INNER_UID: Final = 1000
 """User inside of a sandbox that root starts."""
 _FILE_BYTES: Final = 1 << 30
 _NUM_FILES: Final = 1024
+_NUM_FILES_OF_SESSION: Final = 256
+"""Limit on open files, and on what its user has sent and not received, above which a process can send no descriptor. It
+is lower than that of the payloads of the same user, so that a session cannot keep them from sending."""
 _MOST_DESCRIPTORS: Final = 8
+SEND_S: Final = 2.0
+"""How long other processes of the user may keep descriptors from being sent."""
+SEND_AGAIN_S: Final = 0.005
 _TMP_OPTIONS: Final = f"mode=1777,size={1 << 30}"
 _COPIED_BYTES: Final = 4 << 20
 """Limit on what a session copies of the files of imports. It is memory, and many sessions run at once."""
@@ -35,7 +43,7 @@ _of_view: Final = set[str]()
 """Names below `/tmp` that the view shows, as `settle` finds them before anything of a user runs."""
 
 
-def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files: int = _NUM_FILES) -> None:
+def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0) -> None:
     """Become a user without privileges outside, and limit this process and its descendants.
 
     Args:
@@ -43,7 +51,6 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
         memory_mb: limit on the address space of each process, in MiB; 0 for none.
         max_tasks: limit on processes and threads; without namespaces, on those that the sandbox's user has on the
             machine besides the present ones and `SPARE_TASKS` (root has none).
-        num_files: limit on open files of each process.
     """
     isolated = mechanism in ("bubblewrap", "namespaces")
     syscalls.be_killed_first()
@@ -54,7 +61,7 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0, num_files:
             syscalls.become(INNER_UID, INNER_UID)
     syscalls.keep_capabilities(*(syscalls.INSIDE.values() if isolated else ()))
     syscalls.forbid_new_privileges()
-    limits = [(resource.RLIMIT_FSIZE, _FILE_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, num_files)]
+    limits = [(resource.RLIMIT_FSIZE, _FILE_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, _NUM_FILES)]
     if memory_mb:
         limits.append((resource.RLIMIT_AS, memory_mb << 20))
     if max_tasks and isolated:
@@ -114,6 +121,26 @@ def _send_one_byte(descriptor: int) -> None:
     os.write(descriptor, b"1")
 
 
+def send_descriptors(line: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
+    """Send descriptors over a socket of Unix.
+
+    The kernel limits how many a user has sent that are not received yet, on the whole machine: the code in one sandbox
+    can use them up, and so keep others from being started, until it is killed.
+
+    Raises:
+        OSError: the other side has closed its end, or they cannot be sent within `SEND_S`.
+    """
+    until = time.monotonic() + SEND_S
+    while True:
+        try:
+            socket.send_fds(line, [data], descriptors)
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > until:
+                raise
+        time.sleep(SEND_AGAIN_S)
+
+
 def _surroundings(mechanism: str) -> syscalls.Surroundings:
     if mechanism in ("bubblewrap", "namespaces"):
         return "own"
@@ -127,11 +154,15 @@ class Sessions:
     process has received its descriptors, some milliseconds earlier. It has run nothing of an earlier session. It is a
     copy of the payload, with freed memory: the payload passes requests on as descriptors, and never reads one.
 
+    With `landlock`, the first process of a session keeps it: it is out of reach of the code, which runs in a child, and
+    its end is the end of all that the code has started (`_keep`).
+
     Args:
         mechanism: how the sandbox was made.
         serve: serves a session with its descriptors, in its own process, which ends when this returns.
         leave: closes what a process must not have of the payload's; called in each of them before all else.
         network: keep the sandbox's network.
+        writable: files and folders that a session may write, besides its own folder and what is in `/dev`.
         shows_imports: with namespaces, give each session what is in `/tmp` now, what imported modules have left there:
             a copy, or beyond `_COPIED_BYTES` all that read-only.
     """
@@ -143,9 +174,11 @@ class Sessions:
         *,
         leave: Callable[[], object] = lambda: None,
         network: bool = True,
+        writable: Iterable[str] = (),
         shows_imports: bool = False,
     ) -> None:
         self._mechanism, self._serve, self._leave, self._network = mechanism, serve, leave, network
+        self._writable = (*writable, "/dev")
         self._own_pids = -1
         if mechanism in ("bubblewrap", "namespaces"):
             with contextlib.suppress(OSError):  # without /proc, as in some containers
@@ -169,17 +202,21 @@ class Sessions:
         """Start a session; return the id of its process, which gets copies of `descriptors`.
 
         Raises:
-            OSError: no process can be made.
+            OSError: no process can be made, or it ended at once.
         """
         if self._ahead is not None:
             (pid, line), self._ahead = self._ahead, None
             with line, contextlib.suppress(OSError):  # it has ended, for example for want of memory
-                socket.send_fds(line, [b"s"], descriptors)
+                send_descriptors(line, b"s", descriptors)
                 return pid
             self.kill(pid)
         pid, line = self._fork()
-        with line, contextlib.suppress(OSError):  # its descriptors close, which tells the other side
-            socket.send_fds(line, [b"s"], descriptors)
+        try:
+            with line:
+                send_descriptors(line, b"s", descriptors)
+        except OSError:
+            self.kill(pid)
+            raise
         return pid
 
     def _fork(self) -> tuple[int, socket.socket]:
@@ -207,13 +244,17 @@ class Sessions:
                 mine.close()
                 _use_temporary_folder(folder)
                 self._leave()
-                self._run_session(theirs, parent, isolated=isolated)
+                self._run_session(theirs, parent, folder, isolated=isolated)
             finally:
                 os._exit(1)  # runs no exit handler of the payload, and flushes nothing twice
         raise AssertionError("a forked process does not come back")
 
-    def _run_session(self, line: socket.socket, parent: int, *, isolated: bool) -> None:
+    def _run_session(self, line: socket.socket, parent: int, folder: str, *, isolated: bool) -> None:
         try:
+            if self._mechanism == "landlock":
+                _keep(parent)
+                parent = os.getppid()
+                syscalls.landlock_apart([*self._writable, folder])
             _enter_session(parent, self._mechanism, self._in_tmp, isolated=isolated, network=self._network)
             if isolated:
                 _leave_to_child()
@@ -229,6 +270,8 @@ class Sessions:
     def kill(self, pid: int) -> None:
         """Kill a session and everything that it has started, and reap it."""
         folder = self._folders.pop(pid, "")
+        if self._mechanism == "landlock":
+            end_kept(pid)
         for kill in (os.killpg, os.kill):  # the process may not have called setsid yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
@@ -269,7 +312,8 @@ class Sessions:
 
 def _enter_session(parent: int, mechanism: str, in_tmp: _InTmp, *, isolated: bool, network: bool) -> None:
     """Isolate this process, which `parent` has just forked."""
-    os.setsid()
+    if mechanism != "landlock":
+        os.setsid()
     if isolated:
         syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | (0 if network else syscalls.CLONE_NEWNET))
         if not network:
@@ -277,12 +321,47 @@ def _enter_session(parent: int, mechanism: str, in_tmp: _InTmp, *, isolated: boo
         _make_private_folders(in_tmp)
     else:
         syscalls.adopt_orphans()
-    if mechanism == "landlock":
-        syscalls.landlock_apart()
     give_up_privileges(mechanism, network=network)
+    syscalls.set_limits([(resource.RLIMIT_NOFILE, _NUM_FILES_OF_SESSION)])
     syscalls.die_with_parent()
     if not isolated and os.getppid() != parent:  # it ended before the prctl; with namespaces all end with it
         os._exit(0)
+
+
+def _keep(parent: int) -> None:
+    """Go on in a child, in a session of its own, and stay its keeper.
+
+    The child, and all that it starts, is in a Landlock domain below the keeper's. So it cannot signal the keeper
+    (Linux 6.12), which in turn kills the whole domain at once, at SIGTERM or when the child or `parent` has ended.
+    """
+    os.setsid()
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    syscalls.landlock_apart(["/"])
+    syscalls.adopt_orphans()
+    syscalls.die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the prctl
+        os._exit(0)
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        return
+    os.closerange(3, _NUM_FILES)
+    while signal.sigwait(awaited) == signal.SIGCHLD and not _reap(child):
+        pass
+    syscalls.kill_domain()
+    kill_all(lambda: descendants(os.getpid()))
+    os._exit(0)
+
+
+def _reap(awaited: int) -> bool:
+    """Reap the children that have ended; return whether `awaited` was one, or there is none."""
+    with contextlib.suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            if pid == awaited:
+                return True
+        return False
+    return True
 
 
 class _InTmp(NamedTuple):

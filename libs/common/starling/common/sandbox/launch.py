@@ -246,7 +246,9 @@ class BoxProcess:
                 poller.register(self._life, select.POLLIN)
                 poller.poll(_KILLED_S * 1000)
         elif self._child.poll() is None:
-            kill_all(lambda: descendants(self._child.pid))
+            self._child.terminate()  # it kills all that it has started, also what a look from here misses
+            if self.wait(_KILLED_S) is None:
+                kill_all(lambda: descendants(self._child.pid))
         with contextlib.suppress(ProcessLookupError):
             if self.wait(0.5) is None:
                 self._child.kill()

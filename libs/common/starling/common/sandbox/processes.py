@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -85,6 +86,19 @@ def kill_all(find: Callable[[], Iterable[int]]) -> bool:
             return False
         time.sleep(0.001)
     return True
+
+
+def end_kept(pid: int) -> None:
+    """Let the keeper of a session kill it, and wait until it has, at most `KILL_S`."""
+    with contextlib.suppress(OSError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.poll(KILL_S * 1000)
+        finally:
+            os.close(descriptor)
 
 
 def remove_tree(folder: str) -> None:

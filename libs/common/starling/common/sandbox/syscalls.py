@@ -54,9 +54,9 @@ def _check(returned: int, what: str) -> int:
 # --- processes ---------------------------------------------------------------------------------------------------
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "prctl(PDEATHSIG)")
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0), "prctl(PDEATHSIG)")
 
 
 def adopt_orphans() -> None:
@@ -171,6 +171,8 @@ def raise_ambient(*raised: int) -> None:
 
 # --- Landlock ----------------------------------------------------------------------------------------------------
 
+_LANDLOCK_SCOPES: Final = 6
+"""First version of Landlock that limits signals."""
 _READ: Final = 1 << 0 | 1 << 2 | 1 << 3
 """Execute, read a file, list a folder."""
 _LIST: Final = 1 << 3
@@ -217,19 +219,37 @@ def landlock(
         os.close(rules)
 
 
-def landlock_apart() -> None:
-    """Separate this process and its descendants from the others of its Landlock domain, with the same access to files.
+def landlock_apart(writable: Iterable[str]) -> None:
+    """Separate this process and its descendants from the others of its Landlock domain, as one below it.
 
-    They can then neither trace these, nor read their memory, nor (Linux 6.12) signal them.
+    They can then neither trace these, nor read their memory, nor (Linux 6.12) signal them; of the files that they could
+    write before, they can write those in `writable`, and read the others. Needs `forbid_new_privileges` or root.
     """
     version = landlock_version()
-    attributes = struct.pack("QQQ", _file_rights(version), 0, 3)[: 24 if version >= 6 else 8]
+    attributes = struct.pack("QQQ", _file_rights(version), 0, 3)[: 24 if version >= _LANDLOCK_SCOPES else 8]
     rules = _check(_libc.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
     try:
-        _allow(rules, "/", _file_rights(version))
+        _allow(rules, "/", _READ)
+        for path in writable:
+            if path:
+                _allow(rules, path, _file_rights(version))
         _check(_libc.syscall(_LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
     finally:
         os.close(rules)
+
+
+def kill_domain() -> None:
+    """Kill all other processes of this process's Landlock domain, and of those below it, before they can fork again.
+
+    Does nothing where Landlock does not limit signals: they would reach all processes of the user.
+    """
+    if landlock_version() < _LANDLOCK_SCOPES:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            os.kill(os.getppid(), 0)  # the parent is outside
+        except PermissionError:
+            os.kill(-1, signal.SIGKILL)
 
 
 def _file_rights(version: int) -> int:

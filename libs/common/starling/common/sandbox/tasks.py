@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Final, NamedTuple
 
-from starling.common.sandbox.processes import descendants, kill_all
+from starling.common.sandbox.processes import descendants, end_kept, kill_all
 
 LOOK_EVERY_S: Final = 0.1
 _COUNT_EVERY_S: Final = 1.0
@@ -37,10 +37,11 @@ class TaskWatch:
     Args:
         payload: process id of the payload, a child of this process; the others that it has left behind count, too.
         limit: maximum number of processes and threads.
+        keeps_sessions: whether each session has a keeper.
     """
 
-    def __init__(self, payload: int, limit: int) -> None:
-        self._payload, self._limit = payload, limit
+    def __init__(self, payload: int, limit: int, *, keeps_sessions: bool) -> None:
+        self._payload, self._limit, self._keeps_sessions = payload, limit, keeps_sessions
         self._num_before, self._count_at, self._count_not_before = _num_of_machine(), 0.0, 0.0
 
     def look(self) -> None:
@@ -71,7 +72,7 @@ class TaskWatch:
         text = f"the sandbox has {total} processes and threads, and max_tasks of its needs is {self._limit}: {victim} "
         print(f"{text}is killed; raise max_tasks if the code needs more", file=sys.stderr, flush=True)
         if session is not None and kills_session:
-            _kill_session(session)
+            _kill_session(session, is_kept=self._keeps_sessions)
             own, of_sessions = _count(os.getpid())
             if own + sum(of_sessions.values()) <= self._limit:
                 return True
@@ -156,11 +157,14 @@ def _read(pid: int) -> _Task | None:
     return _Task(int(fields[1]), int(fields[3]), int(fields[17]), fields[0] in b"ZX")
 
 
-def _kill_session(pid: int) -> None:
+def _kill_session(pid: int, *, is_kept: bool) -> None:
     """Kill a session: its first process last, since the others would get another parent."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
+    if not is_kept:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
     kill_all(lambda: descendants(pid))
+    if is_kept:
+        end_kept(pid)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     kill_all(lambda: [pid] if (task := _read(pid)) is not None and not task.is_dead else [])

@@ -51,7 +51,6 @@ from starling.rollout.env.sandbox.messages import (
 from starling.rollout.env.sandbox.schema import schema_of
 
 MESSAGE_BYTES: Final = 1 << 17
-NUM_FILES: Final = 256
 BACKLOG: Final = 1024
 
 
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> None:
     sys.path.append(os.getcwd())  # last, so that a user's file cannot shadow a library's module
     setup = decode_to_fork_server.decode(control.recv(MESSAGE_BYTES))
     assert isinstance(setup, SandboxSetup), "the first message is the setup"
-    settle(setup.mechanism, memory_mb=setup.memory_mb, max_tasks=setup.max_tasks, num_files=NUM_FILES)
+    settle(setup.mechanism, memory_mb=setup.memory_mb, max_tasks=setup.max_tasks)
     signal.setitimer(signal.ITIMER_REAL, setup.import_s)  # ends an import that hangs after the rollout has gone
     answer, targets = prepare(setup)
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -115,7 +114,14 @@ def run_sessions(control: socket.socket, targets: list[Any], setup: SandboxSetup
     def serve_one(descriptors: list[int]) -> None:
         serve(socket.socket(fileno=descriptors[0]), targets)
 
-    sessions = Sessions(setup.mechanism, serve_one, leave=control.close, network=setup.network, shows_imports=True)
+    sessions = Sessions(
+        setup.mechanism,
+        serve_one,
+        leave=control.close,
+        network=setup.network,
+        writable=setup.writable,
+        shows_imports=True,
+    )
     pids: dict[int, int] = {}
     try:
         while True:

@@ -40,6 +40,8 @@ class SandboxSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Names of the arguments of a program, which are checked; None for other functions."""
     listens: bool = False
     """Send a socket that listens in the sandbox's network with `TargetsImported`."""
+    writable: tuple[str, ...] = ()
+    """Declared files and folders that sessions may write."""
 
 
 class StartSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import select
 import socket
@@ -26,6 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from starling.common.errors import ConfigError, StarlingError
+from starling.common.sandbox.inside import SEND_AGAIN_S, SEND_S
 from starling.common.sandbox.launch import BoxProcess, choose, report
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.sandbox.view import view_of
@@ -109,7 +111,8 @@ class Sandbox:
         mechanism, self._on_listener, self._needs = self.sandboxing.mechanism, on_listener, needs
         listens = on_listener is not None and not needs.network and self.sandboxing.isolates
         limits = (memory_mb, import_s, mechanism, needs.max_tasks, needs.network or listens, arguments, listens)
-        self._setup = SandboxSetup(tuple(names), what, with_schemas, *limits)
+        writable = tuple(map(str, needs.writable_paths))
+        self._setup = SandboxSetup(tuple(names), what, with_schemas, *limits, writable)
         self._ports = self._open_port() if mechanism == "landlock" and not needs.network else ()
         self._max_processes = max_processes
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
@@ -133,7 +136,7 @@ class Sandbox:
                 left.enter_context(mine)
                 fork_server = self._fork_server
                 try:
-                    fork_server.open(number, theirs)
+                    await fork_server.open_in_turn(number, theirs)
                 except OSError:  # the fork server has ended
                     fork_server = await asyncio.to_thread(self._replace, fork_server)
                     fork_server.open(number, theirs)
@@ -264,6 +267,25 @@ class _ForkServer:
     def open(self, number: int, theirs: socket.socket) -> None:
         """Start a process that serves the socket `theirs`. Raises OSError when the fork server has ended."""
         socket.send_fds(self._connection, [encode(StartSession(number))], [theirs.fileno()])
+
+    async def open_in_turn(self, number: int, theirs: socket.socket) -> None:
+        """As `open`, once the kernel takes another descriptor (`starling.common.sandbox.inside.send_descriptors`).
+
+        Raises:
+            OSError: the fork server has ended.
+            SandboxError: the kernel takes none.
+        """
+        until = time.monotonic() + SEND_S
+        while True:
+            try:
+                self.open(number, theirs)
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                if time.monotonic() > until:
+                    raise SandboxError(f"no process can be started for it: {error}") from None
+            await asyncio.sleep(SEND_AGAIN_S)
 
     def end(self, number: int) -> None:
         """Kill the process of a session; if the fork server has ended, its processes have too."""
