@@ -21,6 +21,7 @@ from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.learner import Learner
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.parallel.mesh import Mesh
+from starling.policy.train.precision.layers import use_precision
 
 VOCABULARY = 61
 """Divisible by no number of ranks."""
@@ -153,7 +154,11 @@ def _pieces(generator: np.random.Generator, number: int) -> list[Any]:
 
 
 def make_settings(
-    *, router_aux_coefficient: float = 0.0, reference_reset_every: int = 0, **parallel: Any
+    *,
+    router_aux_coefficient: float = 0.0,
+    reference_reset_every: int = 0,
+    precision: dict[str, Any] | None = None,
+    **parallel: Any,
 ) -> PolicySettings:
     """Return settings in which an update is smooth in its gradient, which is not clipped.
 
@@ -170,6 +175,7 @@ def make_settings(
             "sft": {"optimizer": optimizer},
             "dpo": {"optimizer": optimizer},
             "reward_model": {"optimizer": optimizer},
+            "precision": precision or {},
             "parallel": parallel,
         }
     )
@@ -182,6 +188,7 @@ def make_steps(
     *,
     checkpointing: bool = False,
     reference_reset_every: int = 0,
+    precision: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Outcome:
     """Return the outcome of two steps of one kind; on a mesh, every rank calls this."""
@@ -191,14 +198,14 @@ def make_steps(
 
     def load() -> Any:
         model = make_model(kind, tied, scores=step == "reward_model", **changes)
-        settings = MemorySettings(checkpointing="full" if checkpointing else "none")
         if step != "reward_model":
-            apply_memory_settings(model, settings)
+            prepare(model, settings, MemorySettings(checkpointing="full" if checkpointing else "none"))
         return model
 
     settings = make_settings(
         router_aux_coefficient=0.3 if kind == "qwen3_moe" else 0.0,
         reference_reset_every=reference_reset_every,
+        precision=precision,
         **(parallel or {}),
     )
     learner = Learner(load, settings, mesh=mesh)
@@ -219,6 +226,12 @@ def make_steps(
         weights={name: whole(parameter) for name, parameter in learner.model.named_parameters()},
         metrics=metrics,
     )
+
+
+def prepare(model: Any, settings: PolicySettings, memory: MemorySettings | None = None) -> None:
+    """Do to a model, in place, what a policy does before it is on a mesh."""
+    apply_memory_settings(model, memory or settings.memory)
+    use_precision(model, settings)
 
 
 def _gradients(learner: Learner) -> dict[str, Array]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from small_steps import MODELS, Array, make_groups, make_model, make_settings
+from small_steps import MODELS, Array, make_groups, make_model, make_settings, prepare
 
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import DIGESTS
@@ -34,8 +34,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep": {"dp_shard": 2, "ep": 2},
     "ep and tp": {"dp_shard": 2, "tp": 2, "ep": 4},
     "zbv": {"pp": 2, "schedule": "zbv"},
+    "fp8": {},
+    "fsdp and fp8": {"dp_shard": 2},
 }
-SHALLOW = tuple(layout for layout in LAYOUTS if layout != "zbv")
+PRECISION: dict[str, dict[str, Any]] = {
+    "fp8": {"kind": "fp8_rowwise"},
+    "fsdp and fp8": {"kind": "fp8_tensorwise", "fsdp_all_gather": True},
+}
+"""Of layouts that multiply in FP8; their states have the same tensors."""
+SHALLOW = tuple(layout for layout in LAYOUTS if layout != "zbv" and layout not in PRECISION)
 """Those for a model of two blocks."""
 DENSE = tuple(layout for layout in SHALLOW if not layout.startswith("ep"))
 KINDS = [
@@ -43,6 +50,8 @@ KINDS = [
     ("qwen3_moe", torch.float32, ("alone", "fsdp and tp", "ep")),
     ("qwen3", torch.bfloat16, ("alone", "fsdp", "tp")),
     ("deep qwen3-tied", torch.float32, ("alone", "zbv")),
+    ("qwen3", torch.bfloat16, ("alone", "fsdp and fp8")),
+    pytest.param("qwen3", torch.bfloat16, ("alone", "fp8", "fsdp and fp8"), marks=pytest.mark.campaign),
     pytest.param("qwen3", torch.float32, DENSE, marks=pytest.mark.campaign),
     pytest.param("qwen3", torch.bfloat16, DENSE, marks=pytest.mark.campaign),
     pytest.param("qwen3_moe", torch.bfloat16, SHALLOW, marks=pytest.mark.campaign),
@@ -59,11 +68,14 @@ def make_learner(layout: str, kind: str, dtype: torch.dtype) -> Learner:
     mesh = Mesh(ParallelSettings(**parallel)) if parallel else None
     model, tied = MODELS[kind]
     num_blocks = 4 if kind.startswith("deep") else 2
-    return Learner(
-        lambda: make_model(model, tied, dtype=dtype, num_hidden_layers=num_blocks),
-        make_settings(**parallel),
-        mesh=mesh,
-    )
+    settings = make_settings(**parallel, precision=PRECISION.get(layout))
+
+    def load() -> Any:
+        loaded = make_model(model, tied, dtype=dtype, num_hidden_layers=num_blocks)
+        prepare(loaded, settings)
+        return loaded
+
+    return Learner(load, settings, mesh=mesh)
 
 
 def make_step(learner: Learner, step: int) -> dict[str, float]:

@@ -1,10 +1,13 @@
-"""Runs with quantised rollout weights of 8 and 4 bits: only codes and scales are transferred."""
+"""Runs with quantised rollout weights of 8 and 4 bits, of which only codes and scales are transferred, and runs whose
+policy computes in FP8, which transfers what it would without."""
 
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -24,11 +27,15 @@ CONFIG = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
+RUN_S = 300.0
+"""Deadline of a run, on a busy machine with fewer processors than the policy has ranks."""
+
+
+MODEL = {"scratch": {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "max_length": 24, "config": CONFIG}}
 
 
 def quantised(folder: Path, form: str, least: float, most: float) -> None:
-    scratch = {"alphabet": "abcdefghijklmnopqrstuvwxyz>", "max_length": 24, "config": CONFIG}
-    make_workdir(folder, model={"scratch": scratch}, weights={"quantise": form})
+    make_workdir(folder, model=MODEL, weights={"quantise": form})
     with run(folder) as command:
         assert command.wait() == 0, command.transcript()
     checkpoint = load_file(attempt(folder) / "checkpoints/step-9/model.safetensors")
@@ -51,5 +58,35 @@ def test_quantised_run_transfers_only_codes_and_scales(tmp_path: Path) -> None:
     run_concurrently(
         partial(quantised, tmp_path / "eight", "fp8_row", 0.25, 0.32),
         partial(quantised, tmp_path / "four", "mxfp4", 0.13, 0.2),
+        max_workers=2,
+    )
+
+
+def computed(folder: Path, precision: dict[str, Any], **parallel: int) -> None:
+    make_workdir(folder, model=MODEL, policy={"precision": precision, "parallel": parallel})
+    with run(folder) as command:
+        assert command.wait(RUN_S) == 0, command.transcript()
+    (line,) = re.findall(r"low_precision .*", (attempt(folder) / "logs" / "policy-0.log").read_text())
+    assert {f"kind={precision['kind']}", "num_layers=14", "num_linear=15"} <= set(line.split())
+    checkpoint = load_file(attempt(folder) / "checkpoints/step-9/model.safetensors")
+    adopted = metrics(folder, "adopted")
+    assert len(adopted) > 1, "versions after the first"
+    assert all(one["attested"] for one in adopted)
+    assert {one["size_bytes"] for one in adopted} == {sum(tensor.nbytes for tensor in checkpoint.values())}
+    steps = [one for one in metrics(folder, "step") if one["phase"] == "rl"]
+    assert len(steps) == 6
+    # The rollout computes in float32, and the metrics report the mismatch.
+    mismatch = [one["mismatch_kl"] for one in steps if "mismatch_kl" in one]
+    assert mismatch
+    assert all(1e-8 < one < 0.02 for one in mismatch), "the bound of the alarm"
+
+
+@pytest.mark.system
+@pytest.mark.campaign
+def test_rollouts_attest_the_weights_of_policies_that_compute_in_fp8(tmp_path: Path) -> None:
+    codes = {"kind": "fp8_tensorwise", "fsdp_all_gather": True}
+    run_concurrently(
+        partial(computed, tmp_path / "alone", {"kind": "fp8_rowwise"}),
+        partial(computed, tmp_path / "ranks", codes, dp_shard=2),
         max_workers=2,
     )

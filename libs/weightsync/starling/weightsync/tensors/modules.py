@@ -93,10 +93,11 @@ def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of `tensor`, detached."""
+    """Return the local part of `tensor`, detached; of one that torchao gathers in FP8, the tensor that it wraps."""
     # `to_local` would return a view of a view; a layout describes the memory itself.
     local: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor
-    return local.detach()
+    inner: torch.Tensor = getattr(local, "_tensor", local)
+    return inner.detach()
 
 
 def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:

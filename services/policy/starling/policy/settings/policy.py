@@ -15,6 +15,7 @@ from starling.policy.settings.algorithm import AlgorithmSettings, DistillSetting
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.settings.precision import PrecisionSettings
 from starling.policy.settings.saving import SavingSettings
 from starling.policy.settings.supervised import DpoSettings, RewardModelSettings, SftStepSettings
 from starling.weightsync.offers.offer import TransportChoice
@@ -95,6 +96,8 @@ class PolicySettings(SettingsSection):
     """Use Liger's fused kernels; needs a CUDA device and `starling-policy[liger]`."""
     memory: MemorySettings = MemorySettings()
     """Recomputation, offload and compilation."""
+    precision: PrecisionSettings = PrecisionSettings()
+    """Precision of matrix products."""
     parallel: ParallelSettings = ParallelSettings()
     """Mesh of the ranks of a replica."""
     saving: SavingSettings = SavingSettings()
@@ -107,6 +110,15 @@ class PolicySettings(SettingsSection):
         if self.weights_from and self.init == "random":
             raise ValueError(
                 f"weights_from = {self.weights_from!r} with init = 'random' would not be read; remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _codes_are_gathered(self) -> Self:
+        if self.precision.fsdp_all_gather and self.parallel.num_shards == 1:
+            raise ValueError(
+                "precision.fsdp_all_gather = true has no effect where no rank shards weights: set it to false, or "
+                "parallel.dp_shard or parallel.cp above 1"
             )
         return self
 
@@ -143,6 +155,11 @@ def check_adapters(model: ModelSettings, policy: PolicySettings, weights: Weight
         raise ValueError(
             "policy.frozen is not compatible with [model.lora], where everything but the adapters is frozen: "
             "choose their layers by model.lora.targets and model.lora.exclude"
+        )
+    if policy.precision.kind != "none":
+        raise ValueError(
+            f"policy.precision.kind = {policy.precision.kind!r} is not compatible with [model.lora]: its layers would "
+            "compute gradients of the frozen base weights, too; set it to 'none'"
         )
     if weights.quantise:
         raise ValueError(

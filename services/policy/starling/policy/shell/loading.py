@@ -106,6 +106,7 @@ def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: 
     from starling.policy.train.memory.setup import apply_memory_settings
     from starling.policy.train.model.load import freeze, load_model, place, use_liger
     from starling.policy.train.model.lora import load_adapters
+    from starling.policy.train.precision.layers import use_precision
     from starling.weightsync.tensors.adapters import add_adapters
 
     policy = settings.policy
@@ -128,4 +129,5 @@ def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: 
     if settings.policy.liger:
         use_liger(model)
     apply_memory_settings(model, settings.policy.memory, settings.policy.attention)
+    use_precision(model, settings.policy)
     return model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starling.policy.train.loss.router import find_routers
 from starling.policy.train.optim.optimizer import check_optimizers
+from starling.policy.train.precision.layers import check_precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: Trainer
 
     Raises:
         ConfigError: `model` has no routers for the loss that `settings` ask for, no parameters for a pattern of an
-            optimizer, or sizes that the ranks cannot divide.
+            optimizer, sizes that the ranks cannot divide, or no layer that computes in low precision.
     """
     if settings.router_aux_coefficient:
         find_routers(model)
@@ -30,4 +31,7 @@ def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: Trainer
         from starling.policy.train.parallel.tensor import check_tensors  # torch's distributed tensors
 
         check_tensors(model, settings.parallel.tp)
+    # A model with memory has been checked by `use_precision`, when it was whole.
+    if settings.precision.kind != "none" and model.device.type == "meta":
+        check_precision(model, settings)
     check_optimizers(model, settings, trainer)

@@ -34,8 +34,8 @@ def block_list(model: torch.nn.Module) -> torch.nn.ModuleList:
     ]
     if not lists:
         raise ConfigError(
-            f"{type(model).__name__} has no list of blocks of one class: leave policy.memory.checkpointing at none and "
-            "policy.memory.compile off"
+            f"{type(model).__name__} has no list of blocks of one class: leave policy.memory.checkpointing and "
+            "policy.precision.kind at none, and policy.memory.compile off"
         )
     return max(lists, key=lambda blocks: sum(parameter.numel() for block in blocks for parameter in block.parameters()))
 

@@ -71,7 +71,7 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
         partial = [name for name in partial if name in kept]
         reshard, roots = "never", tuple(pipeline.stages)
     if mesh.size(SHARDS) > 1:
-        fsdp.shard_parameters(model, mesh, reshard, roots)
+        fsdp.shard_parameters(model, mesh, reshard, roots, codes=settings.precision.fsdp_all_gather)
     return ParallelModel(model, mesh, whole, partial, pipeline)
 
 

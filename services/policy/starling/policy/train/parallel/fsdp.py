@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.model.experts import find_experts
-from starling.policy.train.parallel.mesh import Mesh
+from starling.policy.train.parallel.mesh import SHARDS, Mesh
 
 _COMPUTE: Final = "_compute_whole"
 """Method of a sharded model around which FSDP gathers parameters and reduces gradients, as around its forward pass."""
@@ -33,6 +33,8 @@ def shard_parameters(
     mesh: Mesh,
     reshard: Literal["default", "always", "never"] = "default",
     roots: Sequence[torch.nn.Module] = (),
+    *,
+    codes: bool = False,
 ) -> None:
     """Shard the parameters of `model` over the axes dp_shard and cp, in place.
 
@@ -44,6 +46,7 @@ def shard_parameters(
         mesh: of the ranks.
         reshard: see `ParallelSettings`.
         roots: modules that compute separately and together have all of the model; by default the model itself.
+        codes: see `PrecisionSettings.fsdp_all_gather`.
     """
     dtype = next(model.parameters()).dtype
     low = dtype in (torch.bfloat16, torch.float16)
@@ -52,6 +55,11 @@ def shard_parameters(
     policy = MixedPrecisionPolicy(param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None)
     # The logits of no tokens, which the forward pass returns: nothing changes them in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    roots = tuple(roots) or (model,)
+    if codes:
+        from starling.policy.train.precision.float8 import gather_codes  # torchao
+
+        gather_codes(model, roots, mesh.size(SHARDS))
     blocks = find_blocks(model)
     for number, block in enumerate(blocks, start=1):
         frees = reshard == "always" or (reshard == "default" and number < len(blocks))
@@ -64,7 +72,7 @@ def shard_parameters(
                 shard_placement_fn=partial(_beside_experts, mesh.size("efsdp")),
             )
         fully_shard(block, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=frees)
-    for root in roots or (model,):
+    for root in roots:
         fully_shard(root, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
         for module in root.modules():
             if isinstance(module, FSDPModule):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from starling.policy.train.parallel.clip import gradient_norm
 from starling.policy.train.parallel.mesh import AXES, DATA, EXPERT_AXES, JOINT, Mesh
+from starling.weightsync.tensors.modules import local_tensor
 
 _BUCKET_NUMEL: Final = 1 << 24
 """Numbers of gradients that are summed over replicas at a time."""
@@ -133,7 +134,7 @@ class TiedWeights:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of `tensor`, in the same memory; a tensor that is not sharded is its own."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Matrix products in fewer bits than the weights have."""

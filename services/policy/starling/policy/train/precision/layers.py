@@ -1,0 +1,134 @@
+"""Linear layers that compute in low precision: which ones of a model, and their replacement by those of torchao.
+
+    weight, input, gradient -> codes and scales -> product in FP8, added up in float32 -> element type of the input
+
+Codes and scales live as long as their product. The weight of a layer stays the same parameter, of the same name and
+type, and so do its gradient, the optimizer's masters and moments, and what is published and saved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+import torch
+
+from starling.common.errors import ConfigError
+from starling.policy.settings.policy import PolicySettings
+from starling.policy.train.memory.blocks import find_blocks
+from starling.weightsync.quantise.recipe import NOT_QUANTISED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = torch.nn.Module
+
+log = structlog.get_logger(__name__)
+
+MULTIPLE: Final = 16
+"""Of which tensor cores need both dimensions of a weight, on each rank, to multiply its codes."""
+_HIGH: Final = (*NOT_QUANTISED, r"(^|\.)experts\.")
+"""Patterns of weights that are never multiplied in low precision. A single routed expert may have no token."""
+_CAPABILITY: Final = (8, 9)
+"""Of the first GPUs whose tensor cores multiply FP8."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayers:
+    """The linear layers of a model."""
+
+    low: tuple[str, ...]
+    """Names of those that compute in low precision."""
+    num_linear: int
+    """Of all linear layers."""
+
+
+def use_precision(model: PreTrainedModel, settings: PolicySettings) -> None:
+    """Make `model` multiply in the precision of `settings`, in place; its parameters stay what they are.
+
+    Call it after everything that observes how `model` computes (`apply_memory_settings`): in low precision the result
+    for a sequence may depend on those beside it, which share a scale with it.
+
+    Raises:
+        ConfigError: as `check_precision`, or the device of `model` does not multiply FP8.
+    """
+    precision = settings.precision
+    if precision.kind == "none":
+        return
+    layers = check_precision(model, settings)
+    device = model.device
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _CAPABILITY:
+            raise ConfigError(
+                f'policy.precision.kind = "{precision.kind}" needs a GPU of compute capability 8.9, and {device} has '
+                f'{capability[0]}.{capability[1]}: set it to "none"'
+            )
+    _import_layers(precision.kind)(model, layers.low, precision.kind, emulate=device.type != "cuda")
+    _log_once(precision.kind, len(layers.low), layers.num_linear)
+
+
+def check_precision(model: PreTrainedModel, settings: PolicySettings) -> LinearLayers:
+    """Return which layers of `model` compute in low precision, by the names and shapes of its parameters alone.
+
+    These are the linear layers of its transformer blocks, but for routers, experts, what `precision.skip` names, and
+    those with a dimension that is no multiple of `MULTIPLE` on each rank.
+
+    Args:
+        model: whole, with or without memory.
+        settings: of its precision and of its mesh.
+
+    Raises:
+        ConfigError: a pattern matches no layer, no layer is left, or torchao is not installed.
+    """
+    precision, multiple = settings.precision, MULTIPLE * settings.parallel.tp
+    of_blocks = {id(module) for block in find_blocks(model) for module in block.modules()}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    inside = {f"{name}.weight": module for name, module in linear.items() if id(module) in of_blocks}
+    for pattern in precision.skip:
+        if not any(re.search(pattern, name) for name in inside):
+            first = next(iter(inside), "none")
+            raise ConfigError(
+                f"policy.precision.skip has {pattern!r}, which matches the weight of no linear layer in a block; the "
+                f"first of {len(inside)} is {first}"
+            )
+    wanted = {
+        name: module
+        for name, module in inside.items()
+        if not any(re.search(pattern, name) for pattern in (*_HIGH, *precision.skip))
+    }
+    fitting = [name for name, module in wanted.items() if not any(size % multiple for size in module.weight.shape)]
+    if not fitting:
+        sizes = "".join(
+            f", such as {name} of {' x '.join(str(size) for size in module.weight.shape)}"
+            for name, module in list(wanted.items())[:1]
+        )
+        raise ConfigError(
+            f'policy.precision.kind = "{precision.kind}" finds no layer in the blocks of {type(model).__name__}: of '
+            f"{len(inside)} linear ones, {len(wanted)} are not skipped, and have no two dimensions that are multiples "
+            f'of {multiple}{sizes}; set it to "none"'
+        )
+    _import_layers(precision.kind)
+    return LinearLayers(tuple(name.removesuffix(".weight") for name in fitting), len(linear))
+
+
+def _import_layers(kind: str) -> Callable[..., Any]:
+    """Return `replace_layers` of torchao's layers, whose import takes seconds. Raises ConfigError."""
+    try:
+        from starling.policy.train.precision.float8 import replace_layers
+    except ImportError as error:
+        raise ConfigError(
+            f'policy.precision.kind = "{kind}" needs torchao ({error}): install starling-policy[low-precision], or set '
+            'it to "none"'
+        ) from error
+    return replace_layers
+
+
+@cache
+def _log_once(kind: str, num_layers: int, num_linear: int) -> None:
+    """Log how many layers compute in low precision; the reference of a KL term has the same ones."""
+    log.info("low_precision", kind=kind, num_layers=num_layers, num_linear=num_linear)
