@@ -66,6 +66,7 @@ unit processes sim parallel system vllm: $(DEV)
 test-gpu: $(DEV)
 	$(BIN)/pytest -m gpu -rs tests/unit tests/system
 	$(BIN)/python bench/attention_gpu.py
+	$(BIN)/python bench/precision_gpu.py
 	$(BIN)/python bench/weightsync_gpu.py
 
 # Other examples than those of `unit`, and more: what this finds becomes an `@example`.

@@ -108,7 +108,7 @@ def test_figures_are_recorded_for_committed_code_only(tmp_path: Path, changed: s
 def test_every_bench_that_prints_figures_is_recorded() -> None:
     """All but the module that prints, the differences from other losses, which are no cost, and what needs a GPU."""
     printing = {file.name for file in BENCH.glob("*.py") if "print_figure(" in file.read_text()}
-    left_out = {"figure.py", "departures.py", "attention_gpu.py", "weightsync_gpu.py"}
+    left_out = {"figure.py", "departures.py", "attention_gpu.py", "precision_gpu.py", "weightsync_gpu.py"}
     assert {bench[0] for bench in FULL} == printing - left_out
     for bench in QUICK:
         assert bench[-1] == "--quick" or bench[0] == "check_samples.py"
