@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import select
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -16,7 +18,7 @@ import pytest
 
 from starling.common.sandbox import processes
 from starling.common.sandbox.inside import Sessions, settle
-from starling.common.sandbox.processes import descendants, kill_all
+from starling.common.sandbox.processes import busy_s, descendants, kill_all
 from starling.common.sandbox.tasks import SPARE_TASKS, num_tasks_of_user
 
 LONG_S = 60.0
@@ -115,6 +117,14 @@ def one_session(sessions: Sessions) -> int:
         sessions.kill(pid)
     assert int(answered) == pid
     return pid
+
+
+def test_processors_of_the_machine_are_busy_while_a_process_computes() -> None:
+    before_s, own_s = busy_s(unknown=0.0), time.process_time()
+    assert before_s > 0
+    while time.process_time() - own_s < 0.3:
+        pass
+    assert 0.2 <= busy_s(unknown=math.inf) - before_s < math.inf
 
 
 def test_session_runs_in_process_forked_ahead() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import secrets
@@ -25,11 +26,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.inside import Sessions, send_descriptors
-from starling.common.sandbox.processes import Usage, usage_of
+from starling.common.sandbox.processes import Usage, busy_s, usage_of
 
 OUTPUT_BYTES: Final = 1 << 20
 """Limit on what a program may print; the rest is dropped."""
@@ -137,11 +139,12 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
             with os.fdopen(described, "wb", closefd=False) as file:
                 file.write(token + json.dumps(asdict(program)).encode())
             line.settimeout(_GRACE_S)
-            num_oom_kills = _num_oom_kills()
+            num_oom_kills, busy_before_s = _num_oom_kills(), busy_s(unknown=0.0)
             send_descriptors(line, _START, [described, output_write, report_write])
         try:
             until = time.monotonic() + program.timeout_s
-            printed, reported, in_time = _collect(output, report, until, lambda: _delay_s(line, program.timeout_s))
+            delay_s = partial(_delay_s, line, program.timeout_s, busy_before_s)
+            printed, reported, in_time = _collect(output, report, until, delay_s)
         finally:
             _end_session(line)
     if not reported.startswith(_BEGUN):
@@ -190,11 +193,13 @@ def _end_without_executor() -> NoReturn:
     os._exit(1)
 
 
-def _delay_s(line: socket.socket, timeout_s: float) -> float:
-    """Return for how many seconds a program has waited for a processor that others had: 0 if its own processes have had
-    as much as all processors give within the time limit."""
+def _delay_s(line: socket.socket, timeout_s: float, busy_before_s: float) -> float:
+    """Return for how many seconds a program has waited for a processor that others had: no longer than others have had
+    any, and 0 if its own processes have had as much as all processors give within the time limit."""
     usage = Usage(*map(float, _ask(line, _MEASURE).split()))
-    return usage.delay_s if usage.processor_s < timeout_s * len(os.sched_getaffinity(0)) else 0.0
+    if usage.processor_s >= timeout_s * len(os.sched_getaffinity(0)):
+        return 0.0
+    return min(usage.delay_s, max(0.0, busy_s(unknown=math.inf) - busy_before_s - usage.processor_s))
 
 
 def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytearray, bool]:

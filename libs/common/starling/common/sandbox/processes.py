@@ -51,6 +51,14 @@ def usage_of(pid: int) -> Usage:
     return Usage(ticks / _TICKS_PER_S, delay_ns / 1e9)
 
 
+def busy_s(*, unknown: float) -> float:
+    """Return how long the processors of the machine have worked since its start, in seconds of one; or `unknown`."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/stat", "rb") as file:
+        user, nice, system, _, _, interrupts, deferred = map(int, file.readline().split()[1:8])
+        return (user + nice + system + interrupts + deferred) / _TICKS_PER_S or unknown
+    return unknown
+
+
 def _children(pid: int, default: list[int]) -> list[int]:
     """Return the living children of a process, as the kernel lists them by thread (CONFIG_PROC_CHILDREN).
 
