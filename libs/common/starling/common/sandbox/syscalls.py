@@ -285,7 +285,7 @@ _FORBIDDEN: Final = {
     "open_by_handle_at": (304, 265), "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142),
     "acct": (163, 89), "settimeofday": (164, 170), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsmount": (432, 432), "mount_setattr": (442, 442),
+    "fsmount": (432, 432), "mount_setattr": (442, 442), "open_tree_attr": (467, 467),
 }  # fmt: skip
 """Numbers of system calls on each of the architectures, here and below; None where one has no such call."""
 _FORBIDDEN_OUTSIDE: Final = {
