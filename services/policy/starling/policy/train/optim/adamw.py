@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,13 +51,15 @@ def adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.op
     return optimizer
 
 
-def adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return torchao's AdamW with moments of 8 bits (arXiv:2110.02861); see `adamw`.
+def adamw_8bit(
+    groups: list[dict[str, Any]], settings: OptimizerSettings, numel_of: Callable[[Tensor], int] = Tensor.numel
+) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with moments of 8 bits (arXiv:2110.02861); see `adamw`, and `AdamW8bit` for `numel_of`.
 
     Raises:
         ConfigError: torchao is not installed.
     """
-    return import_adamw_8bit("optimizer")(groups, settings)
+    return import_adamw_8bit("optimizer")(groups, settings, numel_of)
 
 
 def import_adamw_8bit(key: str) -> type[AdamW8bit]:

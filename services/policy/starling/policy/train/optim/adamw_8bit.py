@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchao.optim import AdamW8bit as TorchaoAdamW8bit  # type: ignore[import-untyped]
 
 from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 
 
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
@@ -20,17 +22,33 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
     than typical training on a CPU.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
-        """Start with moments of 0; see `starling.policy.train.optim.adamw.adamw`."""
+    def __init__(
+        self, groups: list[dict[str, Any]], settings: OptimizerSettings, numel_of: Callable[[Tensor], int]
+    ) -> None:
+        """Start with moments of 0.
+
+        Args:
+            groups: as of `starling.policy.train.optim.adamw.adamw`.
+            settings: betas and epsilon.
+            numel_of: returns the elements of the whole tensor of which a parameter is a part, whole blocks of it.
+        """
         super().__init__(groups, betas=settings.betas, eps=settings.eps)
+        assert self.block_size == BLOCK_NUMEL
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._compiles = all(parameter.device.type != "cpu" for parameter in parameters)
         for parameter in parameters:
             self.state[parameter] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": self._new_buffer(parameter.detach(), True),
-                "exp_avg_sq": self._new_buffer(parameter.detach(), False),
+                "exp_avg": self._moment(parameter.detach(), numel_of(parameter), signed=True),
+                "exp_avg_sq": self._moment(parameter.detach(), numel_of(parameter), signed=False),
             }
+
+    def _moment(self, parameter: Tensor, numel: int, *, signed: bool) -> Tensor:
+        """Return a moment of 0 for a part of a tensor of `numel` elements, quantised where that of the whole one is."""
+        if not is_quantised(numel):
+            return torch.zeros_like(parameter)
+        found: Tensor = self._subclass_zeros(parameter, signed, self.block_size).to(parameter.device)
+        return found
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every parameter that has a gradient."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -68,20 +68,48 @@ def orthogonalised(matrices: Tensor, num_iterations: int = NUM_ITERATIONS) -> Te
     return (x.mT if tall else x).reshape(matrices.shape)
 
 
+class Matrices(Protocol):
+    """Matrices of which an optimizer has a part each: the singular values of a part are not those of the matrix."""
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole matrix, or stack of them."""
+
+    def batches(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the `parts` that are orthogonalised at a time."""
+
+    def orthogonalised(self, parts: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each of a batch of `parts` that of its orthogonalised matrix, given those of its `updates`."""
+
+
+class WholeMatrices:
+    """Matrices that are whole, see `Matrices`."""
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """Return the shape."""
+        return tuple(part.shape)
+
+    def batches(self, parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield one at a time."""
+        yield from ([part] for part in parts)
+
+    def orthogonalised(self, parts: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+        """Return the orthogonalised `updates`."""
+        return [orthogonalised(update) for update in updates]
+
+
 class Muon(torch.optim.Optimizer):
-    """Muon of matrices [a, b] and stacks of them [E, a, b], with decoupled weight decay.
+    """Muon of matrices [a, b] and stacks of them [E, a, b], with decoupled weight decay."""
 
-    A parameter must be whole on its device: the singular values of a shard are not those of the matrix.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, matrices: Matrices | None = None) -> None:
         """Start with momenta of 0.
 
         Args:
             groups: ``params``, ``lr`` and ``weight_decay`` each.
             momentum: decay rate of the momentum.
+            matrices: of which the parameters are parts; by default they are whole.
         """
         super().__init__(groups, {"momentum": momentum})
+        self._matrices: Matrices = WholeMatrices() if matrices is None else matrices
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter, requires_grad=False)
@@ -89,14 +117,18 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure` is not used."""
-        for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                smoothed = self.state[parameter]["momentum"].lerp_(gradient, 1.0 - momentum)
-                update = orthogonalised(gradient.lerp(smoothed, momentum))  # Nesterov's look ahead
-                scale = _UPDATE_RMS * math.sqrt(max(parameter.shape[-2:]))
-                parameter.mul_(1.0 - rate * group["weight_decay"])
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for batch in self._matrices.batches([one for one in groups if one.grad is not None]):
+            updates = [self._smoothed(parameter, groups[parameter]["momentum"]) for parameter in batch]
+            for parameter, update in zip(batch, self._matrices.orthogonalised(batch, updates), strict=True):
+                rate, decay = groups[parameter]["lr"], groups[parameter]["weight_decay"]
+                scale = _UPDATE_RMS * math.sqrt(max(self._matrices.shape(parameter)[-2:]))
+                parameter.mul_(1.0 - rate * decay)
                 parameter.add_(update, alpha=-rate * scale)
+
+    def _smoothed(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Add the gradient to the momentum. Returns the gradient with Nesterov's look ahead."""
+        gradient = parameter.grad
+        assert gradient is not None
+        smoothed: Tensor = self.state[parameter]["momentum"].lerp_(gradient, 1.0 - momentum)
+        return gradient.lerp(smoothed, momentum)

@@ -20,7 +20,7 @@ from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.optim.adamw import adamw, adamw_8bit, import_adamw_8bit, plain_tensors
 from starling.policy.train.optim.masters import Masters
-from starling.policy.train.optim.muon import Muon, hidden_matrices
+from starling.policy.train.optim.muon import Matrices, Muon, hidden_matrices
 from starling.policy.train.optim.rates import learning_rate, rate_factors, weight_decays
 
 
@@ -50,6 +50,13 @@ class Shards(Protocol):
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, of all ranks."""
+
+    def numel_of(self, part: Tensor) -> int:
+        """Return the elements of the whole tensor of one of `tensors`."""
+
+    @property
+    def matrices(self) -> Matrices:
+        """`tensors` as parts of matrices."""
 
 
 class WeightEma:
@@ -111,7 +118,7 @@ class ModelOptimizer:
         self._shards = None if shards is None else shards(self._masters.trained)
         self._trained = self._masters.trained if self._shards is None else self._shards.tensors
         self._ema = WeightEma(self._trained, settings.ema_decay)
-        self._optimizers = _optimizers(model, self._trained, settings, names)
+        self._optimizers = _optimizers(model, self._trained, settings, names, self._shards)
 
     @property
     def ema(self) -> Mapping[str, Tensor]:
@@ -244,7 +251,11 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _optimizers(
-    model: torch.nn.Module, trained: Mapping[str, Tensor], settings: OptimizerSettings, names: Sequence[str] | None
+    model: torch.nn.Module,
+    trained: Mapping[str, Tensor],
+    settings: OptimizerSettings,
+    names: Sequence[str] | None,
+    shards: Shards | None,
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that together update the `trained` tensors."""
     decays = weight_decays(trained, settings, names=names)
@@ -260,14 +271,16 @@ def _optimizers(
         ]
 
     if settings.kind == "adamw_8bit":
-        return (adamw_8bit(groups(trained), settings),)
+        return (adamw_8bit(groups(trained), settings, Tensor.numel if shards is None else shards.numel_of),)
     if settings.kind == "adamw":
         return (adamw(groups(trained), settings),)
     matrices = hidden_matrices(model, trained)
     others = [name for name in trained if name not in matrices]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(groups(name for name in trained if name in matrices), momentum=settings.momentum))
+        hidden = groups(name for name in trained if name in matrices)
+        divided = None if shards is None else shards.matrices
+        made.append(Muon(hidden, momentum=settings.momentum, matrices=divided))
     if others:
         made.append(adamw(groups(others), settings))
     return tuple(made)

@@ -44,16 +44,17 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes = sent, received, group
-        return _all_to_all(rows, sent, received, group)
+        return all_to_all(rows, sent, received, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received, group = ctx.sizes
-        return _all_to_all(gradient, received, sent, group), None, None, None
+        return all_to_all(gradient, received, sent, group), None, None, None
 
 
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Do what `exchange` does, without gradients."""
     found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=group)
     return found

@@ -37,10 +37,13 @@ SHARDS: Final = "dp_shard_cp"
 """The axes dp_shard and cp as one, over which FSDP shards parameters: ranks of cp would otherwise repeat them."""
 RESULTS: Final = "results"
 """The axes along which ranks compute different parts of the results of a step, as one: pp and those of `DATA`."""
+MATRICES: Final = "dp_shard_cp_tp"
+"""The axes along which a matrix is divided, as one: dp_shard, cp and tp."""
 JOINT: Final = {
     DATA: ("dp_replicate", "dp_shard"),
     SHARDS: ("dp_shard", "cp"),
     RESULTS: ("pp", "dp_replicate", "dp_shard"),
+    MATRICES: ("dp_shard", "cp", "tp"),
 }
 """Axes that consist of several."""
 EXPERT_AXES: Final = ("pp", "dp_replicate", "efsdp", "ep")
@@ -71,6 +74,7 @@ class Mesh:
             DATA: self.devices[JOINT[DATA]]._flatten(DATA),
             SHARDS: self.devices[JOINT[SHARDS]]._flatten(SHARDS) if len(shards) > 1 else self.devices[shards[0]],
             RESULTS: self.devices[JOINT[RESULTS]]._flatten(RESULTS),
+            MATRICES: self.devices[JOINT[MATRICES]]._flatten(MATRICES),
         }
         self.experts: DeviceMesh | None = None
         """Of `EXPERT_AXES`; None where experts are not divided."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from starling.policy.train.parallel.clip import gradient_norm
+from starling.policy.train.parallel.matrices import DividedMatrices
 from starling.policy.train.parallel.mesh import AXES, DATA, EXPERT_AXES, JOINT, Mesh
 from starling.weightsync.tensors.modules import local_tensor
 
@@ -41,6 +42,7 @@ class LocalShards:
         self.tensors: dict[str, Tensor] = {name: local_part(tensor) for name, tensor in trained.items()}
         """By name."""
         self._axes = {name: sharded_axes(tensor) for name, tensor in trained.items()}
+        self._numels = {self.tensors[name]: tensor.numel() for name, tensor in trained.items()}
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -56,7 +58,7 @@ class LocalShards:
         for axis, names in self._sums().items():
             gradients = [gradient for name in names if (gradient := self.tensors[name].grad) is not None]
             _sum(gradients, self._mesh.group(axis))
-        if self._tied is not None:
+        if self._tied is not None and self._tied.is_among(self.tensors):
             self._tied.sum(self.tensors, self._mesh)
 
     def clear(self) -> None:
@@ -73,6 +75,15 @@ class LocalShards:
             if tensor.grad is not None and name != copied
         ]
         return gradient_norm(parts, self._mesh, next(iter(self.tensors.values())).device)
+
+    def numel_of(self, part: Tensor) -> int:
+        """Return the elements of the whole tensor of one of `tensors`."""
+        return self._numels[part]
+
+    @property
+    def matrices(self) -> DividedMatrices:
+        """The tensors as matrices, for an optimizer that computes from whole ones."""
+        return DividedMatrices({self.tensors[name]: tensor for name, tensor in self._trained.items()}, self._mesh)
 
     def _fill_in(self) -> None:
         """Give a gradient of 0 to what only other ranks have one for: those without a microbatch have none."""
@@ -107,6 +118,10 @@ class TiedWeights:
     """Name of the output layer, likewise."""
     other: int | None
     """Place along pp of the rank with the other one; None where both are on this rank."""
+
+    def is_among(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether they are trained: base weights of adapters are not."""
+        return self.original in tensors or self.copied in tensors
 
     def sum(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
         """Give both the sum of their gradients, to the same bit."""
