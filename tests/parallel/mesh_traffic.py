@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from starling.policy.plan.sizes import ModelSizes, model_sizes
-from starling.policy.plan.traffic import Update, traffic_of
+from starling.policy.plan.traffic import Update, traffic_of_place
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.data.packing import MicrobatchInputs
@@ -32,6 +32,8 @@ EACH_AXIS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"dp_replicate": 2, "dp_shard": 2}),
     ("qwen3_moe", {"tp": 2}),
     ("qwen3-tied", {"dp_shard": 2, "cp": 2}),
+    ("qwen3-tied", {"pp": 2}),
+    ("qwen3_moe", {"dp_shard": 2, "ep": 2}),
 ]
 PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"dp_shard": 2}),
@@ -45,6 +47,12 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"cp": 2, "context": "ring"}),
     ("qwen2", {"cp": 2, "context": "all_gather"}),
     ("qwen3", {"cp": 2, "tp": 2}),
+    ("qwen3", {"pp": 2, "schedule": "gpipe"}),
+    ("qwen3-tied", {"pp": 2, "dp_shard": 2}),
+    ("qwen2", {"pp": 2, "tp": 2}),
+    ("qwen3_moe", {"dp_shard": 4, "ep": 2}),
+    ("qwen3_moe", {"dp_shard": 2, "tp": 2, "ep": 4}),
+    ("qwen3_moe", {"tp": 2, "ep": 2}),
 ]
 """Each axis alone, and pairs."""
 
@@ -57,14 +65,28 @@ def traffic_ratios(name: str, parallel: dict[str, Any]) -> list[dict[str, float]
     kind, tied = MODELS[name]
     sizes = model_sizes(make_model(kind, tied).config.to_dict())  # imports what the forked ranks then have
     settings = ParallelSettings(**parallel)
-    return [_ratios(sent, sizes, settings) for sent in run_ranks(settings.num_ranks, step_of_rank, name, parallel)]
+    found = run_ranks(settings.num_ranks, step_of_rank, name, parallel)
+    places = [rank // (settings.num_ranks // settings.pp) for rank in range(settings.num_ranks)]
+    pairs = [
+        (Counter(sent.num_bytes), _expected(sent, sizes, settings, place))
+        for sent, place in zip(found, places, strict=True)
+    ]
+    if settings.ep > 1:
+        # What a rank sends to experts depends on the routers; what all send together does not.
+        pairs = [tuple(sum(of_ranks, Counter()) for of_ranks in zip(*pairs, strict=True))]  # type: ignore[list-item]
+    return [_ratios(sent, expected) for sent, expected in pairs]
 
 
-def _ratios(sent: Sent, sizes: ModelSizes, settings: ParallelSettings) -> dict[str, float]:
+def _expected(sent: Sent, sizes: ModelSizes, settings: ParallelSettings, place: int) -> Counter[str]:
     num_tokens = settings.cp * sum(sent.tokens) / len(sent.tokens)
-    expected = traffic_of(sizes, settings, Update(len(sent.tokens), num_tokens, item_bytes=4))
-    ratios = {axis: sent.num_bytes[axis] / traffic.num_bytes for axis, traffic in expected.items()}
-    return {**ratios, "all": sum(sent.num_bytes.values()) / sum(traffic.num_bytes for traffic in expected.values())}
+    update = Update(len(sent.tokens), num_tokens, item_bytes=4)
+    found = traffic_of_place(sizes, settings, update, place)
+    return Counter({axis: traffic.num_bytes for axis, traffic in found.items()})  # type: ignore[misc]
+
+
+def _ratios(sent: Counter[str], expected: Counter[str]) -> dict[str, float]:
+    ratios = {axis: sent[axis] / num_bytes for axis, num_bytes in expected.items()}
+    return {**ratios, "all": sum(sent.values()) / sum(expected.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +140,11 @@ class CountTraffic(TorchDispatchMode):
         super().__init__()
         axes = [axis for axis in (DATA, *AXES) if mesh.size(axis) > 1]
         self._axes = {mesh.group(axis).group_name: axis for axis in axes}
+        self._dispatch = ""
+        """Group of ep, which may be that of another axis: it has the exchanges of tokens only."""
+        if mesh.experts is not None:
+            self._dispatch = mesh.group("ep").group_name
+            self._axes.setdefault(mesh.group("efsdp").group_name, "efsdp")
         if mesh.size("dp_shard") > 1:
             self._axes[mesh.group(SHARDS).group_name] = "dp_shard"
         self.sent: Counter[str] = Counter()
@@ -133,7 +160,8 @@ class CountTraffic(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
             group, size = _group(args)
             if size > 1:
-                axis = self._axes.get(group, OTHER)
+                is_dispatch = name == "alltoall_base_" and group == self._dispatch
+                axis = "ep" if is_dispatch else self._axes.get(group, OTHER)
                 self.sent[axis] += _bytes_sent(name, args, size)
                 self.calls[axis] += 1
         return func(*args, **(kwargs or {}))

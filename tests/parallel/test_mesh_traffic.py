@@ -22,6 +22,6 @@ def test_other_meshes_send_what_the_formula_says(name: str, parallel: dict[str, 
 def check(name: str, parallel: dict[str, Any]) -> None:
     """Compare what each rank of a mesh sends for a step with the formula, axis by axis."""
     for ratios in traffic_ratios(name, parallel):
-        assert set(ratios) >= {axis for axis, size in parallel.items() if axis not in ("reshard", "context")}
+        assert set(ratios) >= set(parallel) - {"reshard", "context", "schedule"}
         # The last shards are smaller than the formula says; metrics are in no formula.
         assert all(0.98 <= ratio <= 1.05 for ratio in ratios.values()), ratios

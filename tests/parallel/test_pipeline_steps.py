@@ -9,12 +9,19 @@ import torch
 from small_steps import check_mesh, make_model
 
 from starling.common.errors import ConfigError
+from starling.policy.plan.stages import balance_blocks, rank_of_stage, stages_of_rank
 from starling.policy.settings.parallel import ParallelSettings
-from starling.policy.train.parallel.stages import balance_blocks, check_stages, rank_of_stage, stages_of_rank
+from starling.policy.train.parallel.stages import check_stages
 
 TP_TOLERANCE = 6e-6
 """With tensor parallelism, through four blocks where its own steps have two."""
-ALL = [("deep qwen3", "rl"), ("deep qwen3-tied", "sft"), ("deep qwen3", "dpo"), ("deep qwen3_moe", "rl")]
+ALL = [
+    ("deep qwen3", "rl"),
+    ("deep qwen3-tied", "sft"),
+    ("deep qwen3", "dpo"),
+    ("deep qwen3_moe", "rl"),
+    ("deep llama", "reward_model"),
+]
 SOME = [("deep qwen3-tied", "rl"), ("deep qwen3_moe", "rl")]
 
 
@@ -90,12 +97,8 @@ def test_more_stages_than_blocks_are_refused(settings: dict[str, Any], text: str
 
 
 def test_models_that_do_not_run_in_stages_are_refused() -> None:
-    """With those that do; and frozen parameters."""
-    with pytest.raises(ConfigError, match="pp = 2 is not available for Qwen3ForSequenceClassification, only for"):
-        check_stages(make_model("qwen3", False, scores=True), ParallelSettings(pp=2))
+    """With the reason."""
     with pytest.raises(ConfigError, match=r'"zbv" would sum gradients of torch\.bfloat16 in that type where nothing'):
         check_stages(make_model("qwen3", False, dtype=torch.bfloat16), ParallelSettings(pp=2, schedule="zbv"))
-    model = make_model("qwen3", False)
-    model.model.embed_tokens.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"pp = 2 is not available with policy\.frozen"):
-        check_stages(model, ParallelSettings(pp=2))
+    with pytest.raises(ConfigError, match="pp = 2 is not available for Gemma2ForCausalLM, only for language and"):
+        check_stages(make_model("gemma2", True), ParallelSettings(pp=2))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from starling.common.errors import ConfigError
 from starling.policy.plan.proposals import AXES, USABLE, Hardware, StepSize, proposal_of, propose, written
 from starling.policy.plan.sizes import model_sizes
-from starling.policy.plan.traffic import Update, traffic_of
+from starling.policy.plan.stages import sizes_of_rank
+from starling.policy.plan.traffic import Update, num_copies, traffic_of, traffic_of_place
 from starling.policy.settings.parallel import ParallelSettings
 from starling.weightsync.layouts.presets import PRESETS
 
@@ -41,7 +42,9 @@ def test_proposals_fit_and_are_ordered(name: str, num_gpus: int, gpus_per_host: 
         assert one.memory.total <= USABLE * memory_gb * 1e9
         assert gpus_per_host % one.parallel.tp == 0
         assert SIZES[name].heads % one.parallel.tp == 0
-        assert set(one.traffic) == {axis for axis in AXES if getattr(one.parallel, axis) > 1}
+        axes = {axis for axis in (*AXES, "ep") if getattr(one.parallel, axis) > 1}
+        assert set(one.traffic) - {"efsdp"} == axes
+        assert ("efsdp" in one.traffic) == ("ep" in axes and num_copies(one.parallel) > 1)
 
 
 def test_model_that_fits_one_gpu_is_copied() -> None:
@@ -109,3 +112,47 @@ def test_tokens_are_divided_where_a_microbatch_does_not_fit() -> None:
     )
     assert divided.memory.activations == pytest.approx(alone.memory.activations / 8)
     assert divided.memory.states == alone.memory.states
+
+
+def test_stages_wait_for_the_first_and_the_last_microbatch() -> None:
+    step = StepSize(1 << 18, 1 << 14, 1 << 14)  # 16 microbatches
+    found = {
+        schedule: proposal_of(
+            SIZES["qwen3-8b"],
+            ParallelSettings.model_validate({"pp": 4, "schedule": schedule}),
+            step,
+            Hardware(),
+            recomputes=False,
+        )
+        for schedule in ("gpipe", "1f1b", "interleaved", "zbv")
+    }
+    pass_s = found["1f1b"].compute_s / 16
+    assert found["gpipe"].bubble_s == found["1f1b"].bubble_s == pytest.approx(3 * pass_s)
+    assert found["interleaved"].bubble_s == pytest.approx(3 / 2 * pass_s, rel=0.1)
+    assert found["zbv"].bubble_s == 0.0
+    activations = {schedule: one.memory.activations for schedule, one in found.items()}
+    assert activations["1f1b"] < activations["interleaved"] < activations["gpipe"]
+
+
+def test_pipeline_divides_blocks_and_sends_hidden_states() -> None:
+    sizes, update = SIZES["qwen3-8b"], Update(8, 4096, 2)
+    assert sum(sizes_of_rank(sizes, ParallelSettings(pp=4), place).num_blocks for place in range(4)) == 36
+    hidden = 4096 * 4096 * 2
+    sent = [traffic_of_place(sizes, ParallelSettings(pp=4), update, place)["pp"] for place in range(4)]
+    assert [one.num_bytes for one in sent] == [8 * hidden, 16 * hidden, 16 * hidden, 8 * hidden]
+    # A stage is gathered once, whatever the number of microbatches.
+    parallel = ParallelSettings(pp=4, dp_shard=2)
+    once, more = (traffic_of(sizes, parallel, Update(number, 4096, 2))["dp_shard"] for number in (4, 8))
+    assert once == more
+
+
+def test_experts_are_sent_tokens() -> None:
+    sizes, update = SIZES["qwen3-30b-a3b"], Update(1, 4096, 2)
+    sent = traffic_of(sizes, ParallelSettings(dp_shard=8, ep=8), update)
+    # 48 blocks, of 8 experts for each token, forward and backward, there and back; 7 of 8 parts.
+    assert sent["ep"].num_bytes == pytest.approx(48 * 4 * 8 * 4096 * 2048 * 2 * 7 / 8, rel=1e-3)
+    assert "efsdp" not in sent
+    shared = traffic_of(sizes, ParallelSettings(dp_shard=8, ep=4), update)
+    whole = traffic_of(sizes, ParallelSettings(dp_shard=8), update)
+    assert sent["dp_shard"].num_bytes < whole["dp_shard"].num_bytes / 10
+    assert 0.0 < shared["efsdp"].num_bytes < whole["dp_shard"].num_bytes / 4

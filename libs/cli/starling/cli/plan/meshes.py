@@ -71,6 +71,7 @@ def _values(proposal: Proposal) -> dict[str, Any]:
             axis: {"bytes": sent.num_bytes, "calls": sent.num_calls} for axis, sent in proposal.traffic.items()
         },
         "compute_s": proposal.compute_s,
+        "bubble_s": proposal.bubble_s,
         "waiting_s": proposal.waiting_s,
         "tokens_per_s_and_gpu": proposal.tokens_per_s,
     }
@@ -93,7 +94,7 @@ def _text(found: list[Proposal], sizes: ModelSizes, num_gpus: int, step: StepSiz
             f"{one.seconds:>9.2f}  {one.tokens_per_s:>17,.0f}  {sent or 'nothing'}"
         )
     best = found[0]
-    chosen = {axis: getattr(best.parallel, axis) for axis in AXES if getattr(best.parallel, axis) > 1}
+    chosen = {axis: size for axis in (*AXES, "ep") if (size := getattr(best.parallel, axis)) > 1}
     flags = [f"--policy.parallel.{axis.replace('_', '-')} {size}" for axis, size in chosen.items()]
     lines += ["", " ".join([*flags, f"--policy.memory.checkpointing {_checkpointing(best)}"])]
     return "\n".join(lines)

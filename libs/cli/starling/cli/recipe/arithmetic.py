@@ -216,28 +216,34 @@ def _mesh(recipe: Recipe) -> list[str]:
     from starling.policy.plan.memory import memory_of
     from starling.policy.plan.proposals import written
     from starling.policy.plan.sizes import model_sizes
+    from starling.policy.plan.stages import num_passes
     from starling.policy.plan.traffic import Update, traffic_of
 
     policy, parallel = recipe.policy, recipe.policy.parallel
     if parallel.num_ranks == 1:
         return []
     mesh = f"mesh: {written(parallel)} = {counted(parallel.num_ranks, 'rank')}"
-    if parallel.pp > 1 or parallel.ep > 1:
-        return [f"{mesh}; memory and traffic are not estimated with pp or ep above 1"]
     with model_folder(recipe.model.path, recipe.model.scratch) as folder:
         config = json.loads((folder / "config.json").read_bytes())
     try:
         sizes = model_sizes(config)
     except WeightsError as error:
         return [f"{mesh}; its memory and traffic are not known beforehand: {error}"]
+    if parallel.num_stages > max(1, sizes.num_blocks):
+        raise ConfigError(
+            f"policy.parallel.pp = {parallel.pp} makes {parallel.num_stages} stages, and the model has "
+            f"{sizes.num_blocks} blocks: set it lower"
+        )
     item = ITEM_BYTES[recipe.model.dtype]
-    update = Update(1, policy.tokens_per_microbatch, item, policy.memory.checkpointing != "none")
+    num_microbatches = num_passes(parallel, 1)
+    update = Update(num_microbatches, policy.tokens_per_microbatch, item, policy.memory.checkpointing != "none")
     memory = memory_of(sizes, parallel, update, chunk_tokens=policy.memory.logprob_chunk_tokens)
     sent = traffic_of(sizes, parallel, update)
     return [
         f"{mesh}; each needs about {size_text(memory.total)}, {size_text(memory.states)} of them for its weights, "
         "gradients and moments",
-        "in a pass of a microbatch and an update each sends "
+        f"in {'a pass of a microbatch' if num_microbatches == 1 else f'the passes of {num_microbatches} microbatches'} "
+        "and an update each sends "
         + ", ".join(f"{size_text(one.num_bytes)} along {axis}" for axis, one in sent.items()),
     ]
 

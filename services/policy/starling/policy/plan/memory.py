@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from starling.policy.plan.sizes import ModelSizes
-from starling.policy.plan.traffic import FLOAT32, Update, padded
+from starling.policy.plan.stages import num_in_flight, num_received, sizes_of_rank, stages_of_rank
+from starling.policy.plan.traffic import FLOAT32, Update, held_elements, num_copies, padded
 from starling.policy.settings.parallel import ParallelSettings
 
 _MOMENTS: Final = 2 * FLOAT32
@@ -24,16 +25,19 @@ class RankMemory:
     states: float
     """Weights, gradients, moments and, of a model in 16 bits, float32 masters."""
     gathered: float
-    """Whole parameters of FSDP's current and next block, and of the ends, with their gradients."""
+    """Whole parameters of FSDP's current and next block, and of the ends, with their gradients; with pp of all blocks,
+    which stay gathered for an update."""
     activations: float
-    """What all blocks keep for the backward pass, and what one needs to compute."""
+    """What all blocks keep for the backward pass, of all microbatches in flight, and what one needs to compute."""
+    received: float
+    """Buffers for what the stages of a pipeline receive, of all microbatches."""
     logits: float
     """Of one chunk of tokens, with their gradient, in float32."""
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.states + self.gathered + self.activations + self.logits
+        return self.states + self.gathered + self.activations + self.received + self.logits
 
 
 def memory_of(sizes: ModelSizes, parallel: ParallelSettings, update: Update, *, chunk_tokens: int) -> RankMemory:
@@ -45,24 +49,47 @@ def memory_of(sizes: ModelSizes, parallel: ParallelSettings, update: Update, *, 
         update: passes of a rank.
         chunk_tokens: `policy.memory.logprob_chunk_tokens`.
     """
-    ends = padded(sizes, sizes.ends, parallel)
-    num_padded = ends + sum(count * padded(sizes, block, parallel) for block, count in sizes.blocks)
+    of_places = (_of_place(sizes, parallel, update, place, chunk_tokens) for place in range(parallel.pp))
+    return max(of_places, key=lambda one: one.total)
+
+
+def _of_place(
+    sizes: ModelSizes, parallel: ParallelSettings, update: Update, place: int, chunk_tokens: int
+) -> RankMemory:
+    """Return the memory of the ranks at one place of pp."""
+    own = sizes_of_rank(sizes, parallel, place)
     item, shards = update.item_bytes, parallel.num_shards > 1
     weights = FLOAT32 if shards or item == FLOAT32 else item + FLOAT32
-    largest = max(padded(sizes, block, parallel) for block, _ in sizes.blocks)
     computed = _block_bytes(sizes, parallel, update)
-    kept = _kept_bytes(sizes, parallel, update) if update.recomputes else computed
+    between = update.num_tokens / (parallel.cp * parallel.tp) * sizes.hidden * item
+    kept = between if update.recomputes else computed
+    in_flight, is_last = 1.0, True
+    if parallel.pp > 1:
+        in_flight = num_in_flight(parallel, place, update.num_passes)
+        is_last = parallel.num_stages - 1 in stages_of_rank(parallel, place)
+    logits = 3 * FLOAT32 * min(chunk_tokens, update.num_tokens / parallel.cp) * sizes.vocabulary / parallel.tp
     return RankMemory(
-        states=num_padded / parallel.num_shards * (weights + FLOAT32 + _MOMENTS),
-        gathered=(2 * largest + 2 * ends) * item + largest * item if shards else 0.0,
-        activations=sizes.num_blocks * kept + computed,
-        logits=3 * FLOAT32 * min(chunk_tokens, update.num_tokens / parallel.cp) * sizes.vocabulary / parallel.tp,
+        states=held_elements(own, parallel) * (weights + FLOAT32 + _MOMENTS),
+        gathered=_gathered_bytes(own, parallel, item) if shards else 0.0,
+        activations=in_flight * own.num_blocks * kept + computed,
+        received=num_received(parallel, place) * update.num_passes * between,
+        logits=logits if is_last else 0.0,
     )
 
 
-def _kept_bytes(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> float:
-    """Return what a block keeps that is computed again: its input, of this rank's tokens."""
-    return update.num_tokens / (parallel.cp * parallel.tp) * sizes.hidden * update.item_bytes
+def _gathered_bytes(sizes: ModelSizes, parallel: ParallelSettings, item: int) -> float:
+    """Return what FSDP has whole at a time: of experts that `ep` divides those of this rank, where others have them."""
+    gathers_experts = parallel.ep == 1 or num_copies(parallel) > 1
+    of_blocks = [
+        sum(one.held(parallel, sizes.key_heads).num_elements for one in block if gathers_experts or not one.is_expert)
+        for block, _ in sizes.blocks
+    ]
+    ends = padded(sizes, sizes.ends, parallel)
+    if parallel.pp > 1:
+        whole = ends + sum(count * size for (_, count), size in zip(sizes.blocks, of_blocks, strict=True))
+        return whole * (item + FLOAT32)
+    largest = max(of_blocks)
+    return (2 * largest + 2 * ends) * item + largest * item
 
 
 def _block_bytes(sizes: ModelSizes, parallel: ParallelSettings, update: Update) -> float:

@@ -4,8 +4,11 @@ The time of a step is a model of first order, for choosing between meshes and no
 
     compute       6 operations per active parameter and token, and 6 per token, head element and token of its sequence
                   for the attention; a third more where blocks are computed again; at the stated rate of a GPU
-    tp, cp        wait for their exchanges: nothing else can be computed meanwhile
+    tp, cp, ep    wait for their exchanges: nothing else can be computed meanwhile
+    pp            the rank with most to compute decides; it waits for the first microbatches to arrive and for the
+                  last gradients to leave, and for what is sent between
     dp_shard      gathers and sums while it computes: only what takes longer than that counts
+    efsdp         likewise, with the experts that ep divides
     dp_replicate  sums after the last pass
 
 An axis whose ranks lie within a host uses the links between its GPUs, any other one the network. Each collective takes
@@ -22,10 +25,13 @@ from typing import Final
 from starling.common.errors import ConfigError
 from starling.policy.plan.memory import RankMemory, memory_of
 from starling.policy.plan.sizes import ModelSizes
+from starling.policy.plan.stages import num_idle, num_passes, sizes_of_rank, stages_of_rank
 from starling.policy.plan.traffic import Traffic, Update, traffic_of
 from starling.policy.settings.parallel import ParallelSettings
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MAX_STAGES: Final = 16
+"""Most ranks of pp that are proposed."""
 BFLOAT16: Final = 2
 USABLE: Final = 0.9
 """Share of a GPU's memory that is planned: the rest is context, gaps and buckets of a publication."""
@@ -78,6 +84,8 @@ class Proposal:
     traffic: dict[str, Traffic]
     """By axis, for a step."""
     compute_s: float
+    bubble_s: float
+    """In which a rank of pp has nothing to compute."""
     waiting_s: float
     """For communication that nothing hides."""
     tokens_per_s: float
@@ -86,7 +94,7 @@ class Proposal:
     @property
     def seconds(self) -> float:
         """Time of a step."""
-        return self.compute_s + self.waiting_s
+        return self.compute_s + self.bubble_s + self.waiting_s
 
 
 def propose(sizes: ModelSizes, num_gpus: int, step: StepSize, hardware: Hardware) -> list[Proposal]:
@@ -117,43 +125,61 @@ def proposal_of(
 ) -> Proposal:
     """Return what a rank of one mesh needs."""
     copies = parallel.dp_replicate * parallel.dp_shard
-    num_passes = math.ceil(step.num_tokens / (step.microbatch_tokens * copies))
-    update = Update(num_passes, step.microbatch_tokens, BFLOAT16, recomputes)
+    own_passes = math.ceil(step.num_tokens / (step.microbatch_tokens * copies))
+    update = Update(num_passes(parallel, own_passes), step.microbatch_tokens, BFLOAT16, recomputes)
     traffic = traffic_of(sizes, parallel, update)
-    query = sizes.heads * sizes.head_dim
-    operations = 6 * sizes.num_active + 6 * sizes.num_blocks * query * step.sequence_tokens
-    operations *= num_passes * step.microbatch_tokens / (parallel.cp * parallel.tp) * (4 / 3 if recomputes else 1)
-    compute_s = operations / (hardware.tflops * 1e12)
+    pass_s = max(
+        _operations(sizes_of_rank(sizes, parallel, place), parallel, place, step) for place in range(parallel.pp)
+    ) / (hardware.tflops * 1e12)
+    if recomputes:
+        pass_s *= 4 / 3
+    compute_s, bubble_s = own_passes * pass_s, num_idle(parallel) * pass_s
     seconds = {axis: _seconds(axis, sent, parallel, hardware) for axis, sent in traffic.items()}
-    waiting_s = max(0.0, seconds.pop("dp_shard", 0.0) - compute_s) + sum(seconds.values())
+    gathers_s = seconds.pop("dp_shard", 0.0) + seconds.pop("efsdp", 0.0)
+    waiting_s = max(0.0, gathers_s - compute_s) + sum(seconds.values())
     return Proposal(
         parallel=parallel,
         recomputes=recomputes,
         memory=memory_of(sizes, parallel, update, chunk_tokens=step.chunk_tokens),
         traffic=traffic,
         compute_s=compute_s,
+        bubble_s=bubble_s,
         waiting_s=waiting_s,
-        tokens_per_s=step.num_tokens / (compute_s + waiting_s) / parallel.num_ranks,
+        tokens_per_s=step.num_tokens / (compute_s + bubble_s + waiting_s) / parallel.num_ranks,
     )
 
 
+def _operations(own: ModelSizes, parallel: ParallelSettings, place: int, step: StepSize) -> float:
+    """Return the operations of a rank for one microbatch, from the sizes of what a place of pp has."""
+    is_last = parallel.num_stages - 1 in stages_of_rank(parallel, place)
+    num_active = own.num_active if is_last else own.num_active_in_blocks
+    query = own.heads * own.head_dim
+    operations = 6 * num_active + 6 * own.num_blocks * query * step.sequence_tokens
+    return operations * step.microbatch_tokens / (parallel.cp * parallel.tp)
+
+
 def written(parallel: ParallelSettings) -> str:
-    """Return the axes of a mesh in words, such as `dp_shard 8 x tp 2`."""
-    sizes = {axis: getattr(parallel, axis) for axis in AXES}
+    """Return the axes of a mesh in words, such as `dp_shard 8 x tp 2`; ep, which divides some of them, comes last."""
+    sizes = {axis: getattr(parallel, axis) for axis in (*AXES, "ep")}
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
 
 
 def _meshes(sizes: ModelSizes, num_gpus: int, hardware: Hardware) -> Iterator[ParallelSettings]:
-    """Yield the meshes of `num_gpus` ranks that the trainer has, with tp within a host."""
+    """Yield the meshes of `num_gpus` ranks that the trainer has, with tp and ep within a host."""
     for tp in _divisors(math.gcd(num_gpus, hardware.gpus_per_host)):
         if not can_divide(sizes, tp):
             continue
-        for cp in _divisors(num_gpus // tp):
-            if sizes.heads // tp % cp:
+        for pp in _divisors(num_gpus // tp):
+            if pp > 1 and not (sizes.has_tensor_plan and pp <= min(MAX_STAGES, sizes.num_blocks)):
                 continue
-            for dp_shard in _divisors(num_gpus // (tp * cp)):
-                copies = num_gpus // (tp * cp * dp_shard)
-                yield ParallelSettings(dp_replicate=copies, dp_shard=dp_shard, cp=cp, tp=tp)
+            for cp in _divisors(num_gpus // (tp * pp)):
+                if sizes.heads // tp % cp:
+                    continue
+                for dp_shard in _divisors(num_gpus // (tp * pp * cp)):
+                    copies = num_gpus // (tp * pp * cp * dp_shard)
+                    for ep in _divisors(math.gcd(sizes.num_experts or 1, hardware.gpus_per_host)):
+                        if dp_shard * cp * tp % ep == 0:
+                            yield ParallelSettings(dp_replicate=copies, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp, ep=ep)
 
 
 def can_divide(sizes: ModelSizes, tp: int) -> bool:
@@ -174,6 +200,10 @@ def _seconds(axis: str, sent: Traffic, parallel: ParallelSettings, hardware: Har
     tp, shards = parallel.tp, parallel.num_shards
     ranks = {
         "tp": (tp, 1),
+        "ep": (parallel.ep, 1),
+        "efsdp": (tp * shards // parallel.ep, parallel.ep),
+        # Each rank sends to its neighbours.
+        "pp": (2, tp * shards * parallel.dp_replicate),
         "cp": (parallel.cp, tp),
         "dp_shard": (shards, tp),
         "dp_replicate": (parallel.dp_replicate, tp * shards),

@@ -34,20 +34,27 @@ class Tensors:
     def held(self, parallel: ParallelSettings, num_key_heads: int) -> Tensors:
         """Return what a rank holds, before FSDP shards it.
 
-        The trainer keeps whole experts with `tp`, and key and value projections where there are fewer heads than ranks.
+        With `tp` the trainer divides no single expert, and no key and value projections of fewer heads than ranks.
         """
         size = parallel.tp
         repeats = self.cut == "key_value" and num_key_heads % size
-        if self.is_expert or self.cut == "whole" or repeats:
+        if self.is_expert:
+            return Tensors(self.shape, self.cut, self.is_expert, -(-self.count // parallel.ep))
+        if self.cut == "whole" or repeats:
             return self
         shape = list(self.shape)
         dim = 1 if self.cut == "columns" else 0
         shape[dim] = -(-shape[dim] // size)
         return Tensors(tuple(shape), self.cut, self.is_expert, self.count)
 
-    def padded(self, num_shards: int) -> int:
-        """Return the elements of all shards together: each has as many rows as the largest."""
+    def padded(self, num_shards: int, *, beside: bool = False) -> int:
+        """Return the elements of all shards together: each has as many rows as the largest.
+
+        `beside`: experts are divided by `ep`, and their rows are sharded where that is even.
+        """
         rows, *others = self.shape or (1,)
+        if self.is_expert and beside and not rows % num_shards:
+            return self.num_elements
         if self.is_expert:  # transformers stacks them, and the first dimension counts experts
             return -(-self.count // num_shards) * num_shards * math.prod(self.shape)
         return self.count * -(-rows // num_shards) * num_shards * math.prod(others)
@@ -62,8 +69,12 @@ class ModelSizes:
 
     blocks: tuple[tuple[Block, int], ...]
     """Kinds of transformer blocks, with the number of blocks of each."""
-    ends: Block
-    """Embedding, last norm and output layer; a tied one once."""
+    first: Block
+    """The embedding."""
+    last: Block
+    """The last norm, and the output layer, also where it is the embedding."""
+    tied: bool
+    """Whether the output layer is the embedding."""
     hidden: int
     heads: int
     key_heads: int
@@ -71,10 +82,24 @@ class ModelSizes:
     vocabulary: int
     inner: int
     """Hidden units of a feed-forward block that a token passes: of all its experts together."""
-    active_share: float
-    """Share of the routed experts that a token passes; 1 without experts."""
+    num_experts: int
+    """Routed experts of a layer; 0 without."""
+    num_chosen: int
+    """Routed experts that a token passes."""
     has_tensor_plan: bool
     """Whether tensor parallelism is available."""
+
+    @property
+    def ends(self) -> Block:
+        """Embedding, last norm and output layer; a tied one once."""
+        if self.tied and self.first and self.last:
+            return self.first + tuple(one for one in self.last if one.cut != "vocabulary")
+        return self.first + self.last
+
+    @property
+    def active_share(self) -> float:
+        """Share of the routed experts that a token passes; 1 without experts."""
+        return self.num_chosen / self.num_experts if self.num_experts else 1.0
 
     @property
     def num_blocks(self) -> int:
@@ -94,11 +119,15 @@ class ModelSizes:
     @property
     def num_active(self) -> float:
         """Parameters that a token is multiplied with: the output layer, and of the experts those that it passes."""
-        blocks = sum(
+        return self.num_active_in_blocks + self.vocabulary * self.hidden
+
+    @property
+    def num_active_in_blocks(self) -> float:
+        """Those of all blocks."""
+        return sum(
             count * sum(one.num_elements * (self.active_share if one.is_expert else 1.0) for one in block)
             for block, count in self.blocks
         )
-        return blocks + self.vocabulary * self.hidden
 
 
 def elements(block: Block) -> int:
@@ -115,33 +144,38 @@ def model_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """
     model, read = model_of(config), Entries(config)
     layers: dict[int, list[Weight]] = {}
+    first, last, tied = list[Weight](), list[Weight](), False
     for weight in model.weights:
         if weight.tower:
             raise ConfigError(
                 f"a model of type {config.get('model_type')!r} has a vision tower, which is not estimated"
             )
-        if not weight.spec.same_as:
+        if weight.layer < 0:
+            tied = tied or bool(weight.spec.same_as)
+            (first if weight.stage == "first" else last).append(weight)
+        elif not weight.spec.same_as:
             layers.setdefault(weight.layer, []).append(weight)
-    ends = _block(layers.pop(-1, []))
     kinds = Counter(_block(weights) for weights in layers.values())
     heads, hidden = read.size("num_attention_heads"), read.size("hidden_size")
     if not heads:
         raise ConfigError("num_attention_heads = 0 in the model's configuration is not a model that can be divided")
-    inner, active = read.size("intermediate_size", 0), 1.0
+    inner, chosen = read.size("intermediate_size", 0), 0
     if model.num_experts:
         chosen = read.size("num_experts_per_tok")
         inner = chosen * read.size("moe_intermediate_size", inner)
-        active = chosen / model.num_experts
     return ModelSizes(
         blocks=tuple(kinds.items()),
-        ends=ends,
+        first=_block(first),
+        last=_block(last),
+        tied=tied,
         hidden=hidden,
         heads=heads,
         key_heads=read.size("num_key_value_heads", heads),
         head_dim=read.size("head_dim", hidden // heads),
         vocabulary=read.size("vocab_size"),
         inner=inner,
-        active_share=active,
+        num_experts=model.num_experts,
+        num_chosen=chosen,
         has_tensor_plan=config.get("model_type") in TENSOR_MODELS,
     )
 

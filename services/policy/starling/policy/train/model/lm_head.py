@@ -21,6 +21,8 @@ from starling.policy.train.model.attention import model_arguments
 
 log = structlog.get_logger(__name__)
 
+SCORE: Final = "score"
+"""Name of a reward model's layer of scores."""
 _PROBE_LOGIT: Final = 100.0
 """Largest absolute logit of the probe: large enough to reveal a cap, whatever the weights are."""
 
@@ -126,6 +128,19 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Module:
 _TRANSFORMS: Final[WeakKeyDictionary[torch.nn.Module, LogitTransform | None]] = WeakKeyDictionary()
 
 _SHARDS: Final[WeakKeyDictionary[torch.nn.Module, VocabularyShard]] = WeakKeyDictionary()
+
+
+def final_layer(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the layer after the last norm: the output layer, or a reward model's layer of scores."""
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    found: Any = getattr(model, SCORE) if layer is None else layer
+    assert isinstance(found, torch.nn.Module)
+    return found
+
+
+def has_final_layer(model: torch.nn.Module) -> bool:
+    """Whether `model` has an output layer, or a layer of scores."""
+    return model.get_output_embeddings() is not None or hasattr(model, SCORE)  # type: ignore[operator]
 
 
 def is_plain(layer: torch.nn.Module) -> bool:

@@ -25,14 +25,15 @@ from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
+from starling.policy.plan.stages import num_passes, rank_of_stage, stages_of_rank
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.memory.blocks import replace_forward
 from starling.policy.train.model.attention import model_arguments
-from starling.policy.train.model.lm_head import output_layer
+from starling.policy.train.model.lm_head import final_layer
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.shards import TiedWeights
-from starling.policy.train.parallel.stages import Received, keep_stages, rank_of_stage, stages_of_rank
+from starling.policy.train.parallel.stages import Received, keep_stages
 
 _ATTRIBUTE: Final = "_starling_pipeline"
 
@@ -71,11 +72,11 @@ class Pipeline:
         self._model, self._mesh, self._settings = model, mesh, mesh.settings
         self._dtype, self._hidden_size = model.dtype, model.config.hidden_size
         own = stages_of_rank(self._settings, mesh.place("pp"))
-        last, is_tied = self._settings.num_stages - 1, model.get_input_embeddings().weight is output_layer(model).weight
+        last, head = self._settings.num_stages - 1, final_layer(model)
+        is_tied = model.get_input_embeddings().weight is head.weight
         bodies = keep_stages(model, self._settings, mesh.place("pp"))
         self.stages = [
-            Stage(number, body, model.lm_head if number == last else None)
-            for number, body in zip(own, bodies, strict=True)
+            Stage(number, body, head if number == last else None) for number, body in zip(own, bodies, strict=True)
         ]
         """In the order in which a microbatch passes them."""
         self.tied = _tied(self._settings, own) if is_tied else None
@@ -93,16 +94,7 @@ class Pipeline:
 
     def num_passes(self, num_microbatches: int) -> int:
         """Return how many microbatches the schedule needs to compute `num_microbatches`."""
-        size = self._settings.pp
-        match self._settings.schedule:
-            case "gpipe":
-                return num_microbatches
-            case "1f1b":
-                return max(num_microbatches, size)
-            case "interleaved":
-                return -(-num_microbatches // size) * size
-            case "zbv":
-                return max(num_microbatches, 2 * size - 1)
+        return num_passes(self._settings, num_microbatches)
 
     def train(self, inputs: Sequence[MicrobatchInputs], last: LastStage, other: OtherStage) -> None:
         """Compute microbatches and add their gradients.
@@ -178,6 +170,8 @@ class Pipeline:
             if stage.head is not None:
                 return last(number)
             found = other(number, lambda: self._hidden(number))
+            if torch.is_grad_enabled() and not found.requires_grad:
+                found.requires_grad_()  # a first stage whose parameters are frozen: the schedule expects a gradient
             assert not (is_split and found._is_view()), "a view cannot be detached in place"
             return found
 
@@ -203,18 +197,18 @@ class Pipeline:
             _ShapedStage(stage, self._settings, self._mesh, shapes, self._dtype, self._model.device)
             for stage in self.stages
         ]
-        num_passes = len(inputs)
+        number = len(inputs)
         match self._settings.schedule:
             case "gpipe":
-                return ScheduleGPipe(stages[0], num_passes, _itself, scale_grads=False)
+                return ScheduleGPipe(stages[0], number, _itself, scale_grads=False)
             case "1f1b":
-                return Schedule1F1B(stages[0], num_passes, _itself, scale_grads=False)
+                return Schedule1F1B(stages[0], number, _itself, scale_grads=False)
             case "interleaved":
-                return ScheduleInterleaved1F1B(stages, num_passes, _itself, scale_grads=False)
+                return ScheduleInterleaved1F1B(stages, number, _itself, scale_grads=False)
             case "zbv":
                 if self._mesh.size("dp_shard") > 1:
                     check_split(self.stages)
-                return ScheduleZBVZeroBubble(stages, num_passes, _itself, scale_grads=False)
+                return ScheduleZBVZeroBubble(stages, number, _itself, scale_grads=False)
 
 
 def _tied(settings: ParallelSettings, own: Sequence[int]) -> TiedWeights | None:

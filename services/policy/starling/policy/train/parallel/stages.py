@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.plan.sizes import TENSOR_MODELS
+from starling.policy.plan.stages import balance_blocks, stages_of_rank
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.memory.blocks import find_blocks
-from starling.policy.train.model.lm_head import output_layer
+from starling.policy.train.model.lm_head import SCORE, final_layer, has_final_layer
 from starling.policy.train.optim.masters import LOW
 
 
@@ -32,15 +32,11 @@ def check_stages(model: Any, settings: ParallelSettings) -> None:
             would be rounded.
     """
     given = f"policy.parallel.pp = {settings.pp}"
-    if model.config.model_type not in TENSOR_MODELS or model.get_output_embeddings() is None:
+    if model.config.model_type not in TENSOR_MODELS or not has_final_layer(model):
         raise ConfigError(
-            f"{given} is not available for {type(model).__name__}, only for language models of type "
+            f"{given} is not available for {type(model).__name__}, only for language and reward models of type "
             f"{', '.join(TENSOR_MODELS)}: set it to 1, and use dp_shard"
         )
-    if not all(parameter.requires_grad for parameter in model.parameters()) and any(
-        parameter.requires_grad for parameter in model.parameters()
-    ):
-        raise ConfigError(f"{given} is not available with policy.frozen: remove one of the two")
     if settings.schedule == "zbv" and settings.num_shards == 1 and model.dtype in LOW:
         # The second part of its backward passes adds up gradients in the parameter's type, and calls no hook.
         raise ConfigError(
@@ -53,53 +49,37 @@ def check_stages(model: Any, settings: ParallelSettings) -> None:
         remedy = f"use at most {most}" if most > 1 else "set it to 1"
         stages = f"{settings.num_stages} stages, {each} on each rank" if each > 1 else f"{settings.num_stages} stages"
         raise ConfigError(f"{given} makes {stages}, and {type(model).__name__} has {num_blocks} blocks: {remedy}")
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    if any(trained) and not all(trained):
+        _check_trained(model, settings)
 
 
-def stages_of_rank(settings: ParallelSettings, rank: int) -> list[int]:
-    """Return the stages of a place along pp, in the order in which a microbatch passes them."""
+def _check_trained(model: Any, settings: ParallelSettings) -> None:
+    """Check that ranks can train some parameters of `model`: each has one, and backward passes are not split."""
     if settings.schedule == "zbv":
-        return [rank, 2 * settings.pp - 1 - rank]
-    return list(range(rank, settings.num_stages, settings.pp))
-
-
-def rank_of_stage(settings: ParallelSettings, stage: int) -> int:
-    """Return the place along pp of a stage."""
-    if settings.schedule == "zbv":
-        return min(stage, 2 * settings.pp - 1 - stage)
-    return stage % settings.pp
-
-
-def balance_blocks(weights: Sequence[float], first: float, last: float, num_stages: int) -> list[range]:
-    """Divide blocks into `num_stages` groups of neighbours, none of them empty, whose largest is as small as possible.
-
-    Args:
-        weights: of each block.
-        first: added to the first group, for the embedding.
-        last: added to the last group, for the output layer.
-        num_stages: at most the number of blocks.
-    """
-    total = [0.0]
-    for weight in weights:
-        total.append(total[-1] + weight)
-    # largest[k][n]: the largest of k groups of the first n blocks, and where the last of them begins
-    num_blocks = len(weights)
-    largest = [{num: (first + total[num], 0) for num in range(1, num_blocks + 1)}]
-    for group in range(2, num_stages + 1):
-        more = last if group == num_stages else 0.0
-        largest.append(
-            {
-                num: min(
-                    (max(largest[-1][start][0], total[num] - total[start] + more), start)
-                    for start in range(group - 1, num)
-                )
-                for num in range(group, num_blocks + 1)
-            }
+        raise ConfigError(
+            'policy.parallel.schedule = "zbv" splits backward passes by the parameters of a stage, and needs all of '
+            'them trained: set it to "1f1b", or remove [model.lora] or policy.frozen'
         )
-    ends = [num_blocks]
-    for found in reversed(largest[1:]):
-        ends.append(found[ends[-1]][1])
-    bounds = [0, *reversed(ends)]
-    return [range(start, end) for start, end in pairwise(bounds)]
+    blocks, ranges = find_blocks(model), blocks_of_stages(model, settings)
+    for rank in range(settings.pp):
+        own = stages_of_rank(settings, rank)
+        modules = [blocks[number] for stage in own for number in ranges[stage]]
+        modules += [model.get_input_embeddings()] if 0 in own else []
+        modules += [model.model.norm, final_layer(model)] if settings.num_stages - 1 in own else []
+        if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+            raise ConfigError(
+                f"policy.parallel.pp = {settings.pp} leaves place {rank} without a trained parameter, because "
+                "[model.lora] or policy.frozen leaves its blocks out: train a parameter of each part of the blocks, or "
+                "use fewer"
+            )
+
+
+def blocks_of_stages(model: Any, settings: ParallelSettings) -> list[range]:
+    """Return the numbers of the blocks of each stage of `model`, which is whole."""
+    sizes = [float(sum(parameter.numel() for parameter in block.parameters())) for block in find_blocks(model)]
+    head: Any = final_layer(model)
+    return balance_blocks(sizes, model.get_input_embeddings().weight.numel(), head.weight.numel(), settings.num_stages)
 
 
 class Received(torch.nn.Module):
@@ -127,11 +107,9 @@ def keep_stages(model: Any, settings: ParallelSettings, rank: int) -> list[Any]:
 
     Tied weights become two parameters, of which the second is the output layer's.
     """
-    body, blocks = model.model, find_blocks(model)
-    head: Any = output_layer(model)
+    body, blocks, ranges = model.model, find_blocks(model), blocks_of_stages(model, settings)
+    head: Any = final_layer(model)
     embedding, norm = model.get_input_embeddings(), body.norm
-    sizes = [float(sum(parameter.numel() for parameter in block.parameters())) for block in blocks]
-    ranges = balance_blocks(sizes, embedding.weight.numel(), head.weight.numel(), settings.num_stages)
     own = stages_of_rank(settings, rank)
     has_first, has_last = 0 in own, settings.num_stages - 1 in own
     tied = None
@@ -143,7 +121,8 @@ def keep_stages(model: Any, settings: ParallelSettings, rank: int) -> list[Any]:
     if not has_first:
         body.embed_tokens = received[own[-1]]
     if not has_last:
-        body.norm, model.lm_head = torch.nn.Identity(), torch.nn.Identity()
+        body.norm = torch.nn.Identity()
+        setattr(model, SCORE if hasattr(model, SCORE) else "lm_head", torch.nn.Identity())
     body.layers = _named(blocks, [number for stage in own for number in ranges[stage]])
     found = []
     for stage in own:
