@@ -13,15 +13,17 @@ import torch
 from rank_processes import run_ranks
 from torch.distributed.tensor import DTensor
 
+from starling.common.settings import LoraSettings
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.examples import PreferencePair, SftExample
-from starling.policy.train.data.groups import ScoredGroup
+from starling.policy.train.data.groups import ScoredGroup, TeacherLogprobs
 from starling.policy.train.learner import Learner
 from starling.policy.train.memory.setup import apply_memory_settings
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.precision.layers import use_precision
+from starling.weightsync.tensors.adapters import add_adapters
 
 VOCABULARY = 61
 """Divisible by no number of ranks."""
@@ -36,13 +38,54 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", False),
     "gemma2": ("gemma2", True),
     "gpt_oss": ("gpt_oss", False),
-    "deep qwen3": ("qwen3", False),
-    "deep qwen3-tied": ("qwen3", True),
-    "deep qwen3_moe": ("qwen3_moe", False),
 }
-"""Kind, and whether the output layer is the embedding. Those that are deep have four blocks, the others two."""
+"""Kind, and whether the output layer is the embedding."""
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and how it is trained, by a name such as ``adapted deep qwen3 by muon``."""
+
+    kind: str
+    tied: bool
+    is_deep: bool
+    """Four blocks instead of two."""
+    adapters: LoraSettings | None
+    """Those that are trained."""
+    is_wide: bool
+    """Matrices of more than 4096 elements."""
+    optimizer: str
+
+    @classmethod
+    def of(cls, name: str) -> Variant:
+        """Return the variant of that name."""
+        model, _, optimizer = name.partition(" by ")
+        *words, base = model.split()
+        adapters = (ADAPTERS[word] for word in words if word in ADAPTERS)
+        return cls(*MODELS[base], "deep" in words, next(adapters, None), "wide" in words, optimizer or "adamw")
+
+    def load(self, **changes: Any) -> Any:
+        """Return the model, the same each time; for `changes` see `make_model`."""
+        sizes: dict[str, Any] = {"num_hidden_layers": 4 if self.is_deep else 2}
+        if self.is_wide:
+            sizes |= {"hidden_size": 64, "intermediate_size": 128}
+        model = make_model(self.kind, self.tied, **(sizes | changes))
+        if self.adapters is not None:
+            add_adapters(model, self.adapters, seed=0)
+            generator = torch.Generator().manual_seed(0)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        return model
+
+
+ADAPTERS = {
+    "adapted": LoraSettings(rank=4, alpha=8.0),
+    "attention-adapted": LoraSettings(rank=4, targets=r".*self_attn\..*_proj"),
+}
+"""Of all layers, experts and routers included, and of those of the attention."""
 
 
 @dataclass
@@ -113,16 +156,24 @@ def make_model(
     return model.to(dtype)
 
 
-def make_groups(num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0) -> list[ScoredGroup]:
+def make_groups(
+    num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0, taught: bool = False
+) -> list[ScoredGroup]:
     """Return groups of prompts and completions of different lengths.
 
-    Prompts that are `longer_prompts` = 16 tokens longer are computed once for several completions.
+    Prompts that are `longer_prompts` = 16 tokens longer are computed once for several completions. Those that are
+    `taught` have the log-probabilities of a teacher.
     """
     generator = np.random.default_rng(seed)
     found = []
     for index in range(num_groups):
         lengths = tuple(int(one) for one in generator.integers(3, 14, size=3))
         prompt_tokens = longer_prompts + int(generator.integers(2, 9))
+        teacher = None
+        if taught:
+            top = np.stack([generator.permutation(VOCABULARY)[:4] for _ in range(sum(lengths))]).astype(np.int32)
+            logprobs = np.log(generator.dirichlet(np.ones(5), size=sum(lengths))).astype(np.float32)
+            teacher = TeacherLogprobs(logprobs[:, 0].copy(), top, logprobs[:, :4].copy())
         found.append(
             ScoredGroup(
                 prompt_ids=generator.integers(VOCABULARY, size=prompt_tokens).astype(np.int32),
@@ -132,6 +183,7 @@ def make_groups(num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0) 
                 lengths=lengths,
                 rewards=tuple(generator.standard_normal(3).tolist()),
                 prompt_id=f"train/0/{index}",
+                teacher=teacher,
             )
         )
     return found
@@ -158,6 +210,8 @@ def make_settings(
     router_aux_coefficient: float = 0.0,
     reference_reset_every: int = 0,
     precision: dict[str, Any] | None = None,
+    kind: str = "adamw",
+    algorithm: str = "grpo",
     **parallel: Any,
 ) -> PolicySettings:
     """Return settings in which an update is smooth in its gradient, which is not clipped.
@@ -165,13 +219,18 @@ def make_settings(
     With an epsilon of 1 AdamW changes a weight by about its gradient: otherwise rounding of a gradient of almost 0
     decides about the sign of a whole step.
     """
-    optimizer = {"learning_rate": 0.01, "eps": 1.0, "max_grad_norm": 0.0, "ema_decay": 0.5}
+    optimizer = {"kind": kind, "learning_rate": 0.01, "eps": 1.0, "max_grad_norm": 0.0, "ema_decay": 0.5}
     return PolicySettings.model_validate(
         {
             "tokens_per_microbatch": 32,
             "router_aux_coefficient": router_aux_coefficient,
             "optimizer": optimizer,
-            "algorithm": {"kl_coefficient": 0.1, "reference_reset_every": reference_reset_every},
+            "algorithm": {
+                "name": algorithm,
+                "kl_coefficient": 0.1,
+                "reference_reset_every": reference_reset_every,
+            },
+            "distill": {"loss": "jsd"},
             "sft": {"optimizer": optimizer},
             "dpo": {"optimizer": optimizer},
             "reward_model": {"optimizer": optimizer},
@@ -191,27 +250,30 @@ def make_steps(
     precision: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Outcome:
-    """Return the outcome of two steps of one kind; on a mesh, every rank calls this."""
+    """Return the outcome of two steps of one kind, such as ``rl:dapo``; on a mesh, every rank calls this."""
     mesh = None if parallel is None else Mesh(ParallelSettings(**parallel))
-    kind, tied = MODELS[name]
-    changes = {"num_hidden_layers": 4 if name.startswith("deep") else 2} | changes
+    variant = Variant.of(name)
+    step, _, algorithm = step.partition(":")
 
     def load() -> Any:
-        model = make_model(kind, tied, scores=step == "reward_model", **changes)
+        model = variant.load(scores=step == "reward_model", **changes)
         if step != "reward_model":
             prepare(model, settings, MemorySettings(checkpointing="full" if checkpointing else "none"))
         return model
 
     settings = make_settings(
-        router_aux_coefficient=0.3 if kind == "qwen3_moe" else 0.0,
+        router_aux_coefficient=0.3 if variant.kind == "qwen3_moe" else 0.0,
         reference_reset_every=reference_reset_every,
         precision=precision,
+        kind=variant.optimizer,
+        algorithm=algorithm or "grpo",
         **(parallel or {}),
     )
     learner = Learner(load, settings, mesh=mesh)
     for number in (1, 2):
-        if step == "rl":
-            metrics = learner.reinforce(make_groups(seed=number), step=number, num_steps=4)
+        if step in ("rl", "distill"):
+            groups = make_groups(seed=number, taught=step == "distill")
+            metrics = learner.reinforce(groups, step=number, num_steps=4)
         elif step == "trees":
             metrics = learner.reinforce(make_groups(seed=number, longer_prompts=16), step=number, num_steps=4)
         elif step == "sft":
@@ -237,8 +299,9 @@ def prepare(model: Any, settings: PolicySettings, memory: MemorySettings | None 
 def _gradients(learner: Learner) -> dict[str, Array]:
     assert learner.trainer is not None
     found = {}
-    for name, parameter in learner.model.named_parameters():
-        gradient: Any = learner.trainer.optimizer._trained[name].grad
+    for name, trained in learner.trainer.optimizer._trained.items():
+        gradient: Any = trained.grad
+        parameter = learner.model.get_parameter(name)
         if isinstance(parameter, DTensor):
             gradient = DTensor.from_local(
                 gradient,
@@ -288,6 +351,8 @@ def check_mesh(
     steps: list[tuple[str, str]],
     tolerance: float = TOLERANCE,
     dtype: torch.dtype = torch.float32,
+    *,
+    weights: float = TOLERANCE,
 ) -> None:
     """Compare gradients, weights and metrics of steps on every rank of a mesh with those of a single process."""
     for name, step in steps:
@@ -301,17 +366,19 @@ def check_mesh(
             found = outcome[name, step]
             for values, correct, most in (
                 (found.gradients, expected.gradients, tolerance),
-                (found.weights, expected.weights, TOLERANCE),
+                (found.weights, expected.weights, weights),
             ):
                 # A rank with the last stage has its own copy of an embedding that is the output layer too.
-                correct = correct | {"lm_head.weight": correct.get("lm_head.weight", correct[EMBEDDING])}
+                if EMBEDDING in correct:
+                    correct = {"lm_head.weight": correct[EMBEDDING], **correct}
                 assert_close(values, {one: correct[one] for one in values}, most)
             missing -= set(found.gradients)
             assert step != "trees" or found.metrics["shared_token_fraction"] > 0.0
-            assert not name.endswith("qwen3_moe") or found.metrics["router_aux_loss"] > 0.0
+            assert Variant.of(name).kind != "qwen3_moe" or found.metrics["router_aux_loss"] > 0.0
             assert found.metrics.keys() == expected.metrics.keys()
             assert found.metrics == pytest.approx(expected.metrics, rel=2e-5, abs=1e-6)
             assert found.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-6)
             if parallel.get("pp", 1) == 1:
-                assert found.gradients.keys() == found.weights.keys() == expected.gradients.keys()
+                assert found.gradients.keys() == expected.gradients.keys()
+                assert found.weights.keys() == expected.weights.keys()
         assert not missing, "stages have all parameters together"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from small_steps import MODELS, Array, make_groups, make_model, make_settings, prepare
+from small_steps import Array, Variant, make_groups, make_model, make_settings, prepare
 
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import DIGESTS
@@ -52,13 +52,22 @@ KINDS = [
     ("deep qwen3-tied", torch.float32, ("alone", "zbv")),
     ("qwen3", torch.bfloat16, ("alone", "fsdp and fp8")),
     pytest.param("qwen3", torch.bfloat16, ("alone", "fp8", "fsdp and fp8"), marks=pytest.mark.campaign),
+    ("adapted qwen3", torch.float32, ("alone", "fsdp and tp", "pp")),
     pytest.param("qwen3", torch.float32, DENSE, marks=pytest.mark.campaign),
     pytest.param("qwen3", torch.bfloat16, DENSE, marks=pytest.mark.campaign),
     pytest.param("qwen3_moe", torch.bfloat16, SHALLOW, marks=pytest.mark.campaign),
     pytest.param("deep qwen3-tied", torch.float32, ("alone", "pp", "zbv"), marks=pytest.mark.campaign),
     pytest.param("deep qwen3_moe", torch.float32, ("alone", "ep and tp", "zbv"), marks=pytest.mark.campaign),
+    pytest.param("adapted qwen3", torch.bfloat16, DENSE, marks=pytest.mark.campaign),
+]
+QUANTISED = [
+    ("wide qwen3 by adamw_8bit", torch.float32, ("alone", "fsdp")),
+    pytest.param("wide qwen3_moe by adamw_8bit", torch.float32, ("alone", "ep", "pp"), marks=pytest.mark.campaign),
+    pytest.param("qwen3 by muon", torch.float32, ("alone", "fsdp and tp", "pp"), marks=pytest.mark.campaign),
 ]
 """Models, with the layouts that save and load their states."""
+FORMS = (("whole", False, SHARD_MB), ("merged", True, SHARD_MB), ("merged in files", True, 0))
+"""Exports: whether adapters are merged, and the size of a file."""
 SECTIONS = ("weights/", "trainer/", "reference/", "random/")
 
 
@@ -66,12 +75,11 @@ def make_learner(layout: str, kind: str, dtype: torch.dtype) -> Learner:
     """Return a learner of one layout; every rank calls this."""
     parallel = LAYOUTS[layout]
     mesh = Mesh(ParallelSettings(**parallel)) if parallel else None
-    model, tied = MODELS[kind]
-    num_blocks = 4 if kind.startswith("deep") else 2
-    settings = make_settings(**parallel, precision=PRECISION.get(layout))
+    variant = Variant.of(kind)
+    settings = make_settings(kind=variant.optimizer, precision=PRECISION.get(layout), **parallel)
 
     def load() -> Any:
-        loaded = make_model(model, tied, dtype=dtype, num_hidden_layers=num_blocks)
+        loaded = variant.load(dtype=dtype)
         prepare(loaded, settings)
         return loaded
 
@@ -150,7 +158,7 @@ def run(layout: str, function: Any, *arguments: Any) -> list[Any]:
     return run_ranks(parallel.num_ranks, function, layout, *arguments)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "layouts"), KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "layouts"), [*KINDS, *QUANTISED])
 def test_state_of_every_layout_is_loaded_under_every_other(
     kind: str, dtype: torch.dtype, layouts: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -158,9 +166,7 @@ def test_state_of_every_layout_is_loaded_under_every_other(
         run(layout, begin, kind, dtype, tmp_path)
     whole = read_all(tmp_path / "alone")
     names = {name.partition(":")[0] for name in whole if name.startswith("trainer/")}
-    assert names == {f"trainer/{field}" for field in ("step", "exp_avg", "exp_avg_sq", "ema")} | (
-        {"trainer/master"} if dtype is torch.bfloat16 else set()
-    )
+    assert names == {f"trainer/{field}" for field in fields_of(kind, dtype)}
     for layout in layouts:
         outcomes = run(layout, go_on, kind, dtype, layouts, tmp_path)
         for source in layouts:
@@ -169,6 +175,18 @@ def test_state_of_every_layout_is_loaded_under_every_other(
             assert [name for name, bits in expected.items() if (bits != found[name]).any()] == []
             for outcome in outcomes:
                 assert outcome[source]["loss"] == pytest.approx(outcomes[0]["alone"]["loss"], rel=0.02, abs=1e-4)
+
+
+def fields_of(kind: str, dtype: torch.dtype) -> set[str]:
+    """Return the fields of an optimizer's state."""
+    variant, moments = Variant.of(kind), {"exp_avg", "exp_avg_sq"}
+    found = {"step", "ema"} | moments
+    if variant.optimizer == "muon":
+        found |= {"momentum"}
+    if variant.optimizer == "adamw_8bit":
+        found |= {f"{moment}.{part}" for moment in moments for part in ("codes", "scale")}
+    # Adapters have all bits themselves.
+    return found | ({"master"} if dtype is torch.bfloat16 and variant.adapters is None else set())
 
 
 def load_other(_: int, folder: Path) -> list[str]:
@@ -196,20 +214,20 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def export(_: int, layout: str, kind: str, dtype: torch.dtype, folder: Path) -> None:
-    """Export the state of a single process under a layout, in one file, and in a file for each tensor."""
+    """Export the state of a single process under a layout in all forms."""
     learner = make_learner(layout, kind, dtype)
     learner.resume(SavedState.of(find_state(str(folder / "alone"))))
-    for shard_mb in (SHARD_MB, 0):
-        target = folder / f"export by {layout} {shard_mb}"
+    for form, merged, shard_mb in FORMS:
+        target = folder / f"export by {layout} {form}"
         if learner.parallel is None:
-            save_hf(learner.model, None, target, weights=learner.exported(), shard_mb=shard_mb)
+            save_hf(learner.model, None, target, weights=learner.exported(merged=merged), shard_mb=shard_mb)
             continue
-        files = ExportFiles(learner.model, learner.parallel.outline, shard_mb)
+        files = ExportFiles(learner.model, learner.parallel.outline, shard_mb, merged=merged)
         if dist.get_rank() == 0:
             target.mkdir()
             files.create(target)
         dist.barrier()
-        files.write(target, learner.exported_parts())
+        files.write(target, learner.exported_parts(merged=merged))
         dist.barrier()
 
 
@@ -220,11 +238,14 @@ def test_export_of_every_layout_has_the_bytes_of_a_single_process(
     begin(0, "alone", kind, dtype, tmp_path)
     for layout in layouts:
         run(layout, export, kind, dtype, tmp_path)
-    for shard_mb, num_files in ((SHARD_MB, 1), (0, 10)):
-        expected = files_of(tmp_path / f"export by alone {shard_mb}")
-        assert sum(name.endswith(".safetensors") for name in expected) >= num_files
+    is_adapted = Variant.of(kind).adapters is not None
+    for form, merged, shard_mb in FORMS:
+        expected = files_of(tmp_path / f"export by alone {form}")
+        only_adapters = is_adapted and not merged
+        assert ("adapter_model.safetensors" in expected) == only_adapters
+        assert only_adapters or sum(name.endswith(".safetensors") for name in expected) >= (1 if shard_mb else 10)
         for layout in layouts:
-            found = files_of(tmp_path / f"export by {layout} {shard_mb}")
+            found = files_of(tmp_path / f"export by {layout} {form}")
             assert found.keys() == expected.keys()
             assert [name for name, content in expected.items() if found[name] != content] == []
 

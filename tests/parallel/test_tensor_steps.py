@@ -7,15 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from small_steps import Array, check_mesh, make_model, make_settings
+from small_steps import Array, check_mesh, make_model
 
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
-from starling.policy.settings.parallel import ParallelSettings
-from starling.policy.train.learner import Learner
 from starling.policy.train.loss.logprobs import KeptSets, head_logprobs
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, VocabularyShard
-from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.tensor import check_tensors
 
 MESHES = {
@@ -37,6 +34,7 @@ STEPS = [
     ("qwen3_moe", "rl"),
     ("llama", "sft"),
     ("qwen3", "dpo"),
+    ("llama", "reward_model"),
 ]
 
 
@@ -114,7 +112,7 @@ def test_logprobs_over_a_divided_vocabulary() -> None:
     [
         ("qwen3", 3, "tp = 3 does not divide the 4 attention heads"),
         ("llama", 8, "tp = 8 does not divide the 4 attention heads"),
-        ("gpt2", 2, "has no plan for GPT2LMHeadModel"),
+        ("gpt2", 2, "has no plan for GPT2LMHeadModel, only for language and reward models of type"),
     ],
 )
 def test_models_that_ranks_cannot_divide_are_refused(kind: str, size: int, text: str) -> None:
@@ -124,16 +122,3 @@ def test_models_that_ranks_cannot_divide_are_refused(kind: str, size: int, text:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)) if kind == "gpt2" else make_model(kind, False)
     with pytest.raises(ConfigError, match=text):
         check_tensors(model, size)
-
-
-def reward_model_refusal(_: int) -> str:
-    """Return what a rank says of a reward model."""
-    with pytest.raises(ConfigError) as caught:
-        Learner(lambda: make_model("qwen3", False, scores=True), make_settings(tp=2), mesh=Mesh(ParallelSettings(tp=2)))
-    return str(caught.value)
-
-
-def test_reward_model_is_refused_on_the_axis_tp() -> None:
-    """Its output is not a vocabulary."""
-    for found in run_ranks(2, reward_model_refusal):
-        assert "has no plan for Qwen3ForSequenceClassification" in found

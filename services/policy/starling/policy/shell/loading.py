@@ -66,6 +66,7 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
     from starling.policy.train.fit import check_fit
     from starling.policy.train.learner import Learner
     from starling.policy.train.loss.objective import check_objective
+    from starling.weightsync.tensors.adapters import base_digest
 
     trainer = KINDS[settings.run.kind].trainer
     assert trainer is not None, "a run that trains nothing has no learner of its own"
@@ -73,7 +74,12 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
         check_objective(settings.policy.algorithm)
     seed_random(settings.run.seed)
     device = settings.model.device if mesh is None else mesh.device(settings.model.device)
-    learner = Learner(partial(load_version_0, path, settings, fetch_to, device), settings.policy, mesh=mesh)
+    load, lora = partial(load_version_0, path, settings, fetch_to, device), settings.model.lora
+    learner = Learner(load, settings.policy, mesh=mesh, base_of=partial(base_digest, spec=lora))
+    if mesh is not None and lora is not None and lora.merged:
+        from starling.policy.train.parallel.adapters import check_mergeable
+
+        check_mergeable(learner.model)
     check_fit(learner.model, settings.policy, trainer)
     return learner
 
@@ -86,6 +92,7 @@ def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Lea
     from starling.policy.train.checkpoint.source import whole_model
     from starling.policy.train.learner import Learner
     from starling.policy.train.model.load import load_model
+    from starling.weightsync.tensors.adapters import base_digest
 
     model, policy = settings.model, settings.policy
     with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
@@ -94,7 +101,7 @@ def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Lea
         thread.shutdown(wait=False)
         load = partial(load_model, folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
         alone = policy.model_copy(update={"parallel": ParallelSettings()})  # nothing is computed
-        return Learner(load, alone), digest.result()
+        return Learner(load, alone, base_of=partial(base_digest, spec=model.lora)), digest.result()
 
 
 def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: str) -> Any:

@@ -40,7 +40,6 @@ from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.publisher.published import PublishedSnapshot
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
-from starling.weightsync.tensors.adapters import base_digest
 from starling.weightsync.tensors.modules import layout_of, local_tensors
 from starling.weightsync.tensors.quantiser import GroupExchange
 
@@ -129,12 +128,16 @@ class WriteState(msgspec.Struct, frozen=True, kw_only=True, tag="write_state"):
 class TakeExport(msgspec.Struct, frozen=True, kw_only=True, tag="take_export"):
     """Copy the weights of an export into host memory."""
 
+    merged: bool
+    """See `ExportFiles`."""
+
 
 class WriteExport(msgspec.Struct, frozen=True, kw_only=True, tag="write_export"):
     """Write the copied weights into files that rank 0 has created. Executed while other commands are."""
 
     folder: str
     shard_mb: int
+    merged: bool
 
 
 Command = (
@@ -239,8 +242,7 @@ class PolicyRank:
 
     def layout(self) -> Layout:
         """Return the layout of this rank's part of a version."""
-        base = base_digest(self.learner.model, self._settings.model.lora)
-        return layout_of(self.learner.published(), self._name, base=base)
+        return layout_of(self.learner.published(), self._name, base=self.learner.base)
 
     def serve(self, layout: Layout) -> None:
         """Prepare to publish. `layout`: of all ranks. Raises ConfigError if policy.snapshots does not fit them."""
@@ -336,11 +338,11 @@ class PolicyRank:
         assert self._writers is not None
         return snapshot.write_parts(storage, path, self._writers)
 
-    def export_files(self, shard_mb: int) -> ExportFiles:
-        """Return the files of an export of the present model, for all ranks to write."""
+    def export_files(self, shard_mb: int, *, merged: bool) -> ExportFiles:
+        """Return the files of an export of the present model, for all ranks to write; `merged`: see `ExportFiles`."""
         parallel = self.learner.parallel
         assert parallel is not None, "a policy of one rank exports whole tensors"
-        return ExportFiles(self.learner.model, parallel.outline, shard_mb)
+        return ExportFiles(self.learner.model, parallel.outline, shard_mb, merged=merged)
 
     def sleep(self) -> int:
         """Leave the device to others. Returns the bytes freed there."""
@@ -419,7 +421,7 @@ class _RankWork:
             case TakeState():
                 self._state = rank.learner.take_state(command.version)
             case TakeExport():
-                self._export = rank.learner.exported_parts()
+                self._export = rank.learner.exported_parts(merged=command.merged)
         return b""
 
     def offer(self, command: Offer) -> Callable[[], bytes]:
@@ -446,7 +448,8 @@ class _RankWork:
         """Write this rank's parts of the state, or of the export, that was copied."""
         assert self._rank is not None
         if isinstance(command, WriteExport):
-            self._rank.export_files(command.shard_mb).write(Path(command.folder), self._export)
+            files = self._rank.export_files(command.shard_mb, merged=command.merged)
+            files.write(Path(command.folder), self._export)
             return b""
         assert self._state is not None, "a state is copied before it is written"
         self._rank.write_state(self._state, self._rank.storage, command.path)

@@ -150,15 +150,16 @@ class PolicyReplica:
         """Copy the tensors of an export into host memory; see `Learner.exported`."""
         if self.rank.learner.parallel is None:
             return self.rank.learner.exported(merged=merged)
-        parts, _ = self._ranks.together(TakeExport(), self.rank.learner.exported_parts)
-        return _ReplicaWeights(partial(self._write_export, parts))
+        own = partial(self.rank.learner.exported_parts, merged=merged)
+        parts, _ = self._ranks.together(TakeExport(merged=merged), own)
+        return _ReplicaWeights(partial(self._write_export, parts, merged))
 
-    def _write_export(self, parts: Mapping[str, Part], folder: Path, shard_mb: int) -> None:
+    def _write_export(self, parts: Mapping[str, Part], merged: bool, folder: Path, shard_mb: int) -> None:
         """Write an export of all ranks, in the thread that writes."""
-        files = self.rank.export_files(shard_mb)
+        files = self.rank.export_files(shard_mb, merged=merged)
         files.create(folder)
         own = partial(files.write, folder, parts)
-        command = WriteExport(folder=str(folder), shard_mb=shard_mb)
+        command = WriteExport(folder=str(folder), shard_mb=shard_mb, merged=merged)
         self._ranks.together(command, own, timeout_s=self._patience_s)
 
     def sleep(self) -> int:

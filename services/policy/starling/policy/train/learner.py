@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import structlog
@@ -62,7 +62,12 @@ class Learner:
     """
 
     def __init__(
-        self, load: Callable[[], PreTrainedModel], settings: PolicySettings, *, mesh: Mesh | None = None
+        self,
+        load: Callable[[], PreTrainedModel],
+        settings: PolicySettings,
+        *,
+        mesh: Mesh | None = None,
+        base_of: Callable[[PreTrainedModel], str] = lambda _: "",
     ) -> None:
         """Start with version 0.
 
@@ -71,6 +76,8 @@ class Learner:
             settings: defaults of every step.
             mesh: of the ranks that make the steps together; each of them has a learner and calls the same methods with
                 the same arguments. None for a single rank.
+            base_of: returns the digest of the base weights of a model with adapters, which is called with the whole
+                model.
 
         Raises:
             ConfigError: the model cannot be loaded, or is not available on the mesh.
@@ -81,7 +88,9 @@ class Learner:
                 f"policy.parallel asks for {num_ranks} ranks, and this policy runs as a single one: set its sizes to 1"
             )
         self._load, self._settings, self._mesh = load, settings, mesh
-        self.model, self.parallel = self._on_mesh()
+        self.base = ""
+        """Digest of the base weights of adapters; empty without adapters."""
+        self.model, self.parallel = self._on_mesh(base_of)
         """The ranks that make the steps together; None for a single rank."""
         tensors = version_tensors(self.model)
         self.tensors = tensors if self.parallel is None else self.parallel.version(tensors)
@@ -291,10 +300,12 @@ class Learner:
         copies = self._buffers.take(in_section(WEIGHTS, export_model(self.model) if merged else self.tensors))
         return {name.removeprefix(WEIGHTS): tensor for name, tensor in copies.items()}
 
-    def exported_parts(self) -> dict[str, Part]:
+    def exported_parts(self, *, merged: bool = False) -> dict[str, Part]:
         """Copy the parts of an export that this rank of a mesh writes into host memory; see `exported`."""
         assert self.parallel is not None, "a single rank exports whole tensors"
         self.check_whole()
+        if merged:
+            return self.parallel.merged_parts()
         parts = in_section(WEIGHTS, self.parallel.owned_parts())
         copies = self._buffers.take({name: part.local for name, part in parts.items()})
         return {name.removeprefix(WEIGHTS): part.moved(copies[name]) for name, part in parts.items()}
@@ -361,19 +372,25 @@ class Learner:
         """Load version 0 again, without effect on the generators of random numbers."""
         device = self.model.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            return self._on_mesh(frozen=True)[0]
+            return self._on_mesh()[0]
 
-    def _on_mesh(self, *, frozen: bool = False) -> tuple[PreTrainedModel, ParallelModel | None]:
-        """Load version 0, and put it on the mesh: a rank keeps its parts before the next one loads the whole model."""
-        if self._mesh is None:
-            model = self._load()
-            return model.requires_grad_(False) if frozen else model, None
-        from starling.policy.train.parallel.apply import parallelise
+    def _on_mesh(
+        self, base_of: Callable[[PreTrainedModel], str] | None = None
+    ) -> tuple[PreTrainedModel, ParallelModel | None]:
+        """Load version 0, and put it on the mesh: a rank keeps its parts before the next one loads the whole model.
 
-        with self._mesh.turn():
+        `base_of`: see `__init__`; None for a model that is not trained.
+        """
+        with nullcontext() if self._mesh is None else self._mesh.turn():
             model = self._load()
-            if frozen:
+            if base_of is None:
                 model.requires_grad_(False)
+            else:
+                self.base = base_of(model)
+            if self._mesh is None:
+                return model, None
+            from starling.policy.train.parallel.apply import parallelise
+
             return model, parallelise(model, self._mesh, self._settings)
 
 

@@ -22,7 +22,7 @@ from starling.policy.train.loss.logprobs import token_logprobs
 from starling.policy.train.metrics.tokens import TokenMetrics
 from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.reference import ReferenceModel
-from starling.policy.train.trainer import ReferenceOf, Trainer
+from starling.policy.train.trainer import ReferenceOf, Trainer, reference_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,7 +135,7 @@ class DpoTrainer(PreferenceTrainer):
             settings.dpo.optimizer,
             total_steps=total_steps,
             clock=clock,
-            reference=ReferenceModel(model, initial, reference, reload=parallel is not None),
+            reference=reference_model(model, initial, reference, parallel),
             parallel=parallel,
         )
 

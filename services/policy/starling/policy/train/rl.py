@@ -53,7 +53,7 @@ from starling.policy.train.metrics.flops import step_flops
 from starling.policy.train.metrics.tokens import TokenMetrics, effective_sample_size, mismatch, staleness_shares
 from starling.policy.train.model.reference import ReferenceModel
 from starling.policy.train.optim.optimizer import UpdateResult
-from starling.policy.train.trainer import Trainer
+from starling.policy.train.trainer import Trainer, reference_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ class RlTrainer(Trainer):
             settings.optimizer,
             total_steps=total_steps,
             clock=clock,
-            reference=ReferenceModel(model, initial, reference, reload=parallel is not None),
+            reference=reference_model(model, initial, reference, parallel),
             parallel=parallel,
         )
 

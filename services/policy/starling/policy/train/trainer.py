@@ -305,6 +305,19 @@ class Trainer:
         }
 
 
+def reference_model(
+    model: PreTrainedModel,
+    initial: Callable[[], PreTrainedModel] | None,
+    given: PreTrainedModel | None,
+    parallel: ParallelModel | None,
+) -> ReferenceModel:
+    """Return the reference of `model`, which may be on a mesh; see `ReferenceModel`."""
+    if parallel is None:
+        return ReferenceModel(model, initial, given)
+    # What the pass of the reference's adapters leaves gathered is not the trained ones.
+    return ReferenceModel(model, initial, given, reload=True, swapped=parallel.end_pass)
+
+
 def _one_token(layout: Layout, device: torch.device, backend: Backend) -> MicrobatchInputs:
     """Return a microbatch of one token, which is trained."""
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """Export of a model whose parts are on several ranks: each writes its boxes into the files, and nothing is gathered.
 
-The files are those that transformers' `save_pretrained` would write from whole tensors, byte for byte. Rank 0 creates
-them, with their headers and all the space that they need; then all ranks map them and copy.
+The files are those that transformers' `save_pretrained` would write from whole tensors, or peft's of adapters, byte for
+byte. Rank 0 creates them, with their headers and all the space that they need; then all ranks map them and copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch import Tensor
 from starling.common.errors import ConfigError, WeightsError
 from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.model.load import version_tensors
+from starling.policy.train.model.lora import ADAPTERS_FILE, merged_tensors, names_in_file, save_adapter_config
 from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.parameters import Parameter, shards_of, whole
 from starling.weightsync.layouts.safetensors import Entries, HeaderEntry, make_header
 from starling.weightsync.plan.layout import ITEM_BYTES, TensorSpec
+from starling.weightsync.tensors.adapters import is_adapted
 from starling.weightsync.tensors.views import array_of
 
 if TYPE_CHECKING:
@@ -44,15 +46,23 @@ class ModelOutline:
     """Of a version, on `meta`, in the order of `version_tensors`."""
     num_parameters: int
     dtype: torch.dtype
+    adapters: Mapping[str, str]
+    """Names of `tensors` in peft's files; empty without adapters."""
+    merged: Mapping[str, Tensor]
+    """The tensors of the model with its adapters merged, likewise; those of a version without adapters."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelOutline:
         """Return the outline of a model that is whole."""
-        tensors = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in version_tensors(model).items()
-        }
-        return cls(tensors, model.num_parameters(), model.dtype)
+        tensors = _on_meta(version_tensors(model))
+        if not is_adapted(model):
+            return cls(tensors, model.num_parameters(), model.dtype, {}, tensors)
+        merged = _on_meta(merged_tensors(model))
+        return cls(tensors, model.num_parameters(), model.dtype, names_in_file(model, tensors), merged)
+
+
+def _on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.items()}
 
 
 class SharedWeights(Protocol):
@@ -69,23 +79,45 @@ ExportedWeights = Mapping[str, Tensor] | SharedWeights
 class ExportFiles:
     """The files of an export, and the place of each tensor in them."""
 
-    def __init__(self, model: PreTrainedModel, outline: ModelOutline, shard_mb: int) -> None:
+    def __init__(self, model: PreTrainedModel, outline: ModelOutline, shard_mb: int, *, merged: bool = False) -> None:
         """Plan them, equally on each rank.
 
         Args:
             model: of this rank, for its architecture.
             outline: of the whole model.
-            shard_mb: maximum MiB of a file.
+            shard_mb: maximum MiB of a file of a model.
+            merged: export a model with adapters merged, instead of the adapters.
 
         Raises:
             ConfigError: the parameters of this model are parts of other tensors in a checkpoint, in a way that is not
                 known.
         """
+        self._model, self._outline = model, outline
+        self._files: dict[str, tuple[bytes, Entries]]
+        self._specs: dict[str, TensorSpec]
+        self._parameters: dict[str, Parameter]
+        self._index = b""
+        self._only_adapters = bool(outline.adapters) and not merged
+        if self._only_adapters:
+            self._plan_adapters()
+        else:
+            self._plan_model(shard_mb)
+
+    def _plan_adapters(self) -> None:
+        """Plan the files of adapters alone."""
+        own = {name: _spec(name, tensor) for name, tensor in self._outline.tensors.items()}
+        listed = self._outline.adapters
+        self._parameters = {name: whole(listed[name], spec.shape, spec.dtype) for name, spec in own.items()}
+        self._specs = {listed[name]: _spec(listed[name], tensor) for name, tensor in self._outline.tensors.items()}
+        self._files = {ADAPTERS_FILE: make_header(self._specs.values(), {"format": "pt"})}
+
+    def _plan_model(self, shard_mb: int) -> None:
+        """Plan the files of a model."""
         from huggingface_hub import split_state_dict_into_shards_factory
         from transformers.core_model_loading import revert_weight_conversion
 
-        self._model, self._outline = model, outline
-        tensors = {name: tensor for name, tensor in outline.tensors.items() if name not in _ignored(model)}
+        model, outline = self._model, self._outline
+        tensors = {name: tensor for name, tensor in outline.merged.items() if name not in _ignored(model)}
         saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
         self._specs = {name: _spec(name, tensor) for name, tensor in saved.items()}
         own = {name: _spec(name, tensor) for name, tensor in tensors.items()}
@@ -102,11 +134,10 @@ class ExportFiles:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=f"{shard_mb}MB",
         )
-        self._files: dict[str, tuple[bytes, Entries]] = {
+        self._files = {
             file: make_header((self._specs[name] for name in names), {"format": "pt"})
             for file, names in split.filename_to_tensors.items()
         }
-        self._index = b""
         if split.is_sharded:
             sizes = {"total_parameters": outline.num_parameters, **split.metadata}
             index = {"metadata": sizes, "weight_map": split.tensor_to_filename}
@@ -150,6 +181,9 @@ class ExportFiles:
             mapped.flush()
 
     def _save_config(self, folder: Path) -> None:
+        if self._only_adapters:
+            save_adapter_config(self._model, folder)
+            return
         before = self._model.config.dtype
         self._model.save_pretrained(str(folder), state_dict={})
         self._model.config.dtype = before

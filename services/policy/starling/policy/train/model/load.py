@@ -175,10 +175,15 @@ def version_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     occur once, under the name that `named_parameters` gives them. The tensors are the model's own, detached: they
     change with every step.
     """
+    return published_tensors(model, all_tensors(model))
+
+
+def all_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers of `model` by its own names, detached, tied ones once."""
     saved = model.state_dict(keep_vars=True).keys()
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     named.update((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    return published_tensors(model, named)
+    return named
 
 
 def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: bool, scores: bool) -> PreTrainedModel:

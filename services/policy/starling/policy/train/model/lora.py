@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from starling.common.errors import ConfigError
+from starling.policy.train.model.load import all_tensors
 from starling.weightsync.tensors.adapters import ADAPTER, adapted_layers, base_name, is_adapted, is_adapter
 
 if TYPE_CHECKING:
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 else:
     PreTrainedModel = torch.nn.Module
 
+_TRAINED: Final = "modules_to_save"
+"""peft's name for the modules that are trained in full."""
 _PREFIX: Final = "base_model.model."
 """Prefix of parameter names in peft's files."""
-_WEIGHTS: Final = "adapter_model.safetensors"
+ADAPTERS_FILE: Final = "adapter_model.safetensors"
+"""Name of the file of adapters in peft's format."""
 
 
 def export_model(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -40,6 +44,21 @@ def export_model(model: torch.nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def merged_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in whose places those of `export_model` are, by its names, before anything is merged.
+
+    These are base weights, and the weights of modules that are trained in full.
+    """
+    found, trained = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in all_tensors(model).items():
+        before, saved, after = name.partition(f".{_TRAINED}.{ADAPTER}.")
+        if saved:
+            trained[f"{before}.{after}"] = tensor
+        elif not is_adapter(name):
+            found[base_name(name)] = tensor
+    return found | trained
+
+
 def save_adapters(model: torch.nn.Module, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapters of `model` into `folder` in peft's format: `PeftModel.from_pretrained` loads them.
 
@@ -48,10 +67,21 @@ def save_adapters(model: torch.nn.Module, folder: Path, weights: Mapping[str, Te
     folder.mkdir(parents=True, exist_ok=True)
     named = _weights(model, weights)
     weights = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / ADAPTERS_FILE, metadata={"format": "pt"})
+    save_adapter_config(model, folder)
+
+
+def save_adapter_config(model: torch.nn.Module, folder: Path) -> None:
+    """Write the configuration of the adapters of `model` into `folder`, as peft expects it beside their weights."""
     config = copy.deepcopy(_config(model))
     config.inference_mode = True
     config.save_pretrained(str(folder))
+
+
+def names_in_file(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names that `save_adapters` gives to `tensors`, the adapters of `model`, by their own."""
+    own = {id(tensor): name for name, tensor in tensors.items()}
+    return {own[id(tensor)]: f"{_PREFIX}{name}" for name, tensor in _weights(model, tensors).items()}
 
 
 def load_adapters(model: torch.nn.Module, folder: Path) -> None:
@@ -62,11 +92,11 @@ def load_adapters(model: torch.nn.Module, folder: Path) -> None:
     """
     from peft import PeftConfig
 
-    for name in ("adapter_config.json", _WEIGHTS):
+    for name in ("adapter_config.json", ADAPTERS_FILE):
         if not (folder / name).is_file():
             raise ConfigError(f"model.lora.adapter = {str(folder)!r} has no {name}: give a folder written by peft")
     try:
-        saved, found = PeftConfig.from_pretrained(str(folder)), load_file(folder / _WEIGHTS)
+        saved, found = PeftConfig.from_pretrained(str(folder)), load_file(folder / ADAPTERS_FILE)
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"the adapters in {folder} cannot be read ({reason}): give another folder") from error
@@ -94,7 +124,7 @@ def _fill(live: dict[str, Tensor], weights: dict[str, Tensor], folder: Path) -> 
 
 def _merged(layer: Any) -> torch.nn.Module:
     """Return a layer without an adapter that computes the same as `layer`."""
-    if hasattr(layer, "modules_to_save"):
+    if hasattr(layer, _TRAINED):
         trained: torch.nn.Module = layer.modules_to_save[ADAPTER]
         return trained
     copied = copy.deepcopy(layer)

@@ -33,6 +33,7 @@ class ReferenceModel:
         given: PreTrainedModel | None = None,
         *,
         reload: bool = False,
+        swapped: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep nothing yet but `given`.
 
@@ -41,9 +42,10 @@ class ReferenceModel:
             initial: loads version 0 again, for when `model` has changed.
             given: the reference, where the caller has it.
             reload: make a separate reference by `initial` and not as a copy, which a model on a mesh does not have.
+            swapped: called each time after adapters of `model` were replaced.
         """
         self._model, self._initial = model, initial
-        self._loads = initial if reload else None
+        self._loads, self._swapped = initial if reload else None, swapped
         self._live = version_tensors(model)
         self._separate: PreTrainedModel | None = given
         self._adapters: dict[str, Tensor] | None = None
@@ -122,6 +124,7 @@ class ReferenceModel:
                 yield self._model
             finally:
                 _copy(trained, self._live)
+                self._swapped()
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

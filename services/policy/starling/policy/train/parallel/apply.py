@@ -26,16 +26,17 @@ from starling.policy.train.model.experts import find_experts
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
+from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 from starling.policy.train.parallel import expert, fsdp, tensor
+from starling.policy.train.parallel.adapters import check_adapters, merged_parts
 from starling.policy.train.parallel.collectives import sum_over
 from starling.policy.train.parallel.context import check_context, divide_tokens
 from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
-from starling.policy.train.parallel.parts import hidden_masters, part_of, state_parts
+from starling.policy.train.parallel.parts import cuts_blocks, hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.pipeline import Pipeline
 from starling.policy.train.parallel.shards import LocalShards, TiedWeights, local_part, owned
 from starling.policy.train.parallel.stages import check_stages
-from starling.weightsync.tensors.adapters import is_adapted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,8 +89,7 @@ def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings
                 f'policy.memory.checkpointing = "{settings.memory.checkpointing}" with policy.parallel.schedule = '
                 '"zbv" would compute each block three times: set the schedule to "1f1b", or checkpointing to "none"'
             )
-    if is_adapted(model):
-        raise ConfigError("[model.lora] is not available on a mesh yet: set all sizes of policy.parallel to 1")
+    check_adapters(model, mesh)
     if media_inputs(model.config):
         raise ConfigError(
             f"{type(model).__name__} has inputs other than text, which is not available on a mesh yet: set all sizes "
@@ -107,7 +107,7 @@ class WholeModel:
     outline: ModelOutline
     cost: ModelCost
     names: tuple[str, ...]
-    """Of its parameters."""
+    """Of its trained parameters."""
     expert_layers: tuple[str, ...]
     """Names of the experts of all layers."""
     num_routers: int
@@ -118,7 +118,7 @@ class WholeModel:
     @classmethod
     def of(cls, model: PreTrainedModel) -> WholeModel:
         """Describe `model`."""
-        names = tuple(name for name, _ in model.named_parameters())
+        names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         routers = declared_routers(model)
         return cls(
             ModelOutline.of(model),
@@ -166,12 +166,18 @@ class ParallelModel:
         return self.mesh.size("pp") == 1
 
     def check_optimizer(self, settings: OptimizerSettings) -> None:
-        """Raise ConfigError if an optimizer computes from whole tensors, and this mesh shards them."""
-        if settings.kind != "adamw" and self.mesh.shards:
-            raise ConfigError(
-                f'optimizer.kind = "{settings.kind}" needs whole tensors, and policy.parallel shards them: use '
-                '"adamw", or dp_replicate only'
-            )
+        """Raise ConfigError if an optimizer quantises blocks of numbers, and this mesh cuts tensors within one."""
+        if settings.kind != "adamw_8bit":
+            return
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad or not is_quantised(parameter.numel()):
+                continue
+            if cuts_blocks(parameter, BLOCK_NUMEL):
+                raise ConfigError(
+                    f'optimizer.kind = "adamw_8bit" quantises blocks of {BLOCK_NUMEL} numbers, row after row, and '
+                    f"policy.parallel cuts {name} of shape {list(parameter.shape)} elsewhere: use another kind, or "
+                    "only dp_replicate, pp, and such dp_shard and cp as divide the rows into whole blocks"
+                )
 
     def shards(self, trained: Mapping[str, Tensor]) -> LocalShards:
         """Return this rank's shards of the tensors that an optimizer updates."""
@@ -226,6 +232,10 @@ class ParallelModel:
         """Return those of `parts` of the present version that this rank writes, where several have the same."""
         tensors = version_tensors(self.model)
         return self.parts({name: tensors[name] for name in self.owned(tensors)})
+
+    def merged_parts(self) -> dict[str, Part]:
+        """Return what `owned_parts` does, in host memory, of the model with its adapters merged."""
+        return merged_parts(self.model, self.owned)
 
     def passes(self, plan: Sequence[Microbatch]) -> list[Microbatch | None]:
         """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""

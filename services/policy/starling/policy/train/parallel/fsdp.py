@@ -22,7 +22,9 @@ from torch.distributed.tensor import Shard
 
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.model.experts import find_experts
+from starling.policy.train.optim.masters import LOW
 from starling.policy.train.parallel.mesh import SHARDS, Mesh
+from starling.weightsync.tensors.adapters import is_adapted
 
 _COMPUTE: Final = "_compute_whole"
 """Method of a sharded model around which FSDP gathers parameters and reduces gradients, as around its forward pass."""
@@ -39,7 +41,8 @@ def shard_parameters(
     """Shard the parameters of `model` over the axes dp_shard and cp, in place.
 
     Every rank has the same whole ones before. A model of fewer than 32 bits computes in its type; its parameters become
-    their own float32 masters, and gradients are reduced in float32.
+    their own float32 masters, and gradients are reduced in float32. Adapters are float32 beside base weights of any
+    type, and stay so.
 
     Args:
         model: to be trained, or a frozen one.
@@ -49,7 +52,7 @@ def shard_parameters(
         codes: see `PrecisionSettings.fsdp_all_gather`.
     """
     dtype = next(model.parameters()).dtype
-    low = dtype in (torch.bfloat16, torch.float16)
+    low = dtype in LOW and not is_adapted(model)
     if low:
         model.to(torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype if low else None, reduce_dtype=torch.float32 if low else None)

@@ -7,6 +7,7 @@
     last norm            its output is gathered
     output layer         rows of the vocabulary on each rank; log-probabilities are normalised over all of them, see
                          `starling.policy.train.loss.logprobs`: logits are never gathered
+    layer of scores      whole on each rank, which computes all scores
 
 Where there are fewer key heads than ranks, key and value projections are whole on each rank, which keeps the head of
 its query heads. The gradient of what is kept is then a part of the whole one: exactly the last module of each chain
@@ -38,7 +39,8 @@ from torch.distributed.tensor.parallel import (
 from starling.common.errors import ConfigError
 from starling.policy.plan.sizes import TENSOR_MODELS
 from starling.policy.train.memory.blocks import find_blocks
-from starling.policy.train.model.lm_head import VocabularyShard, output_layer, shard_vocabulary
+from starling.policy.train.model.lm_head import VocabularyShard, final_layer, has_final_layer, shard_vocabulary
+from starling.policy.train.parallel.adapters import adapted_plan
 from starling.policy.train.parallel.mesh import Mesh
 
 _HEADS_DIM: Final = 2
@@ -53,9 +55,9 @@ def check_tensors(model: Any, size: int) -> None:
     """
     config = model.config
     given = f"policy.parallel.tp = {size}"
-    if config.model_type not in TENSOR_MODELS or model.get_output_embeddings() is None:
+    if config.model_type not in TENSOR_MODELS or not has_final_layer(model):
         raise ConfigError(
-            f"{given} has no plan for {type(model).__name__}, only for language models of type "
+            f"{given} has no plan for {type(model).__name__}, only for language and reward models of type "
             f"{', '.join(TENSOR_MODELS)}: set it to 1, and use dp_shard"
         )
     divided = {"attention heads": config.num_attention_heads, "hidden units": config.intermediate_size}
@@ -80,20 +82,32 @@ def divide_tensors(model: Any, mesh: Mesh) -> list[str]:
         The names of whole parameters of whose gradient each rank computes a part.
     """
     axis, size, config = mesh.devices["tp"], mesh.size("tp"), model.config
-    embedding, head = model.get_input_embeddings(), output_layer(model)
-    is_tied = embedding.weight is head.weight
+    embedding, head = model.get_input_embeddings(), final_layer(model)
+    scores, is_tied = model.get_output_embeddings() is None, embedding.weight is head.weight
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     apply = partial(parallelize_module, device_mesh=axis, src_data_rank=None)
     apply(embedding, parallelize_plan=RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)))
-    apply(head, parallelize_plan=ColwiseParallel())
-    if is_tied:
-        head.weight = embedding.weight
-    apply(model.model.norm, parallelize_plan=_GatheredNorm())
+    apply(model.model.norm, parallelize_plan=_GatheredNorm(divides_next=not scores))
     for block in find_blocks(model):
         attention = _attention_plan(block.self_attn, config.num_key_value_heads, mesh.place("tp"), size)
-        apply(block, parallelize_plan={**attention, **_feed_forward_plan(block)})
-    rows = -(-int(config.vocab_size) // size)  # as `torch.chunk` divides them
-    shard_vocabulary(head, VocabularyShard(rows * mesh.place("tp"), mesh.group("tp")))
-    return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+        apply(block, parallelize_plan=adapted_plan(block, {**attention, **_feed_forward_plan(block)}))
+    whole = set[torch.nn.Parameter]()
+    if scores:
+        whole.update(head.parameters())  # each rank computes all scores, and so all of their gradient
+    else:
+        apply(head, parallelize_plan=ColwiseParallel())
+        if is_tied:
+            head.weight = embedding.weight
+        rows = -(-int(config.vocab_size) // size)  # as `torch.chunk` divides them
+        shard_vocabulary(head, VocabularyShard(rows * mesh.place("tp"), mesh.group("tp")))
+    for name, parameter in model.named_parameters():
+        if name in frozen:  # `SequenceParallel` makes new parameters, which would be trained
+            parameter.requires_grad_(False)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor) and parameter not in whole
+    ]
 
 
 def _attention_plan(attention: Any, num_key_heads: int, rank: int, size: int) -> dict[str, ParallelStyle]:
@@ -185,15 +199,19 @@ class _HeadNorm(ParallelStyle):
 class _GatheredNorm(ParallelStyle):
     """The last norm: it computes a part of the tokens, and its output is gathered.
 
-    Each rank goes on with its part of the vocabulary, so it returns a part of the gradient.
+    Where each rank goes on with its part of the vocabulary, it returns a part of the gradient.
     """
+
+    def __init__(self, *, divides_next: bool) -> None:
+        super().__init__()
+        self._gradient: list[Placement] = [Partial() if divides_next else Replicate()]
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def enter(_: Any, inputs: Any, mesh: DeviceMesh) -> DTensor:
             return _placed(inputs[0], mesh, Shard(1))
 
         def leave(_: Any, output: DTensor, __: DeviceMesh) -> Tensor:
-            local: Tensor = output.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            local: Tensor = output.redistribute(placements=[Replicate()]).to_local(grad_placements=self._gradient)
             return local
 
         return distribute_module(module, device_mesh, _replicate, cast(Any, enter), cast(Any, leave))
