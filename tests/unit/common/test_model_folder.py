@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,3 +198,13 @@ def test_code_elsewhere_is_refused_where_code_is_run(name: str, code: object, tm
         check_named_files(tmp_path, runs_code=True)
     write_json(tmp_path / name, {"auto_map": {"AutoConfig": "tiny.Config", "AutoTokenizer": ["tiny.Tokenizer", None]}})
     check_named_files(tmp_path, runs_code=True)
+
+
+def test_process_that_leaves_the_hub_can_still_have_a_title() -> None:
+    """Its environment keeps its place in memory, from which the place of the title is found."""
+    text = (
+        "from starling.common.model_folder import leave_hub; leave_hub(); import setproctitle; "
+        "setproctitle.setproctitle('starling: x'); print(open('/proc/self/cmdline').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("starling: x\0"), done

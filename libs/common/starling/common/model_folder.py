@@ -64,7 +64,8 @@ def leave_hub() -> None:
 
     Variables that the user has set are left.
     """
-    os.environ.update(OFFLINE | os.environ)
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)  # any other one would move in memory, and the title of the process with it
 
 
 def check_named_files(folder: Path, *, runs_code: bool = False) -> None:
