@@ -44,6 +44,10 @@ class ForkedReplica:
         self._reader.start()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.poll()
 

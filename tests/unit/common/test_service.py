@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.service import OWN_FLAGS, check_model_folder, parse_arguments, process_name
+from starling.common.service import OWN_FLAGS, NodeArguments, check_model_folder, parse_arguments, process_name
 from starling.common.settings import ServiceSettings, iter_settings
 
 ADDRESS = ("--controller", "tcp://h:1")
@@ -50,6 +50,41 @@ def test_name_of_the_process_is_known_before_the_command_line_is_parsed() -> Non
     assert process_name("reward", ["--name"]) == "reward-0"
     assert process_name("reward", ["--name", "reward-3", "--key", "k"]) == "reward-3"
     assert process_name("reward", ["--key", "k", "--name=reward-4"]) == "reward-4"
+    assert process_name("policy", ["--node-rank", "2", "--name=policy-1"]) == "policy-1.node-2"
+    assert process_name("policy", ["--node-rank=0"]) == "policy-0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--nnodes 0", "--nnodes 0 is no number of nodes; give at least 1"),
+        (
+            "--nnodes 2 --rdzv h:1",
+            "--nnodes 2 has the nodes 0 to 1, and --node-rank is missing; give each",
+        ),
+        ("--nnodes 4 --node-rank 4 --rdzv h:1", "has the nodes 0 to 3, and --node-rank 4 is not one of them"),
+        (
+            "--nnodes 2 --node-rank 1",
+            "--rdzv is missing; give each node the address at which node 0 listens",
+        ),
+        ("--nnodes 2 --node-rank 1 --rdzv h:0", "--rdzv h:0 is no address; give each node the address"),
+        ("--nnodes 2 --node-rank 1 --rdzv :29400", "--rdzv :29400 is no address"),
+        ("--nnodes two", "argument --nnodes: invalid int value: 'two'"),
+        ("--nnode 2", r"unknown flag --nnode; did you mean --nnodes\?"),
+        ("--nnodes 2 --node-rank 1 --rdzv h:1 --ranks-per-node -1", "--ranks-per-node -1 is no number of ranks"),
+    ],
+)
+def test_wrong_node_is_one_sentence(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_arguments("policy", [*ADDRESS, *flags.split()], ServiceSettings)
+
+
+def test_policy_knows_its_node() -> None:
+    flags = ["--nnodes", "3", "--node-rank", "2", "--rdzv", "h:29400", "--ranks-per-node", "8"]
+    parsed = parse_arguments("policy", [*ADDRESS, *flags], ServiceSettings)
+    assert parsed.nodes == NodeArguments(2, 3, "h", 29400, 8)
+    for alone in ([], ["--nnodes", "1", "--node-rank", "0"]):
+        assert parse_arguments("policy", [*ADDRESS, *alone], ServiceSettings).nodes is None
 
 
 def test_help_lists_flags_and_settings_by_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,8 +51,24 @@ SECTIONS = (
 
 OWN_FLAGS = ("--help", "--config", "--dir", "--key", "--name", "--controller")
 """Flags of every service that are not settings."""
+NODE_FLAGS = ("--nnodes", "--node-rank", "--rdzv", "--ranks-per-node")
+"""Further ones of a policy."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 """Names of the weight files of a Hugging Face model folder."""
+
+
+@dataclass(frozen=True)
+class NodeArguments:
+    """Which of the nodes of a policy this process is: node 0 speaks with the controller, the others follow it."""
+
+    number: int
+    num_nodes: int
+    """At least 2."""
+    host: str
+    """Of node 0, where the others join it."""
+    port: int
+    num_ranks: int
+    """Ranks on this node; 0 for an equal share."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,8 @@ class ServiceArguments:
     controller: str
     key: Path | None
     flags: tuple[str, ...]
+    nodes: NodeArguments | None = None
+    """Of a policy on several nodes."""
 
     def key_file(self, curve: bool) -> KeyFile | None:
         """Return this service's keys, or None for a run without CURVE. Raises ConfigError."""
@@ -86,9 +104,9 @@ def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> 
     try:
         known, flags = parser.parse_known_args(list(argv))
     except ConfigError:
-        _check_flags(argv, schema)  # a misspelt flag explains why another one is missing
+        _check_flags(role, argv, schema)  # a misspelt flag explains why another one is missing
         raise
-    _check_flags(flags, schema)
+    _check_flags(role, flags, schema)
     if role != "controller" and role_of(known.name) != role:
         raise ConfigError(f"--name {known.name} is not the name of a {role}; write {role}-NUMBER, such as {role}-0")
     return ServiceArguments(
@@ -98,7 +116,27 @@ def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> 
         controller="" if role == "controller" else known.controller,
         key=known.key,
         flags=tuple(flags),
+        nodes=_read_nodes(known) if role == "policy" else None,
     )
+
+
+def _read_nodes(known: argparse.Namespace) -> NodeArguments | None:
+    """Return which node a policy is; None for the only one. Raises ConfigError."""
+    num_nodes, number, most = known.nnodes, known.node_rank, known.nnodes - 1
+    if num_nodes < 1:
+        raise ConfigError(f"--nnodes {num_nodes} is no number of nodes; give at least 1")
+    if known.ranks_per_node < 0:
+        raise ConfigError(f"--ranks-per-node {known.ranks_per_node} is no number of ranks; give at least 1")
+    if not (0 <= number <= most or (number < 0 and num_nodes == 1)):
+        given = f"--node-rank {number} is not one of them" if number >= 0 else "--node-rank is missing"
+        raise ConfigError(f"--nnodes {num_nodes} has the nodes 0 to {most}, and {given}; give each node its own")
+    if num_nodes == 1:
+        return None
+    host, _, port = known.rdzv.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        given = f"--rdzv {known.rdzv} is no address" if known.rdzv else "--rdzv is missing"
+        raise ConfigError(f"{given}; give each node the address at which node 0 listens, host:port")
+    return NodeArguments(number, num_nodes, host, int(port), known.ranks_per_node)
 
 
 class _ArgumentParser(argparse.ArgumentParser):
@@ -129,15 +167,24 @@ def _parser(role: str, schema: type[BaseModel] | None) -> argparse.ArgumentParse
         connection = parser.add_argument_group("connection")
         connection.add_argument("--name", default=f"{role}-0", help=f"name of this replica; default: {role}-0")
         connection.add_argument("--controller", required=True, metavar="ADDRESS", help="required: tcp://host:port")
+    if role == "policy":
+        nodes = parser.add_argument_group("nodes, for a policy whose ranks are on several hosts")
+        nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: 1")
+        nodes.add_argument("--node-rank", type=int, default=-1, metavar="I", help="which one this is, from 0")
+        nodes.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where node 0 listens for the others")
+        nodes.add_argument(
+            "--ranks-per-node", type=int, default=0, metavar="N", help="ranks on this node; default: an equal share"
+        )
     return parser
 
 
-def _check_flags(flags: Sequence[str], schema: type[BaseModel]) -> None:
+def _check_flags(role: str, flags: Sequence[str], schema: type[BaseModel]) -> None:
     """Raise ConfigError for a flag that is neither the service's nor a setting, and like one of the service's."""
+    own = (*OWN_FLAGS, *NODE_FLAGS) if role == "policy" else OWN_FLAGS
     for flag in (flag.partition("=")[0] for flag in flags if flag.startswith("--")):
-        if flag in OWN_FLAGS or "." in flag:
+        if flag in own or "." in flag:
             continue
-        like = nearest(flag, OWN_FLAGS, cutoff=0.75)
+        like = nearest(flag, own, cutoff=0.75)
         names = {setting.key.rpartition(".")[2] for setting in iter_settings(schema)}
         if like is not None and flag[2:].replace("-", "_") not in names:
             raise ConfigError(f"unknown flag {flag}; did you mean {like}?")
@@ -225,12 +272,13 @@ def settings_help(schema: type[BaseModel]) -> str:
 
 
 def process_name(role: str, argv: Sequence[str]) -> str:
-    """Return the name in a service's command line, before that is parsed."""
+    """Return the name in a service's command line, before that is parsed, with the number of a node but the first."""
+    found: dict[str, str] = {}
     for flag, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
-        if name == "--name" and (value := value if equals else following):
-            return value
-    return f"{role}-0"
+        found.setdefault(name, value if equals else following)
+    node = found.get("--node-rank", "") if role == "policy" else ""
+    return (found.get("--name") or f"{role}-0") + (f".node-{node}" if node.isdecimal() and int(node) else "")
 
 
 class Shell(Protocol):

@@ -49,6 +49,11 @@ class LaunchSettings(SettingsSection):
     `controller.num_rewards`."""
     num_teachers: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Teachers, where the recipe has a [teacher]."""
+    policy_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Hosts that the policy's ranks are on. This machine is the first; start `starling policy` on each other one, as
+    the run says at its start (`docs/how-to/several-hosts.md`)."""
+    policy_rdzv: str = ""
+    """`host:port` at which the other hosts of the policy join it on this machine; needed with `policy_nodes`."""
     colocate: bool = False
     """Policy and rollouts share their devices in turn: the inactive ones keep their tensors in the memory of the host.
     With `rl.max_staleness` above 0, rollouts hand back unfinished groups whenever a step is full."""
@@ -92,6 +97,11 @@ class Recipe(ControllerProcess):
             raise ValueError(
                 "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
                 "learn from"
+            )
+        if self.launch.policy_nodes > 1 and not self.launch.policy_rdzv:
+            raise ValueError(
+                f"launch.policy_nodes = {self.launch.policy_nodes} needs launch.policy_rdzv: host:port of this "
+                "machine, where the other nodes join"
             )
         if self.launch.colocate:
             self._check_colocated()

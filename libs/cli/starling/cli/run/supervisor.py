@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import stat
 import time
@@ -148,9 +149,22 @@ class Supervisor:
         # Those of the fork server come last: the start of the first one waits until the server has imported everything.
         for role, name in sorted(names, key=lambda one: one[0] in FORKED):
             devices = devices_of(name, recipe.launch.gpus_per_rollout) if role == "rollout" else {}
-            arguments = [*common, "--name", name, "--controller", address]
+            arguments = [*common, "--name", name, "--controller", address, *self._nodes_of(role, common, name, address)]
             self.children.start(name, role, arguments, environment=devices)
         self._watch_controller()
+
+    def _nodes_of(self, role: str, common: list[str], name: str, address: str) -> list[str]:
+        """Return the flags of a policy's first node, and say how the others are started."""
+        num, rdzv = self.recipe.launch.policy_nodes, self.recipe.launch.policy_rdzv
+        if role != "policy" or num == 1:
+            return []
+        command = ["starling", "policy", *common, "--name", name, "--controller", address]
+        nodes = f"--nnodes {num} --node-rank {{}} --rdzv {rdzv}"
+        self.screen.say(
+            f"{name} waits for {counted(num - 1, 'node')}; on each host: {shlex.join(command)} {nodes.format('I')} "
+            f"--network.host ITS_ADDRESS, with I = 1{'' if num == 2 else f' to {num - 1}'}"
+        )
+        return nodes.format(0).split()
 
     def _make_model(self) -> ServiceProcess | None:
         """Start a process that makes the model's folder, for [model.scratch]: this process has to stay responsive."""

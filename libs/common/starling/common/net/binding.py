@@ -14,8 +14,11 @@ BIND_WITHIN_S = 1.0
 """How long to retry an address that is in use: its last owner may be closing."""
 
 
-def bind(socket: zmq.Socket[Any], address: str) -> None:
-    """Bind `socket` to ``tcp://host:port``. Raises ConfigError if it is in use, or no address of this machine."""
+def bind(socket: zmq.Socket[Any], address: str, setting: str = "network.host") -> None:
+    """Bind `socket` to ``tcp://host:port``, from a `setting` that errors name.
+
+    Raises ConfigError if it is in use, or no address of this machine.
+    """
     deadline = time.monotonic() + BIND_WITHIN_S
     while True:
         try:
@@ -25,9 +28,9 @@ def bind(socket: zmq.Socket[Any], address: str) -> None:
             if error.errno == zmq.EADDRINUSE and time.monotonic() < deadline:
                 time.sleep(0.02)
                 continue
-            remedy = "choose another port, or 0"
+            remedy = "choose another port" + (", or 0" if setting == "network.host" else "")
             if error.errno not in (zmq.EADDRINUSE, errno.EACCES):
-                remedy = "set network.host to an address of this machine: 127.0.0.1, or one of its network"
+                remedy = f"set {setting} to an address of this machine: 127.0.0.1, or one of its network"
             raise ConfigError(f"cannot listen on {address}: {error.strerror}; {remedy}") from None
 
 

@@ -12,7 +12,8 @@ from starling.common.settings import Seconds, SettingsSection
 
 
 class ParallelSettings(SettingsSection):
-    """Ranks along each axis of the mesh; their product is the number of ranks of a replica, processes of one host."""
+    """Ranks along each axis of the mesh; their product is the number of ranks of a replica, processes of one host or of
+    several."""
 
     dp_replicate: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Copies of the model, each of which computes a share of the microbatches (DDP; HSDP together with `dp_shard`)."""
@@ -47,6 +48,9 @@ class ParallelSettings(SettingsSection):
     timeout_s: Seconds = 600.0
     """Time that ranks wait for each other in one operation, before the replica starts again from its newest state. A
     rank that has ended is noticed at once."""
+    join_s: Seconds = 300.0
+    """How long the nodes of a policy on several hosts (`--nnodes`) wait for each other, at the start and when the
+    replica starts again."""
 
     @property
     def num_stages(self) -> int:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,10 @@ from starling.common.service import (
 )
 from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
+from starling.policy.shell.agent import NodeAgent
+from starling.policy.shell.facts import facts_of
 from starling.policy.shell.loading import PolicyProcess, choose_transport
-from starling.policy.shell.ranks import RanksDisagreeError
+from starling.policy.shell.ranks import RankLink, RanksDisagreeError
 from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
@@ -45,20 +48,25 @@ EXIT_S = 5.0
 """How long a policy that got a stop signal may take to exit, besides the time to save."""
 
 
+def find_model(settings: PolicyProcess) -> Path:
+    """Return the folder of the model. Raises ConfigError if it cannot be used."""
+    pretrained = settings.policy.init == "pretrained" or not KINDS[settings.run.kind].trains
+    return check_model_folder(
+        settings.model.path,
+        weights=pretrained and not settings.policy.weights_from,
+        runs_code=settings.model.trust_remote_code,
+    )
+
+
 class Shell:
     """One policy replica."""
 
     def __init__(self, settings: PolicyProcess, arguments: ServiceArguments) -> None:
         """Load the model, resume from the newest state, and prepare publication. Raises ConfigError if that fails."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save: until all is loaded there is nothing to save
-        self._settings = settings
+        self._settings, self._has_nodes = settings, arguments.nodes is not None
         self._trains = KINDS[settings.run.kind].trains
-        pretrained = settings.policy.init == "pretrained" or not self._trains
-        path = check_model_folder(
-            settings.model.path,
-            weights=pretrained and not settings.policy.weights_from,
-            runs_code=settings.model.trust_remote_code,
-        )
+        path = find_model(settings)
         transport = choose_transport(settings)
         # Imported only now: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.policy.shell.replica import PolicyReplica
@@ -68,8 +76,9 @@ class Shell:
         rank = self._replica.rank
         self._learner, self._clock = rank.learner, rank.clock
         self._saver = self._create_saver(path, arguments.folder)
-        version = self._saver.resume() if self._trains else 0
-        self._replica.serve()
+        with self._replica.ending_nodes():
+            version = self._saver.resume() if self._trains else 0
+            self._replica.serve()
         self._publisher = rank.publisher
         self._state = PolicyState(version=version)
         hello = self._hello(version, rank.checkpoint)
@@ -116,6 +125,7 @@ class Shell:
             self._settings.run.id,
             folder,
             merged=lora is not None and lora.merged,
+            shared=folder if self._has_nodes else None,
         )
 
     def run(self, stop: StopSignal) -> None:
@@ -124,7 +134,7 @@ class Shell:
         stop.install(self._link.wake)
         self._saver.listen(self._link.wake)
         self._link.start()
-        reason = "its service failed"
+        reason, is_over = "its service failed", False
         try:
             while not stop:
                 with self._clock.within("wait_data"):
@@ -133,6 +143,7 @@ class Shell:
                     reason = inbound.reason
                     if inbound.error is not None:
                         raise inbound.error
+                    is_over = True
                     return
                 if isinstance(inbound, ReceivedCommand):
                     self._take(inbound)
@@ -150,7 +161,7 @@ class Shell:
                     self._sleep()
                     log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
                     self._link.rejoin()
-            reason = f"stopped by {stop.name}"
+            reason, is_over = f"stopped by {stop.name}", True
             has_state = self._trains and not self._state.asleep  # saving it would need the devices
             self._saver.leave(self._state.version if has_state else -1)
         except StepBrokenError as error:
@@ -161,7 +172,7 @@ class Shell:
                 self._await_write()
             end_within(STOP_S)
             self._link.close(reason)
-            self._replica.close()
+            self._replica.close(is_over=is_over)
             self._offers.close()
 
     def _await_write(self) -> None:
@@ -280,9 +291,26 @@ class Shell:
         self._link.answer(lease, message, buffers)
 
 
+def make_shell(settings: PolicyProcess, arguments: ServiceArguments) -> Shell | NodeAgent:
+    """Return what this process is: the service, on the only node or on node 0, or the agent of another node."""
+    if arguments.nodes is None or arguments.nodes.number == 0:
+        return Shell(settings, arguments)
+    path = find_model(settings)
+    transport = choose_transport(settings)
+    # Imported before the ranks are forked, each time; and only now, see `Shell`.
+    from starling.policy.shell.rank import serve_rank, shared_files
+
+    files = shared_files()
+
+    def serve(rank: int, first_rank: int, pipe: Connection) -> None:
+        serve_rank(settings, arguments, path, transport, files, rank, first_rank, RankLink(pipe))
+
+    return NodeAgent(settings, arguments, facts_of(settings, arguments, path, transport), serve)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a policy replica."""
-    return serve("policy", PolicyProcess, Shell, argv)
+    """Run a policy replica, or the agent of one of its nodes."""
+    return serve("policy", PolicyProcess, make_shell, argv)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ which stands for one of them. A policy of one rank is the same without the other
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ from starling.common.kinds import KINDS
 from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
+from starling.policy.shell.facts import share_of
 from starling.policy.shell.loading import PolicyProcess, create_learner, load_fixed
 from starling.policy.shell.ranks import RankLink
 from starling.policy.train.checkpoint.header import VerifiedState, read_header
@@ -33,7 +35,7 @@ from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.data.examples import examples_of, pairs_of
 from starling.policy.train.data.groups import groups_from_wire
 from starling.policy.train.metrics.step import StepMetrics
-from starling.policy.train.parallel.group import SharedFiles, control_group, join_ranks, leave_ranks
+from starling.policy.train.parallel.group import RankHost, SharedFiles, control_group, join_ranks, leave_ranks
 from starling.weightsync.offers.offer import LayoutPart, Transport
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
 from starling.weightsync.plan.planner import Plan, decode_plan
@@ -51,6 +53,9 @@ log = structlog.get_logger(__name__)
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Load the model. The answer is the layout of this rank's part."""
+
+    store: str = ""
+    """Of ranks on several hosts, see `RankHost`."""
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
@@ -138,6 +143,8 @@ class WriteExport(msgspec.Struct, frozen=True, kw_only=True, tag="write_export")
     folder: str
     shard_mb: int
     merged: bool
+    node: int
+    """Whose ranks write; those of others have nothing to do."""
 
 
 Command = (
@@ -172,6 +179,7 @@ class PolicyRank:
         *,
         rank: int = 0,
         files: SharedFiles | None = None,
+        host: RankHost | None = None,
     ) -> None:
         """Connect with the other ranks, and load the model.
 
@@ -181,18 +189,19 @@ class PolicyRank:
             path: of the model's folder.
             transport: of the weights, and whether it encrypts them.
             rank: of this process.
-            files: of all ranks; None for a policy of one rank.
+            files: of all ranks of this host; None for a policy of one rank.
+            host: this one, of several; None for the only one.
 
         Raises:
             ConfigError: the model cannot be loaded, or the ranks do not fit it.
         """
         self._transport = transport
         self._settings, self._name, self._rank = settings, arguments.name, rank
-        self._folder = arguments.folder
+        self._folder, self.node = arguments.folder, 0 if host is None else host.node
         self.trains = KINDS[settings.run.kind].trains
         self._mesh: Mesh | None = None
         if files is not None:
-            self._mesh = join_ranks(settings.policy.parallel, rank, settings.model.device, files)
+            self._mesh = join_ranks(settings.policy.parallel, rank, settings.model.device, files, host)
         # Now: after the load, ranks could have to wait longer for each other than an operation may take.
         self._writers = None if self._mesh is None else control_group(settings.policy.saving.patience_s)
         """The ranks' threads that write."""
@@ -355,8 +364,41 @@ class PolicyRank:
             leave_ranks()
 
 
-def serve_rank(load: Callable[[], PolicyRank], link: RankLink) -> None:
-    """Be the rank that `load` returns, until rank 0, at the other end of `link`, ends."""
+def shared_files() -> SharedFiles:
+    """Return files for the ranks that this process forks: anonymous ones, which no other process can open."""
+    return SharedFiles(*(Path(f"/proc/self/fd/{os.memfd_create(name)}") for name in SharedFiles._fields))
+
+
+def serve_rank(
+    settings: PolicyProcess,
+    arguments: ServiceArguments,
+    path: Path,
+    transport: tuple[Transport, bool],
+    files: SharedFiles | None,
+    rank: int,
+    first_rank: int,
+    link: RankLink,
+) -> None:
+    """Be a rank until rank 0, at the other end of `link`, ends.
+
+    Args:
+        settings: of the policy.
+        arguments: its command line.
+        path: of the model's folder.
+        transport: of the weights, and whether it encrypts them.
+        files: of all ranks of this host.
+        rank: of this process.
+        first_rank: of this host.
+        link: to rank 0.
+    """
+
+    def load(command: Load) -> PolicyRank:
+        host, nodes = None, arguments.nodes
+        if nodes is not None:
+            num_ranks = share_of(nodes, settings.policy.parallel.num_ranks)
+            host = RankHost(nodes.number, first_rank, num_ranks, command.store)
+        return PolicyRank(settings, arguments, path, transport, rank=rank, files=files, host=host)
+
     work = _RankWork(load)
     decoder = msgspec.msgpack.Decoder(Command)
     while (request := link.receive()) is not None:
@@ -385,7 +427,7 @@ def _answer(link: RankLink, number: int, work: Callable[[], bytes]) -> None:
 class _RankWork:
     """Executes commands on a rank that is not rank 0."""
 
-    def __init__(self, load: Callable[[], PolicyRank]) -> None:
+    def __init__(self, load: Callable[[Load], PolicyRank]) -> None:
         self._load = load
         self._rank: PolicyRank | None = None
         self._snapshot: PublishedSnapshot | None = None
@@ -396,7 +438,7 @@ class _RankWork:
     def execute(self, command: Command) -> bytes:
         """Return the answer to a command. Raises StarlingError, or any error of a collective operation."""
         if isinstance(command, Load):
-            self._rank = self._load()
+            self._rank = self._load(command)
             gc.freeze()
             gc.enable()
             return encode(self._rank.layout())
@@ -448,6 +490,8 @@ class _RankWork:
         """Write this rank's parts of the state, or of the export, that was copied."""
         assert self._rank is not None
         if isinstance(command, WriteExport):
+            if command.node != self._rank.node:
+                return b""
             files = self._rank.export_files(command.shard_mb, merged=command.merged)
             files.write(Path(command.folder), self._export)
             return b""

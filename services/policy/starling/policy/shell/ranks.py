@@ -1,52 +1,43 @@
-"""The ranks of a replica: rank 0 is the policy's own process, the others are its children, which do what it tells them.
+"""The ranks of a replica: rank 0 is the policy's own process, the others do what it tells them.
 
-Each child has one pipe: requests come, and each is answered. A request is executed by all ranks, rank 0 included, whose
-collective operations then meet. The pipes carry no weights: commands, batches, layouts and offers.
+Those on its host are its children, each with a pipe; those on other hosts are children of an agent there, with which
+it has a connection (`starling.policy.shell.nodes`). Requests come, and each is answered. A request is executed by all
+ranks, rank 0 included, whose collective operations then meet. Commands, batches, layouts and offers take this way;
+weights do not.
 
 A replica lives and dies as a whole. The kernel kills the children when rank 0 ends, and rank 0 ends, to be restarted,
-as soon as a child has: whatever it is doing, because it could be waiting for that child in a collective operation.
+as soon as another rank has: whatever it is doing, because it could be waiting for that one in a collective operation.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import setproctitle
 import structlog
 
 from starling.common.errors import ConfigError, RestartError, StarlingError, WeightsError
-from starling.common.files import open_own
-from starling.common.observe import log as service_log
-from starling.common.observe.process import EXIT_FAILED, EXIT_RESTART, EXIT_USAGE, die_with_parent, end_process
+from starling.common.observe.process import EXIT_FAILED, EXIT_RESTART, EXIT_USAGE, end_process
+from starling.policy.shell.children import END, END_S, Loss, RankProcesses
+from starling.policy.shell.nodes import Nodes
 from starling.policy.train.errors import StepBrokenError
 
 T = TypeVar("T")
 
 LOSS_S: Final = 10.0
-"""How long rank 0 waits, after an error of a collective operation, for the news that a child has ended."""
+"""How long rank 0 waits, after an error of a collective operation, for the news that another one has ended."""
 AGREE_S: Final = 30.0
 """How long after one rank has failed the others may go on before the replica ends: they wait for it in vain."""
-END_S: Final = 10.0
-"""How long children may take to exit at the end."""
-_END: Final = b""
-"""Frame that ends a child."""
-_IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that rank 0 handles for all; a terminal or a scheduler may send them to every process."""
+NEWS_S: Final = 1.0
+"""How long rank 0 waits, after a rank has exited, for the news from another host that one was killed before."""
 _ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, StepBrokenError, WeightsError)}
 
 log = structlog.get_logger(__name__)
@@ -57,7 +48,7 @@ class RanksDisagreeError(ConfigError):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of a child to a request."""
+    """Answer of a rank to a request."""
 
     request: int
     data: bytes = b""
@@ -73,7 +64,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankLink:
-    """A child's end of its pipe. Any thread may answer."""
+    """A rank's end of its pipe. Any thread may answer."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -84,7 +75,7 @@ class RankLink:
             frame = self._connection.recv_bytes()
         except (EOFError, OSError):
             return None
-        if frame == _END:
+        if frame == END:
             return None
         request = msgspec.msgpack.decode(frame, type=_Request)
         return request.number, bytes(request.command)
@@ -100,61 +91,46 @@ class RankLink:
             self._connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
-@dataclass
-class _Child:
-    rank: int
-    pid: int
-    connection: Connection
-    log: Path
-    replies: dict[int, Future[bytes]] = field(default_factory=dict)
-    """By request."""
-    status: int | None = None
-    """Exit code once it has ended; -n when signal n killed it."""
-
-
 class Ranks:
     """The other ranks of a replica, as rank 0 sees them; none for a replica of one rank."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         """`name`: of the replica; `timeout_s`: how long the others may take longer than this one."""
         self._name, self._timeout_s = name, timeout_s
-        self._children: list[_Child] = []
+        self._children = RankProcesses(name, self._received, self._lost)
+        self._nodes: Nodes | None = None
+        self._replies: list[dict[int, Future[bytes]]] = []
+        """Of each other rank, by request."""
         self._sending, self._lock = threading.Lock(), threading.Lock()
         self._number = 0
         self._closing = False
         self._running: set[int] = set()
         """Requests that rank 0 itself is executing."""
+        self._disagree: RanksDisagreeError | None = None
         self.is_broken = False
         """The ranks cannot go on together: a collective operation has failed, or an update on some of them only."""
 
     def start(self, num_ranks: int, folder: Path, log_form: Any, serve: Callable[[int, RankLink], None]) -> None:
-        """Fork the other ranks of `num_ranks`, before any device or thread pool is in use.
+        """Fork the other ranks of this host, where `num_ranks` are; see `RankProcesses.start`.
 
-        Args:
-            num_ranks: of the replica.
-            folder: of the run; the children write their logs below it.
-            log_form: as in `run.log_format`.
-            serve: called in each child with its rank; its end is the child's.
-
-        Raises:
-            ConfigError: a log cannot be written.
+        `serve`: called in each child with its rank; its end is the child's.
         """
-        for rank in range(1, num_ranks):
-            path = folder / "logs" / f"{self._name}.rank-{rank}.log"
-            descriptor = _open_log(path)
-            ours, theirs = Pipe()
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                for connection in (ours, *(child.connection for child in self._children)):
-                    connection.close()
-                work = partial(serve, rank, RankLink(theirs))
-                _run_child(f"{self._name}.rank-{rank}", parent, descriptor, log_form, work)
-            theirs.close()
-            os.close(descriptor)
-            self._children.append(_Child(rank, pid, ours, path))
-        for child in self._children:
-            threading.Thread(target=self._listen, args=(child,), name=f"rank-{child.rank}", daemon=True).start()
+        self._replies = [{} for _ in range(1, num_ranks)]
+        self._children.start(
+            range(1, num_ranks), folder, log_form, lambda rank, connection: serve(rank, RankLink(connection))
+        )
+
+    def add_nodes(self, nodes: Nodes) -> None:
+        """Have further ranks, on other hosts, whose agents have joined."""
+        self._replies += [{} for _ in range(nodes.num_ranks)]
+        self._nodes = nodes
+        nodes.serve(self._received, self._lost)
+
+    def dismiss(self, problem: str) -> None:
+        """End the agents of other nodes with `problem`, which a restart does not mend."""
+        if self._nodes is not None:
+            self._closing = True
+            self._nodes.close(problem)
 
     def together(
         self, command: msgspec.Struct, own: Callable[[], T], *, agree: bool = False, timeout_s: float | None = None
@@ -181,7 +157,7 @@ class Ranks:
                 raise self._disagreement(0, error) from error
             raise
         except Exception as error:  # torch raises anything when a collective operation fails
-            if not self._children:
+            if not self._replies:
                 raise
             time.sleep(LOSS_S)  # where a rank has ended, `_lost` ends this process meanwhile, and names it
             log.exception("an operation of the ranks failed")
@@ -209,20 +185,20 @@ class Ranks:
 
     def _send(self, command: msgspec.Struct) -> tuple[int, list[Future[bytes]]]:
         """Send a command to the other ranks. Returns its number, and the future answers, by rank."""
-        if not self._children:
+        if not self._replies:
             return 0, []
         encoded = msgspec.msgpack.encode(command)
-        with self._sending:  # all children get all requests in the same order
+        with self._sending:  # all ranks get all requests in the same order
             self._number += 1
             number = self._number
+            futures = [Future[bytes]() for _ in self._replies]
+            with self._lock:
+                for replies, future in zip(self._replies, futures, strict=True):
+                    replies[number] = future
             frame = msgspec.msgpack.encode(_Request(number=number, command=msgspec.Raw(encoded)))
-            futures = []
-            for child in self._children:
-                futures.append(Future[bytes]())
-                with self._lock:
-                    child.replies[number] = futures[-1]
-                with suppress(OSError):  # it has ended, which ends this process
-                    child.connection.send_bytes(frame)
+            if self._nodes is not None:
+                self._nodes.send(frame)
+            self._children.send(frame)
         return number, futures
 
     def _breakage(self, reason: str) -> RestartError:
@@ -231,33 +207,35 @@ class Ranks:
 
     def _disagreement(self, rank: int, error: StarlingError) -> RanksDisagreeError:
         self.is_broken = True
-        return RanksDisagreeError(f"rank {rank} of {self._name} failed alone: {error}")
+        self._disagree = RanksDisagreeError(f"rank {rank} of {self._name} failed alone: {error}")
+        return self._disagree
 
-    def close(self, leave: Callable[[], None]) -> None:
-        """End the children; those that have not ended by themselves are killed.
+    def close(self, leave: Callable[[], None], *, is_over: bool = True) -> None:
+        """End the other ranks; those that have not ended by themselves are killed.
 
-        `leave`: disconnects this rank from the others, which do the same.
+        Args:
+            leave: disconnects this rank from the others, which do the same.
+            is_over: this process is not started again, so other nodes end, too.
         """
         self._closing = True
+        self._children.expect_end()
         deadline = time.monotonic()
-        if self._children and not self.is_broken:
-            for child in self._children:
-                with suppress(OSError):
-                    child.connection.send_bytes(_END)
+        if self._replies and not self.is_broken:
+            with self._sending:
+                self._children.send(END)
+                if self._nodes is not None:
+                    self._nodes.end(is_over=is_over)
             leave()
             deadline = time.monotonic() + END_S
-        while any(self._poll(child) is None for child in self._children) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for child in self._children:
-            if self._poll(child) is None:
-                os.kill(child.pid, signal.SIGKILL)
-                while self._poll(child) is None:
-                    time.sleep(0.01)
-            with self._lock:
-                left = list(child.replies.values())
-                child.replies.clear()
-            for future in left:
-                future.set_exception(WeightsError(f"{self._name} has ended."))
+        self._children.end(deadline)
+        if self._nodes is not None:
+            self._nodes.close(str(self._disagree or ""))
+        with self._lock:
+            left = [future for replies in self._replies for future in replies.values()]
+            for replies in self._replies:
+                replies.clear()
+        for future in left:
+            future.set_exception(WeightsError(f"{self._name} has ended."))
 
     def _all_fail(self, futures: list[Future[bytes]]) -> bool:
         deadline = time.monotonic() + AGREE_S
@@ -266,86 +244,38 @@ class Ranks:
         except FutureTimeoutError:
             return False
 
-    def _listen(self, child: _Child) -> None:
-        while True:
-            try:
-                reply = msgspec.msgpack.decode(child.connection.recv_bytes(), type=Reply)
-            except (EOFError, OSError):
-                break
-            with self._lock:
-                future = child.replies.pop(reply.request, None)
-            if future is None:  # `close` has failed it
-                continue
-            if not reply.problem:
-                future.set_result(reply.data)
-                continue
-            future.set_exception(_ERRORS.get(reply.error, StarlingError)(reply.problem))
-            threading.Thread(target=self._end_if_alone, args=(child, reply), daemon=True).start()
-        self._lost()
+    def _received(self, rank: int, frame: bytes) -> None:
+        """Take an answer of a rank, in the thread that has received it."""
+        reply = msgspec.msgpack.decode(frame, type=Reply)
+        with self._lock:
+            future = self._replies[rank - 1].pop(reply.request, None)
+        if future is None:  # `close` has failed it
+            return
+        if not reply.problem:
+            future.set_result(reply.data)
+            return
+        future.set_exception(_ERRORS.get(reply.error, StarlingError)(reply.problem))
+        threading.Thread(target=self._end_if_alone, args=(rank, reply), daemon=True).start()
 
-    def _end_if_alone(self, child: _Child, reply: Reply) -> None:
-        """End this process if it still executes what `child` has failed at: it would wait for it in vain."""
+    def _end_if_alone(self, rank: int, reply: Reply) -> None:
+        """End this process if it still executes what `rank` has failed at: it would wait for it in vain."""
         deadline = time.monotonic() + AGREE_S
         while reply.request in self._running:
             if time.monotonic() > deadline:
-                self._end(f"rank {child.rank}: {reply.problem}", EXIT_USAGE if reply.error else EXIT_FAILED)
+                self._end(f"rank {rank}: {reply.problem}", EXIT_USAGE if reply.error else EXIT_FAILED)
             time.sleep(0.05)
 
-    def _lost(self) -> None:
-        """A child has ended: end this process, which the supervisor restarts, and all children with it."""
-        ended: list[_Child] = []
-        while not ended:
-            time.sleep(0.2)  # it closes its pipe before it ends, and others end because of it
-            if self._closing:
-                return
-            ended = [child for child in self._children if self._poll(child) is not None]
-        killed = [child for child in ended if (child.status or 0) < 0]
-        first = (killed or ended)[0]
-        status = first.status or 0
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
-        sentence = f"rank {first.rank} {how}, and the replica starts again from its newest state; see {first.log}"
-        self._end(sentence, EXIT_RESTART)
+    def _lost(self, loss: Loss) -> None:
+        """A rank has ended: end this process, which is started again, and all children with it."""
+        if self._nodes is not None and not loss.was_killed:
+            time.sleep(NEWS_S)  # it may have ended because another one was killed, which ends this process meanwhile
+        if self._closing:
+            return
+        log = f"; see {loss.log}" if loss.log else ""
+        self._end(f"{loss.what}, and the replica starts again from its newest state{log}", EXIT_RESTART)
 
     def _end(self, sentence: str, code: int) -> None:
         print(f"starling {self._name}: {sentence}", file=sys.stderr)
+        if self._nodes is not None and code != EXIT_RESTART:
+            self._nodes.close(sentence)
         end_process(code)
-
-    def _poll(self, child: _Child) -> int | None:
-        """Return the exit code of a child; None while it runs."""
-        with self._lock:
-            if child.status is None:
-                pid, status = os.waitpid(child.pid, os.WNOHANG)
-                if pid:
-                    child.status = os.waitstatus_to_exitcode(status)
-            return child.status
-
-
-def _open_log(path: Path) -> int:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError as error:
-        raise ConfigError(f"the log {path} of a rank cannot be written ({error.strerror}); check --dir") from error
-
-
-def _run_child(title: str, parent: int, output: int, log_form: Any, serve: Callable[[], None]) -> None:
-    """Be a rank, in a forked process, and exit."""
-    code = EXIT_FAILED
-    try:
-        die_with_parent()
-        if os.getppid() != parent:  # it has ended already
-            os._exit(EXIT_FAILED)
-        for number in _IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        setproctitle.setproctitle(f"starling: {title}")
-        service_log.configure(title, log_form)
-        serve()
-        code = 0
-    except Exception:  # noqa: BLE001 - the edge of the process: the traceback is the report
-        structlog.get_logger(__name__).exception("failed")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

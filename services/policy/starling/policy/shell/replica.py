@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any, Final
 
 import msgspec
 
-from starling.common.errors import WeightsError
+from starling.common.errors import ConfigError, StarlingError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.common.kinds import KINDS
 from starling.common.offers import OFFER_TIMEOUT_S
 from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
+from starling.policy.shell.facts import facts_of, mark, share_of
 from starling.policy.shell.loading import PolicyProcess
+from starling.policy.shell.nodes import Nodes
 from starling.policy.shell.rank import (
     AddRoots,
     LayoutParts,
@@ -39,13 +42,14 @@ from starling.policy.shell.rank import (
     WriteExport,
     WriteState,
     serve_rank,
+    shared_files,
 )
 from starling.policy.shell.ranks import RankLink, Ranks
 from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import SavedState, StateSnapshot
 from starling.policy.train.checkpoint.storage import Storage
-from starling.policy.train.parallel.group import SharedFiles
+from starling.policy.train.parallel.group import RankHost, serve_store
 from starling.weightsync.offers.offer import Offer as WeightsOffer
 from starling.weightsync.offers.offer import RankOffer, Transport, make_offer, root_of_parts
 from starling.weightsync.plan.layout import decode, decode_layout, encode, join_ranks
@@ -72,21 +76,55 @@ class PolicyReplica:
         Raises:
             ConfigError: the model cannot be loaded, or the ranks do not fit it.
         """
-        parallel = settings.policy.parallel
-        self._ranks, files = Ranks(arguments.name, parallel.timeout_s), None
+        parallel, files, host, on_host = settings.policy.parallel, None, None, 1
+        self._ranks = Ranks(arguments.name, parallel.timeout_s)
         if parallel.num_ranks > 1 and KINDS[settings.run.kind].trains:
-            # Anonymous files, which forks inherit: no file has to be removed, and no other process can open them.
-            files = SharedFiles(*(Path(f"/proc/self/fd/{os.memfd_create(name)}") for name in SharedFiles._fields))
+            files = shared_files()
 
             def serve(rank: int, link: RankLink) -> None:
-                serve_rank(partial(PolicyRank, settings, arguments, path, transport, rank=rank, files=files), link)
+                serve_rank(settings, arguments, path, transport, files, rank, 0, link)
 
-            self._ranks.start(parallel.num_ranks, arguments.folder, settings.run.log_format, serve)
-        load = partial(PolicyRank, settings, arguments, path, transport, files=files)
-        self.rank, layouts = self._ranks.together(Load(), load, timeout_s=LOAD_S)
-        """Rank 0."""
+            on_host = parallel.num_ranks if arguments.nodes is None else share_of(arguments.nodes, parallel.num_ranks)
+            self._ranks.start(on_host, arguments.folder, settings.run.log_format, serve)
+        self._num_nodes = 1
+        if arguments.nodes is not None:
+            self._gather(settings, arguments, path, transport)
+            self._store, address = serve_store(arguments.nodes.host)  # as long as there are ranks
+            host = RankHost(0, 0, on_host, address)
+        load = partial(PolicyRank, settings, arguments, path, transport, files=files, host=host)
+        command = Load(store="" if host is None else host.store)
+        with self.ending_nodes():
+            self.rank, layouts = self._ranks.together(command, load, timeout_s=LOAD_S)
+            """Rank 0."""
         self._layouts = [decode_layout(one) for one in layouts]
         self._name, self._patience_s = arguments.name, settings.policy.saving.patience_s
+
+    def _gather(
+        self, settings: PolicyProcess, arguments: ServiceArguments, path: Path, transport: tuple[Transport, bool]
+    ) -> None:
+        """Wait for the other nodes; arguments as of `__init__`. Raises ConfigError, or UnreachableError."""
+        assert arguments.nodes is not None
+        marker = secrets.token_hex(16)
+        facts = facts_of(settings, arguments, path, transport, marker)
+        mark(arguments.folder, arguments.name, marker)
+        key = arguments.key_file(settings.network.curve)
+        nodes = Nodes(arguments.name, arguments.nodes, settings.network, key, facts)
+        try:
+            nodes.gather(settings.policy.parallel)
+        except StarlingError as error:
+            nodes.close(str(error) if isinstance(error, ConfigError) else "")
+            raise
+        self._num_nodes = arguments.nodes.num_nodes
+        self._ranks.add_nodes(nodes)
+
+    @contextmanager
+    def ending_nodes(self) -> Iterator[None]:
+        """End the agents of other nodes if a wrong setting is found in this block: a restart would find it, too."""
+        try:
+            yield
+        except ConfigError as error:
+            self._ranks.dismiss(str(error))
+            raise
 
     @property
     def is_broken(self) -> bool:
@@ -158,9 +196,11 @@ class PolicyReplica:
         """Write an export of all ranks, in the thread that writes."""
         files = self.rank.export_files(shard_mb, merged=merged)
         files.create(folder)
-        own = partial(files.write, folder, parts)
-        command = WriteExport(folder=str(folder), shard_mb=shard_mb, merged=merged)
-        self._ranks.together(command, own, timeout_s=self._patience_s)
+        # One host after the other: pages of a file that two hosts have mapped, as over NFS, would overwrite each other.
+        for node in range(self._num_nodes):
+            command = WriteExport(folder=str(folder), shard_mb=shard_mb, merged=merged, node=node)
+            own = partial(files.write, folder, parts) if node == 0 else lambda: None
+            self._ranks.together(command, own, timeout_s=self._patience_s)
 
     def sleep(self) -> int:
         """Leave the devices to others. Returns the bytes freed on that of rank 0."""
@@ -170,10 +210,10 @@ class PolicyReplica:
         """Return to the devices."""
         self._ranks.together(Wake(), self.rank.learner.wake)
 
-    def close(self) -> None:
-        """End all ranks."""
+    def close(self, *, is_over: bool) -> None:
+        """End all ranks. `is_over`: this process is not started again, so other nodes end, too."""
         self.rank.publisher.close()
-        self._ranks.close(self.rank.leave)
+        self._ranks.close(self.rank.leave, is_over=is_over)
 
 
 @dataclass(frozen=True)

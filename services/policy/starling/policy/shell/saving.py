@@ -66,10 +66,13 @@ class PolicySaver:
         folder: Path,
         *,
         merged: bool = False,
+        shared: Path | None = None,
     ) -> None:
         """Prepare to save the versions of `learner` for `run`, whose folder is `folder`.
 
-        `merged`: export a model with adapters merged, instead of the adapters.
+        Args:
+            merged: export a model with adapters merged, instead of the adapters.
+            shared: a folder that all hosts of the policy see, for exports to other storage; None for one host.
 
         Raises:
             ConfigError: the configured storage is not writable.
@@ -80,7 +83,7 @@ class PolicySaver:
             home = Storage(settings.folder, settings.storage_options).below(*run.split("/"))
             home.check()
         self._states = StateStore(home.below(STATES), max_keep=settings.max_keep, best=settings.best)
-        self._exports, self._merged = home.below(CHECKPOINTS), merged
+        self._exports, self._merged, self._shared = home.below(CHECKPOINTS), merged, shared
         self._requested = threading.Event()
         self._saved = -1
         """Newest version with a state, complete or being written."""
@@ -207,6 +210,7 @@ class PolicySaver:
                 f"{CHECKPOINT}{version}",
                 weights=self._learner.exported(merged=self._merged),
                 shard_mb=self._settings.shard_mb,
+                temporary=self._shared,
             )
 
         self._writer.begin(f"the checkpoint of version {version}", copy, done)

@@ -82,10 +82,11 @@ def export_hf(
     *,
     weights: ExportedWeights,
     shard_mb: int = SHARD_MB,
+    temporary: Path | None = None,
 ) -> str:
     """Write the folder `name` of `storage` like `save_hf`. Returns its URL.
 
-    Unless the storage is a local disk, the files are written to a temporary folder first and then copied;
+    Unless the storage is a local disk, the files are written to a new folder, below `temporary`, and then copied;
     ``config.json`` is copied last, and removed first from a folder that is replaced. So a folder with that file is
     complete.
 
@@ -96,9 +97,9 @@ def export_hf(
         if storage.is_local:
             save_hf(model, tokenizer, Path(storage.path(name)), weights=weights, shard_mb=shard_mb)
         else:
-            with tempfile.TemporaryDirectory(prefix="starling-export-") as temporary:
-                _write(model, tokenizer, Path(temporary), weights, shard_mb)
-                storage.send(Path(temporary), name, last=_LAST)
+            with tempfile.TemporaryDirectory(prefix="starling-export-", dir=temporary) as folder:
+                _write(model, tokenizer, Path(folder), weights, shard_mb)
+                storage.send(Path(folder), name, last=_LAST)
     return storage.url(name)
 
 

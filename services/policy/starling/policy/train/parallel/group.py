@@ -1,35 +1,79 @@
-"""Process group of a replica's ranks, which are processes of one host: NCCL between GPUs, gloo between CPUs."""
+"""Process group of a replica's ranks, which are processes of one host or of several: NCCL between GPUs, else gloo."""
 
 from __future__ import annotations
 
+import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from starling.common.errors import ConfigError
-from starling.common.settings import set_variable
+from starling.common.settings import environment_variable, set_variable
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.model.load import find_device
 from starling.policy.train.parallel.mesh import AXES, Mesh, check_sizes
+from starling.weightsync.transports.devices import interface_to
 
 _LOOPBACK: Final = "lo"
 
 
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interfaces of the two libraries."""
+
+
 class SharedFiles(NamedTuple):
-    """Files that all ranks of a replica can open; empty at first."""
+    """Files that all ranks of a host can open; empty at first."""
 
     store: Path
-    """By which they find each other."""
+    """By which they find each other, if they are on one host."""
     turns: Path
     """To be locked, see `Mesh.turn`."""
 
 
-def join_ranks(settings: ParallelSettings, rank: int, device: str, files: SharedFiles) -> Mesh:
+@dataclass(frozen=True)
+class RankHost:
+    """The host of a rank, of a replica that has several."""
+
+    node: int
+    first_rank: int
+    num_ranks: int
+    store: str
+    """``host:port`` of the store by which all ranks find each other, see `serve_store`."""
+
+
+def serve_store(host: str) -> tuple[TCPStore, str]:
+    """Serve a store by which the ranks of several hosts find each other, at an address of this host only.
+
+    Args:
+        host: name or address of this host, as others know it.
+
+    Returns:
+        The store, which serves as long as it exists, and its ``host:port``.
+
+    Raises:
+        ConfigError: this host does not have that address.
+    """
+    listener = socket.socket()
+    try:
+        listener.bind((host, 0))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {host} ({error.strerror}); give --rdzv an address of this host") from error
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, f"{host}:{port}"
+
+
+def join_ranks(
+    settings: ParallelSettings, rank: int, device: str, files: SharedFiles, host: RankHost | None = None
+) -> Mesh:
     """Connect this process with the other ranks of its replica, and return their mesh.
 
     Every rank calls it, before it has used any device. Ranks wait for each other for at most `settings.timeout_s`, in
@@ -38,27 +82,36 @@ def join_ranks(settings: ParallelSettings, rank: int, device: str, files: Shared
     Args:
         settings: sizes of the axes.
         rank: of this process.
-        device: of the model, as in `model.device`; with `cuda`, rank n takes the n-th visible GPU.
-        files: of the replica.
+        device: of the model, as in `model.device`; with `cuda`, the n-th rank of a host takes the n-th visible GPU.
+        files: of this host.
+        host: this one, of several; None for the only one.
 
     Raises:
         ConfigError: there are too few GPUs, or `device` names a single one.
     """
     num_ranks = settings.num_ranks
     kind = find_device(device).type
+    first_rank = 0 if host is None else host.first_rank
     if kind != "cpu":
-        _take_gpu(settings, rank, device)
-    # Otherwise gloo listens at the address that the host's name has, for everybody.
-    set_variable("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        _take_gpu(settings, rank - first_rank, device, None if host is None else host.num_ranks)
     timeout = timedelta(seconds=settings.timeout_s)
+    store: FileStore | TCPStore
+    if host is None:
+        # Otherwise gloo listens at the address that the host's name has, for everybody.
+        set_variable("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        store = FileStore(str(files.store), num_ranks)
+    else:
+        name, _, port = host.store.rpartition(":")
+        _choose_interfaces(name)
+        store = TCPStore(name, int(port), is_master=False, timeout=timeout)
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-        store=FileStore(str(files.store), num_ranks),
+        store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
     )
-    mesh = Mesh(settings, kind, files.turns)
+    mesh = Mesh(settings, kind, files.turns, first_rank)
     # A mesh makes its groups with a default of half an hour.
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timeout, group)
@@ -79,13 +132,24 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-def _take_gpu(settings: ParallelSettings, rank: int, device: str) -> None:
+def _choose_interfaces(host: str) -> None:
+    """Let gloo and NCCL use the interface that reaches `host`, unless the environment names one."""
+    interface = interface_to(host)
+    for variable in _INTERFACES if interface is not None else ():
+        if not environment_variable(variable):
+            set_variable(variable, str(interface))
+
+
+def _take_gpu(settings: ParallelSettings, place: int, device: str, share: int | None) -> None:
+    """Take a GPU of this host for its rank number `place`. `share`: ranks of this host, of several."""
     if ":" in device:
         raise ConfigError(
             f"model.device = {device!r} is one device, and policy.parallel asks for {settings.num_ranks} ranks: set it "
             'to "cuda", and CUDA_VISIBLE_DEVICES to their GPUs'
         )
     num_gpus = torch.cuda.device_count()
-    if num_gpus < settings.num_ranks:
+    if share is None and num_gpus < settings.num_ranks:
         check_sizes({axis: int(getattr(settings, axis)) for axis in AXES}, num_gpus)
-    torch.cuda.set_device(rank)
+    if share is not None and num_gpus < share:
+        raise ConfigError(f"{share} ranks are on this node, which has {num_gpus} GPUs; give --ranks-per-node")
+    torch.cuda.set_device(place)

@@ -53,18 +53,21 @@ EXPERT_AXES: Final = ("pp", "dp_replicate", "efsdp", "ep")
 class Mesh:
     """The ranks of a replica, which the default process group connects."""
 
-    def __init__(self, settings: ParallelSettings, device_type: str = "cpu", turns: Path | None = None) -> None:
+    def __init__(
+        self, settings: ParallelSettings, device_type: str = "cpu", turns: Path | None = None, first_rank: int = 0
+    ) -> None:
         """Make the process groups of all axes. Every rank calls it; the default process group exists.
 
         Args:
             settings: sizes of the axes.
             device_type: of the model.
-            turns: a file that all ranks can lock, see `turn`.
+            turns: a file that all ranks of this host can lock, see `turn`.
+            first_rank: of this host.
 
         Raises:
             ConfigError: the product of the sizes is not the number of ranks.
         """
-        self.settings, self._turns = settings, turns
+        self.settings, self._turns, self._first_rank = settings, turns, first_rank
         self._sizes: dict[str, int] = {axis: int(getattr(settings, axis)) for axis in AXES}
         check_sizes(self._sizes, dist.get_world_size())
         self.devices = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=AXES)
@@ -104,7 +107,7 @@ class Mesh:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Let ranks do one after the other what takes much memory; it must not contain a collective operation."""
+        """Let ranks of a host do one after the other what takes much memory; without any collective operation."""
         if self._turns is None:
             yield
             return
@@ -114,7 +117,7 @@ class Mesh:
 
     def device(self, name: str) -> str:
         """Return the device of this rank, where `name` is that of all: `model.device`."""
-        return name if self.devices.device_type == "cpu" else f"cuda:{dist.get_rank()}"
+        return name if self.devices.device_type == "cpu" else f"cuda:{dist.get_rank() - self._first_rank}"
 
     @property
     def sharding(self) -> DeviceMesh:
