@@ -107,7 +107,7 @@ def draw(found: dict[str, list[Proposal]], path: Path) -> None:
     for name, proposals in found.items():
         speeds = [one.tokens_per_s / proposals[0].tokens_per_s for one in proposals]
         axes.plot([one.parallel.num_ranks for one in proposals], speeds, marker="o", label=name)
-    axes.set(xscale="log", xlabel="GPUs", ylabel="speed of a GPU", ylim=(0, 1.1), xticks=NUMS_OF_GPUS)
+    axes.set(xscale="log", xlabel="GPUs", ylabel="speed of a GPU", ylim=(0, 1.2), xticks=NUMS_OF_GPUS)
     axes.set_xticklabels(NUMS_OF_GPUS)
     axes.minorticks_off()
     axes.legend()

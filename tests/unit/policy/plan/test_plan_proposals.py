@@ -8,6 +8,7 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from starling.common.errors import ConfigError
 from starling.policy.plan.proposals import AXES, USABLE, Hardware, StepSize, proposal_of, propose, written
@@ -21,6 +22,7 @@ STEP = StepSize(1 << 20, 1 << 14, 1 << 14)
 SIZES = {name: model_sizes(PRESETS[name]) for name in ("qwen3-0.6b", "qwen3-8b", "qwen2.5-7b", "qwen3-30b-a3b")}
 
 
+@examples(40)
 @given(
     name=st.sampled_from(sorted(SIZES)),
     num_gpus=st.sampled_from([1, 2, 3, 6, 8, 12, 64, 96, 1024]),

@@ -77,7 +77,6 @@ def num_received(settings: ParallelSettings, rank: int) -> int:
     return sum(0 <= stage + step < settings.num_stages for stage in stages_of_rank(settings, rank) for step in (-1, 1))
 
 
-@lru_cache(maxsize=4096)
 def sizes_of_rank(sizes: ModelSizes, settings: ParallelSettings, rank: int) -> ModelSizes:
     """Return the sizes of what a place along pp has of a model: its blocks, and the ends of the first and last stage.
 
@@ -85,11 +84,15 @@ def sizes_of_rank(sizes: ModelSizes, settings: ParallelSettings, rank: int) -> M
     """
     if settings.pp == 1:
         return sizes
+    return _sizes_of_stages(sizes, tuple(stages_of_rank(settings, rank)), settings.num_stages)
+
+
+@lru_cache(maxsize=1024)
+def _sizes_of_stages(sizes: ModelSizes, own: tuple[int, ...], num_stages: int) -> ModelSizes:
     blocks = [block for block, count in sizes.blocks for _ in range(count)]
     vocabulary = float(sizes.vocabulary * sizes.hidden)
-    ranges = balance_blocks([elements(block) for block in blocks], vocabulary, vocabulary, settings.num_stages)
-    own = stages_of_rank(settings, rank)
-    ends = (sizes.first if 0 in own else ()) + (sizes.last if settings.num_stages - 1 in own else ())
+    ranges = balance_blocks([elements(block) for block in blocks], vocabulary, vocabulary, num_stages)
+    ends = (sizes.first if 0 in own else ()) + (sizes.last if num_stages - 1 in own else ())
     kinds = Counter(blocks[number] for stage in own for number in ranges[stage])
     return replace(sizes, blocks=tuple(kinds.items()), first=ends, last=())
 
