@@ -78,6 +78,9 @@ class PolicySettings(SettingsSection):
     data-sheet value for bfloat16."""
     router_aux_coefficient: float = Field(default=0.0, ge=0.0, le=MAX_COEFFICIENT)
     """Weight of the load-balancing loss of a mixture of experts' routers, in every kind of step; 0 for none."""
+    router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Change in each step, towards an even load, of the bias by which routers such as DeepSeek-V3's choose experts; 0
+    for none."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """Optimizer of reinforcement learning."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -124,11 +127,12 @@ class PolicySettings(SettingsSection):
 
     @model_validator(mode="after")
     def _routers_are_recorded(self) -> Self:
-        if self.router_aux_coefficient and self.memory.compile:
-            raise ValueError(
-                f"router_aux_coefficient = {self.router_aux_coefficient:g} reads the routers inside each block, which "
-                "memory.compile = true replaces by compiled code: set one of them to its default"
-            )
+        for name in ("router_aux_coefficient", "router_bias_rate"):
+            if getattr(self, name) and self.memory.compile:
+                raise ValueError(
+                    f"{name} = {getattr(self, name):g} reads the routers inside each block, which memory.compile = "
+                    "true replaces by compiled code: set one of them to its default"
+                )
         return self
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starling.policy.train.loss.balance import check_biases
 from starling.policy.train.loss.router import find_routers
 from starling.policy.train.optim.optimizer import check_optimizers
 from starling.policy.train.precision.layers import check_precision
@@ -22,11 +23,13 @@ def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: Trainer
     """Check the settings of a run that ends with steps of `trainer`, before its first one. Changes nothing.
 
     Raises:
-        ConfigError: `model` has no routers for the loss that `settings` ask for, no parameters for a pattern of an
-            optimizer, sizes that the ranks cannot divide, or no layer that computes in low precision.
+        ConfigError: `model` has no routers for the loss or bias that `settings` ask for, no parameters for a pattern
+            of an optimizer, sizes that the ranks cannot divide, or no layer that computes in low precision.
     """
     if settings.router_aux_coefficient:
         find_routers(model)
+    if settings.router_bias_rate:
+        check_biases(model)
     if settings.parallel.tp > 1:
         from starling.policy.train.parallel.tensor import check_tensors  # torch's distributed tensors
 

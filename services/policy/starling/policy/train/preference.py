@@ -81,7 +81,7 @@ class PreferenceTrainer(Trainer, ABC):
         common = self._step_metrics(
             result, optimizer, packed.batch, num_tokens=packed.num_tokens, num_sequences=2 * packed.num_pairs
         )
-        return metrics.read() | self._router_loss.load() | {"loss": loss} | common
+        return metrics.read() | self._router_loss.end_step(skipped=result.skipped) | {"loss": loss} | common
 
     @abstractmethod
     def _optimizer_settings(self, settings: PolicySettings) -> OptimizerSettings:

@@ -190,7 +190,7 @@ class RlTrainer(Trainer):
             **group_metrics(step_groups),
             **rollout_metrics(minibatches, step),
             **_update_metrics(context.metrics, results, minibatches),
-            **self._router_loss.load(),
+            **self._router_loss.end_step(skipped=any(one.skipped for one in results)),
             **_settings_in_force(settings, objective),
             "model_flops": algorithm.num_passes * flops,
         }

@@ -103,6 +103,6 @@ class SftTrainer(Trainer):
         return {
             "loss": loss_sum,
             **metrics.read(),
-            **self._router_loss.load(),
+            **self._router_loss.end_step(skipped=result.skipped),
             **self._step_metrics(result, optimizer, batch, num_tokens=num_tokens, num_sequences=len(examples)),
         }

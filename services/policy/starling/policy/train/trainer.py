@@ -80,7 +80,11 @@ class Trainer:
         """
         turn_off_router_logits(model.config)
         self._router_loss = RouterLoss(
-            model, settings.router_aux_coefficient, parallel, counts=not settings.memory.compile
+            model,
+            settings.router_aux_coefficient,
+            parallel,
+            counts=not settings.memory.compile,
+            bias_rate=settings.router_bias_rate,
         )
         self._model, self._settings = model.eval(), settings
         self._clock = clock or NullClock()

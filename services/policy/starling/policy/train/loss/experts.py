@@ -79,8 +79,11 @@ class ExpertLoad:
             ones = is_filled[:, None].expand_as(experts).flatten().to(torch.int64)
             self._counts[self._layers.index(name)].index_add_(0, experts.flatten(), ones)
 
-    def read(self) -> dict[str, float]:
-        """Return the metrics of what was counted since the last call; on a mesh, every rank calls it."""
+    def read(self) -> dict[str, Tensor]:
+        """Return the tokens of each expert [E] of each layer since the last call; on a mesh, every rank calls it.
+
+        Nothing without a pass.
+        """
         counts, self._counts = self._counts, None
         if not self._layers:
             return {}
@@ -88,7 +91,7 @@ class ExpertLoad:
             if counts is None:  # no pass of this rank had a microbatch
                 counts = self._zeros()
             counts = self._ranks.sum_loads(counts)
-        return {} if counts is None else load_metrics(counts)
+        return {} if counts is None else dict(zip(self._layers, counts, strict=True))
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._layers), self._size, dtype=torch.int64, device=self._device)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import Index, MicrobatchInputs
-from starling.policy.train.loss.experts import ExpertLoad, TokenRanks
+from starling.policy.train.loss.balance import ExpertBias
+from starling.policy.train.loss.experts import ExpertLoad, TokenRanks, load_metrics
 from starling.policy.train.metrics.tokens import TokenMetrics
 
 METRIC: Final = "router_aux_loss"
@@ -39,6 +40,7 @@ class RouterLoss:
         ranks: TokenRanks | None = None,
         *,
         counts: bool = True,
+        bias_rate: float = 0.0,
     ) -> None:
         """Find the routers.
 
@@ -47,6 +49,7 @@ class RouterLoss:
             coefficient: of the loss.
             ranks: where `model` is on a mesh.
             counts: whether to count the load, for which hooks run inside the blocks.
+            bias_rate: change of an expert's bias in each step, see `ExpertBias`; 0 for none.
 
         Raises:
             ConfigError: there is a coefficient, and transformers defines no such loss for `model`.
@@ -59,6 +62,7 @@ class RouterLoss:
         self._num_chosen = _num_chosen(model) if coefficient else 0
         self._logits: list[Tensor] = []
         self._ranks, self._load = ranks, ExpertLoad(model, ranks) if counts else None
+        self._bias = ExpertBias(model, bias_rate) if bias_rate else None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -75,9 +79,14 @@ class RouterLoss:
             for handle in handles:
                 handle.remove()
 
-    def load(self) -> dict[str, float]:
-        """Return the load of the experts since the last call, see `ExpertLoad.read`."""
-        return {} if self._load is None else self._load.read()
+    def end_step(self, *, skipped: bool) -> dict[str, float]:
+        """Balance the experts by their load in the step, unless it was `skipped`. Returns `load_metrics` of it."""
+        counts = {} if self._load is None else self._load.read()
+        if not counts:
+            return {}
+        if self._bias is not None and not skipped:
+            self._bias.update(counts)
+        return load_metrics(torch.stack(list(counts.values())))
 
     def add_to(self, loss: Tensor, inputs: MicrobatchInputs, num_sequences: int, metrics: TokenMetrics) -> Tensor:
         """Return `loss` plus the routers' part of it, from the forward pass that was recorded last.
