@@ -86,7 +86,7 @@ def test_policy_resumes_bitwise_after_kill(hub: FakeHub, model: Path, tmp_path: 
     flags = ("--model.path", str(model), *FLAGS)
     with replica(hub, "policy-0", tmp_path / "crashed", *flags) as policy:
         hello, _ = hub.hello("policy-0")
-        assert (hello.version, hello.serves, hello.shares_steps) == (0, True, False)
+        assert (hello.version, hello.serves, hello.peer) == (0, True, "")
         first = [train(hub, step) for step in (1, 2, 3)]
         save(hub, 3)
         first += [train(hub, 4)]
@@ -152,13 +152,13 @@ def test_policy_answers_to_commands(hub: FakeHub, model: Path, tmp_path: Path) -
         heartbeat = hub.heartbeat("policy-0", lambda status: status.version == 1 and not status.waits)
         assert heartbeat.offered == 0
 
-        shared, _ = step_of(hub.lease("train"), 2, num_replicas=2, replica=1, num_groups=8)
-        assert "shared by 2 policies, and this policy trains only whole steps" in failure_reason(hub, shared)
+        shared, _ = step_of(hub.lease("train"), 2, peers=("a:1", "b:1"), replica=1)
+        assert "of 2 policies together, and this one trains alone" in failure_reason(hub, shared)
         unknown, _ = step_of(hub.lease("train"), 2, settings={"policy.optimizer.betas": 0.5})
         assert "policy.optimizer.betas = 0.5 cannot be changed from one step to the next" in failure_reason(
             hub, unknown
         )
-        adopt = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-1", with_state=True)
+        adopt = wire.AdoptWeights(lease=hub.lease("adopt"), version=2, source="policy-1", peer="a:1")
         assert "adopts none from others" in failure_reason(hub, adopt, (b"offer", b"plan"))
         assert train(hub, 2, settings={"policy.sft.optimizer.learning_rate": 0.5})["learning_rate"] == 0.5
         policy.terminate()

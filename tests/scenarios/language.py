@@ -172,7 +172,7 @@ def joins(harness: Harness, replica: Replica, words: Words, options: Options) ->
         version=replica.version,
         has_layout=has_layout,
         serves=role == "policy" or "serves" in hello_options,
-        shares_steps="shares" in hello_options,
+        peer=f"{replica.name}:1" if "shares" in hello_options else "",
         checkpoint=hello_options.get("checkpoint", "") and f"{hello_options['checkpoint']:0>32}",
     )
     return harness.receive(replica.name, hello, *((encoded_layout(replica.name),) if has_layout else ()))

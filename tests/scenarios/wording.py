@@ -110,8 +110,8 @@ def _message_text(message: wire.Down, aliases: Aliases, sampling: wire.Sampling)
             return f"{lease} {message.prompt.id} = v{message.min_version} x{message.num_completions}{resumed}"
         case wire.TrainStep():
             return f"{lease} {_step(message)}"
-        case wire.AdoptWeights(source=source, with_state=with_state):
-            return f"{lease} from {source}{' with its state' if with_state else ''}"
+        case wire.AdoptWeights(source=source, peer=peer):
+            return f"{lease} from {source}{' with its state' if peer else ''}"
         case wire.ReleaseLeases(leases=leases):
             return f"release {' '.join(map(aliases.short, leases))}"
         case wire.Refused(reason=reason) | wire.Drain(reason=reason):
@@ -139,7 +139,7 @@ def _step(message: wire.TrainStep) -> str:
     subjects = [group.prompt_id for group in message.groups] + [prompt.id for prompt in message.examples]
     parts = [" ".join(subjects)]
     if message.num_replicas > 1:
-        parts.append(f"share {message.replica + 1} of {message.num_replicas}")
+        parts.append(f"policy {message.replica + 1} of {message.num_replicas} in {message.group}")
     if message.published >= 0:
         parts.append(f"after the snapshot of v{message.published}")
     if message.replayed:

@@ -125,13 +125,13 @@ def test_network_partition_loses_messages_in_both_directions() -> None:
     assert heard == ["another", "healed"]
 
 
-def share(policy: str, replica: int, num: int, prompts: str, done: list[str]) -> StepShare:
-    """Return a share of a step of three groups."""
-    message = TrainStep(lease=f"train:1:1.{policy}", step=1, replica=replica, num_replicas=num, num_groups=3)
+def share(
+    policy: str, replica: int, peers: str, done: list[str], *, group: str = "g", prompts: str = "xyz"
+) -> StepShare:
+    """Return the part of one of `peers` in a step of three groups."""
+    message = TrainStep(lease=f"train:1:1.{policy}", step=1, replica=replica, peers=tuple(peers), group=group)
     items = {prompt: StepItem(prompt.encode()) for prompt in prompts}
-    return StepShare(
-        policy, message, items, "start", lambda all_items: done.append(f"{policy}:{''.join(sorted(all_items))}")
-    )
+    return StepShare(policy, message, items, "start", lambda: done.append(policy))
 
 
 def test_network_loses_everything_in_transit_at_once() -> None:
@@ -149,27 +149,28 @@ def test_network_loses_everything_in_transit_at_once() -> None:
     assert arrived == [2]
 
 
-def test_collective_waits_for_all_shares_of_a_step() -> None:
+def test_collective_waits_for_all_policies_of_a_step() -> None:
     collective, done = Collective(), list[str]()
-    collective.arrive(share("a", 0, 3, "x", done))
-    collective.arrive(share("b", 1, 3, "y", done))
+    collective.arrive(share("a", 0, "abc", done))
+    collective.arrive(share("b", 1, "abc", done))
     collective.leave("b")
-    collective.arrive(share("c", 2, 3, "z", done))
+    collective.arrive(share("c", 2, "abc", done))
     assert done == [], "one policy has died"
     collective.leave("c")
-    collective.arrive(share("c", 1, 2, "z", done))
+    collective.arrive(share("c", 1, "ac", done, group="h"))
     assert done == []
-    collective.arrive(share("a", 0, 2, "xy", done))
-    assert sorted(done) == ["a:xyz", "c:xyz"]
+    collective.arrive(share("a", 0, "ac", done, group="h"))
+    assert sorted(done) == ["a", "c"]
 
 
-def test_collective_does_not_mix_attempts() -> None:
+def test_collective_does_not_mix_process_groups_nor_batches() -> None:
     collective, done = Collective(), list[str]()
-    collective.arrive(share("a", 0, 2, "x", done))
-    collective.arrive(share("b", 1, 2, "z", done))
+    collective.arrive(share("a", 0, "ab", done))
+    collective.arrive(share("b", 1, "ab", done, group="h"))
+    collective.arrive(share("b", 1, "ab", done, prompts="xy"))
     assert done == []
-    collective.arrive(share("a", 0, 2, "xy", done))
-    assert sorted(done) == ["a:xyz", "b:xyz"]
+    collective.arrive(share("b", 1, "ab", done))
+    assert sorted(done) == ["a", "b"]
 
 
 def test_length_of_has_its_mean_and_a_tail() -> None:

@@ -1,4 +1,4 @@
-"""Digest of what a step trained: that of the shares together, and that of a step which is made again."""
+"""Digest of what a step trained: that of each policy, and that of a step which is made again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def notes(script: Script, kind: str) -> list[dict[str, Any]]:
 
 
 def script_of_two_policies() -> Script:
-    """Return a run in which two policies have their shares of step 1."""
+    """Return a run in which two policies make step 1 together."""
     script = Script(num_policies=2, num_steps=1, prompts_per_step=2)
     for name in ("policy-0", "policy-1"):
-        hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, shares_steps=True)
+        hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, peer="h:1")
         script.receive(name, hello, encoded_layout(name))
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")
@@ -44,19 +44,29 @@ def test_digest_of_a_step_is_journaled_and_noted() -> None:
     assert committed[0].metrics["batch_digest"] == "00000000000000ab"
 
 
-def test_digests_of_shares_add_up() -> None:
+def test_digest_of_a_step_of_two_policies_is_that_of_each() -> None:
     script = script_of_two_policies()
-    script.receive("policy-0", trained("train:1:0", 1, 2**64 - 1))
-    assert not notes(script, "step"), "the other share is missing"
-    script.receive("policy-1", trained("train:1:1", 1, 3))
-    assert notes(script, "step")[0]["batch_digest"] == "0000000000000002"
+    script.receive("policy-0", trained("train:1:0", 1, 0xAB))
+    assert not notes(script, "step"), "the other one has not answered"
+    script.receive("policy-1", trained("train:1:1", 1, 0xAB))
+    assert notes(script, "step")[0]["batch_digest"] == "00000000000000ab"
+    assert not script.state.lifecycle.failure
 
 
-def test_step_has_no_digest_when_one_of_a_share_is_missing() -> None:
+def test_policies_that_trained_different_groups_end_the_run() -> None:
+    script = script_of_two_policies()
+    script.receive("policy-0", trained("train:1:0", 1, 7))
+    script.receive("policy-1", trained("train:1:1", 1, 8))
+    assert script.state.lifecycle.failure == (
+        "policy-0 and policy-1 trained different groups in step 1: they run different code"
+    )
+
+
+def test_step_has_the_digest_of_the_policy_that_reports_one() -> None:
     script = script_of_two_policies()
     script.receive("policy-0", trained("train:1:0", 1, 7))
     script.heartbeats("policy-1", version=1)
-    assert "batch_digest" not in notes(script, "step")[0]
+    assert notes(script, "step")[0]["batch_digest"] == "0000000000000007"
 
 
 def test_repeated_step_is_noted_with_its_digest() -> None:

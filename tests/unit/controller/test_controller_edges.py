@@ -18,7 +18,7 @@ def join(script: Script, name: str, *, host: str = "h", incarnation: int = 1, ve
     """Let `name` join, able to serve weights and to share steps."""
     role: Any = name.rpartition("-")[0]
     hello = wire.Hello(
-        role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True, shares_steps=True
+        role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True, peer="h:1"
     )
     return script.receive(name, hello, encoded_layout(name), incarnation=incarnation)
 
@@ -68,7 +68,7 @@ def test_policy_pulls_optimizer_state_only_from_a_policy() -> None:
     assert script.state.weights.offers["rollout-0"].version == 1
     join(script, "policy-1", host="near", version=0)
     [pull] = [send.message for send in script.sent if isinstance(send.message, wire.AdoptWeights)]
-    assert pull.with_state
+    assert pull.peer == "h:1"
     assert pull.source == "policy-0"
 
 
@@ -169,7 +169,72 @@ def test_stopping_run_needs_no_rollouts() -> None:
 
 
 def test_shared_step_that_keeps_failing_fails_the_run() -> None:
+    script = two_policies_in_a_step()
+    for _ in range(100):
+        if script.state.lifecycle.failure:
+            break
+        for name in ("policy-0", "policy-1"):
+            script.fails(name, f"train:1:{script.attempt_of(name, 'train:1')}", f"{name} lost the others")
+    assert script.state.lifecycle.failure == "policy-0 could not train: policy-0 lost the others"
+
+
+def test_shared_step_that_no_policy_can_train_fails_the_run_at_once() -> None:
+    script = two_policies_in_a_step()
+    script.fails("policy-1", "train:1:1", "out of memory", fatal=True)
+    assert script.state.lifecycle.failure == "policy-1 could not train: out of memory"
+
+
+def test_policy_that_neither_makes_nor_fails_a_step_with_others_is_evicted() -> None:
+    """Of those that lost it, none is: their answers come first."""
+    script = two_policies_in_a_step()
+    script.fails("policy-0", "train:1:0", "policy-1 does not answer")
+    waited = 0.0
+    while script.state.replicas.membership.num("policy") == 2:
+        script.advance_time(1.0)
+        for name in sorted(script.state.replicas.membership.members):
+            script.heartbeats(name)
+        waited += 1.0
+        assert waited <= 2 * script.plan.lease_s
+    assert waited >= script.plan.lease_s
+    assert sorted(script.state.replicas.membership.members) == ["policy-0", "reward-0", "rollout-0"]
+    [again] = [lease.send.message for lease in script.state.replicas.leases.all_of("policy-0") if lease.kind == "train"]
+    assert (again.step, again.peers, len(again.groups)) == (1, (), 2)
+
+
+def test_process_groups_last_as_long_as_steps_succeed_with_the_same_policies() -> None:
+    script = two_policies_in_a_step(num_steps=4)
+    names = [_group(script)]
+    for step in (1, 2):
+        for name in ("policy-0", "policy-1"):
+            script.trains(step, script.attempt_of(name, f"train:{step}"), name=name)
+        script.publishes(step)
+        script.adopts("rollout-0", step)
+        script.generate_and_score(2 * step, 2 * step + 1, version=step)
+        names.append(_group(script))
+    for name in ("policy-0", "policy-1"):
+        script.fails(name, f"train:3:{script.attempt_of(name, 'train:3')}", "lost")
+    names.append(_group(script))
+    assert names[0] == names[1] == names[2]
+    assert names[3] != names[0]
+
+
+def test_policy_with_other_settings_is_refused() -> None:
     script = Script()
+    hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, peer="h:1")
+    script.receive("policy-0", hello, encoded_layout("policy-0"))
+    other = msgspec.structs.replace(hello, settings_digest="f" * 32)
+    assert script.receive("policy-1", other, encoded_layout("policy-1")) == [
+        "(refused policy-1)",
+        "policy-1 <- refused: policy-1 has other settings of [policy], [model] or run.seed than policy-0, whose steps "
+        "it would share; start it with the same recipe",
+    ]
+    long = msgspec.structs.replace(hello, peer="h" * 300)
+    assert "may have 261" in script.receive("policy-1", long, encoded_layout("policy-1"))[-1]
+
+
+def two_policies_in_a_step(**changes: Any) -> Script:
+    """Return a run whose two policies make step 1."""
+    script = Script(**changes)
     join(script, "policy-0", version=0)
     join(script, "policy-1", version=0)
     script.joins("reward-0", slots=8)
@@ -177,11 +242,17 @@ def test_shared_step_that_keeps_failing_fails_the_run() -> None:
     script.publishes(0)
     script.adopts("rollout-0", 0)
     script.complete_groups("generate:t0:0", "generate:t1:0")
-    for _ in range(100):
-        if script.state.lifecycle.failure:
-            break
-        script.fails("policy-0", f"train:1:{script.attempt_of('policy-0', 'train:1')}", "out of memory")
-    assert "out of memory" in script.state.lifecycle.failure
+    return script
+
+
+def _group(script: Script) -> str:
+    [message] = {
+        lease.send.message.group
+        for name in ("policy-0", "policy-1")
+        for lease in script.state.replicas.leases.all_of(name)
+        if lease.kind == "train" and lease.send is not None and isinstance(lease.send.message, wire.TrainStep)
+    }
+    return message
 
 
 def test_nothing_new_is_evaluated_while_the_last_checkpoint_is_written() -> None:

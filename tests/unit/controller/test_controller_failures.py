@@ -374,7 +374,7 @@ HELLO = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True
             "policy-1",
             {"role": "policy"},
             "this run has its policy already, policy-0, and policy-1 cannot share steps with it; "
-            "start one policy replica",
+            "start one policy replica, or all of them with policy.parallel.elastic = true",
         ),
         (
             "controller-1",

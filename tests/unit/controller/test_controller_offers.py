@@ -31,7 +31,7 @@ def enters(script: Script, name: str, host: str, layout: bytes | None = None, *,
     role: Any = name.rpartition("-")[0]
     version = 0 if role == "policy" else -1
     hello = wire.Hello(role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True,
-                       shares_steps=role == "policy")  # fmt: skip
+                       peer="h:1" if role == "policy" else "")  # fmt: skip
     return script.receive(name, hello, layout or encoded_layout(name), incarnation=incarnation)
 
 

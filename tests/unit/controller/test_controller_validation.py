@@ -720,7 +720,7 @@ def test_group_that_a_policy_rejects_is_generated_again_and_trained() -> None:
 def test_shares_of_other_policies_are_revoked_when_one_rejects_a_group() -> None:
     script = Script(num_policies=2)
     for name in ("policy-0", "policy-1"):
-        hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, shares_steps=True)
+        hello = wire.Hello(role="policy", host="h", pid=1, version=0, has_layout=True, serves=True, peer="h:1")
         script.receive(name, hello, encoded_layout(name))
     script.joins("reward-0", slots=8)
     script.joins("rollout-0")

@@ -46,12 +46,12 @@ def test_admission_accepts_commands_that_fit(command: PolicyCommand) -> None:
         (save(2), "step 2 cannot be saved: this policy holds version 3"),
         (save(4), "step 4 cannot be saved: this policy holds version 3"),
         (
-            TrainStep(lease="train:4:0", step=4, groups=GROUPS, num_replicas=2, num_groups=2),
-            "step 4 is shared by 2 policies, and this policy trains only whole steps",
+            TrainStep(lease="train:4:0", step=4, groups=GROUPS, peers=("a:1", "b:1")),
+            "step 4 is of 2 policies together, and this one trains alone: set policy.parallel.elastic = true",
         ),
         (
-            AdoptWeights(lease="adopt:7:0", version=7, source="policy-1", with_state=True),
-            "version 7 cannot be adopted: this policy makes its versions, and adopts none from others",
+            AdoptWeights(lease="adopt:7:0", version=7, source="policy-1", peer="a:1"),
+            "version 7 cannot be adopted: this policy makes its versions alone, and adopts none from others",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load
 from starling.controller.settings import ControllerProcess
-from starling.policy.settings.policy import PolicySettings, check_adapters, check_transport
+from starling.policy.settings.policy import PolicySettings, check_adapters, check_elastic, check_transport
 from starling.reward.settings import RewardSettings
 from starling.rollout.engine.registry import check_name as check_engine
 from starling.rollout.settings import RolloutSettings, TeacherSettings
@@ -40,6 +40,11 @@ class RecipeModel(ModelSettings):
 class LaunchSettings(SettingsSection):
     """Processes that `starling run` starts on this machine."""
 
+    num_policies: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Policy replicas, which make each step together; see `policy.parallel.elastic`."""
+    gpus_per_policy: int = Field(default=0, ge=0, le=MAX_PROCESSES)
+    """GPUs of each policy, by CUDA_VISIBLE_DEVICES and in the order of the policies, before those of
+    `gpus_per_rollout`. 0: each policy sees all GPUs."""
     num_rollouts: int = Field(default=1, ge=0, le=MAX_PROCESSES)
     """Rollout replicas. 0 where other machines bring them: then set `controller.num_rollouts`."""
     gpus_per_rollout: int = Field(default=0, ge=0, le=MAX_PROCESSES)
@@ -148,6 +153,7 @@ class Recipe(ControllerProcess):
     def _check_transports(self) -> None:
         """Weights that leave the machine are encrypted where they must be, and other machines can read them."""
         check_transport(self.policy, self.network)
+        check_elastic(self.launched_policy, self.network)
         try:
             choose_transport(self.rollout.transport, self.network.host, encrypt=self.network.encrypt_weights)
         except WeightsError as error:
@@ -166,6 +172,11 @@ class Recipe(ControllerProcess):
 
     def _check_fan_out(self) -> None:
         """Weights that one process reads are those of a whole model, in a run that has no other policy."""
+        if self.launch.num_policies > 1:
+            raise ValueError(
+                f"launch.num_policies = {self.launch.num_policies}, but with launch.fan_out = true one process reads "
+                "the weights; remove it"
+            )
         if self.kind.trains:
             raise ValueError(
                 f"launch.fan_out = true, but run.kind = {self.run.kind!r} has a policy that publishes its weights; "
@@ -217,6 +228,14 @@ class Recipe(ControllerProcess):
             self._check_unscored()
 
     @property
+    def launched_policy(self) -> PolicySettings:
+        """Settings of the policies that this machine starts."""
+        if self.launch.num_policies == 1:
+            return self.policy
+        parallel = self.policy.parallel.model_copy(update={"elastic": True})
+        return self.policy.model_copy(update={"parallel": parallel})
+
+    @property
     def generates(self) -> bool:
         """Whether rollouts generate completions."""
         return self.kind.needs_rollouts(self.plan())
@@ -224,7 +243,7 @@ class Recipe(ControllerProcess):
     @property
     def replicas(self) -> dict[str, int]:
         """How many replicas of each role a run on this machine has."""
-        policy = {"policy": 1} if self.kind.trains or self.launch.fan_out else {}
+        policy = {"policy": self.launch.num_policies} if self.kind.trains or self.launch.fan_out else {}
         if not self.generates:
             return policy
         scores = self.reward is not None and self.kind.is_scored
@@ -270,7 +289,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     check_chat_template(recipe)
     launched = recipe.replicas
-    counts = {"num_teachers": launched.get("teacher", 0)}
+    counts = {"num_teachers": launched.get("teacher", 0), "num_policies": launched.get("policy", 1)}
     for role in ("rollout", "reward"):
         num = launched.get(role, 1)
         is_elsewhere = num == 0 and f"num_{role}s" in recipe.controller.model_fields_set
@@ -300,7 +319,7 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     follows |= {"model_path": recipe.model.path} if untrained and not recipe.policy.weights_from else {}
     follows |= {"num_scorers": len(recipe.reward.scorers)} if recipe.reward is not None else {}
     controller = recipe.controller.model_copy(update=follows)
-    return recipe.model_copy(update={"controller": controller, "rollout": rollout})
+    return recipe.model_copy(update={"controller": controller, "policy": recipe.launched_policy, "rollout": rollout})
 
 
 def to_toml(recipe: Recipe) -> str:

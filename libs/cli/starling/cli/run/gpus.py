@@ -43,18 +43,20 @@ def num_instances(num_gpus: int, tp_size: int, present: int) -> tuple[int, str]:
     return num, f"{what} = {counted(num, 'instance')} x tp {tp_size}"
 
 
-def devices_of(name: str, num: int) -> dict[str, str]:
-    """Return the environment with the `num` GPUs of the rollout `name`; empty for 0, where all see all.
+def devices_of(name: str, num: int, first: int = 0) -> dict[str, str]:
+    """Return the environment with the `num` GPUs of the policy or rollout `name`; empty for 0, where all see all.
 
-    Raises ConfigError when there are too few.
+    `first`: GPUs before those of the first replica of the role. Raises ConfigError when there are too few.
     """
     if not num:
         return {}
-    index, present = int(name.rpartition("-")[2]), visible_gpus()
-    mine = present[index * num : (index + 1) * num]
+    role, _, index = name.rpartition("-")
+    present = visible_gpus()
+    mine = present[first + int(index) * num :][:num]
     if len(mine) < num:
+        counts = {"policy": "num_policies", "rollout": "num_rollouts"}
         raise ConfigError(
-            f"launch.gpus_per_rollout = {num}, and the {counted(len(present), 'GPU')} visible here are too few for "
-            f"{name}; lower it, or launch.num_rollouts"
+            f"launch.gpus_per_{role} = {num}, and the {counted(len(present), 'GPU')} visible here are too few for "
+            f"{name}; lower it, or launch.{counts[role]}"
         )
     return {VISIBLE: ",".join(mine)}

@@ -43,7 +43,7 @@ START_S = 60.0
 READ_BYTES_PER_S = 1e6
 """Least speed at which a controller reads an old journal, which was never compacted, and metrics.jsonl."""
 LEAVE_S = 5.0
-REPLACEABLE = ("rollout", "teacher")
+REPLACEABLE = ("policy", "rollout", "teacher")
 """Roles whose replicas can replace each other."""
 ONCE = ("model", "harness")
 """Processes that are not restarted."""
@@ -148,7 +148,7 @@ class Supervisor:
         address = self._await_address(self._make_model())
         # Those of the fork server come last: the start of the first one waits until the server has imported everything.
         for role, name in sorted(names, key=lambda one: one[0] in FORKED):
-            devices = devices_of(name, recipe.launch.gpus_per_rollout) if role == "rollout" else {}
+            devices = _devices(recipe, role, name)
             arguments = [*common, "--name", name, "--controller", address, *self._nodes_of(role, common, name, address)]
             self.children.start(name, role, arguments, environment=devices)
         self._watch_controller()
@@ -282,7 +282,7 @@ class Supervisor:
             return
         if child.role not in ONCE and code != EXIT_USAGE and self._restart_later(child):
             return
-        if code < 0 and child.role in REPLACEABLE and self.children.of(child.role):
+        if (code < 0 or code == EXIT_RESTART) and child.role in REPLACEABLE and self.children.of(child.role):
             child.spared = True
             self.screen.say(f"{child.name} {child.ending()}; the others take over its work")
             return
@@ -377,6 +377,16 @@ class Supervisor:
             if self.stopping:  # the kernel and the shell both send it: no second Ctrl-C
                 return
         self.stop()
+
+
+def _devices(recipe: Recipe, role: str, name: str) -> dict[str, str]:
+    """Return the environment with the GPUs of a replica; empty for one that sees all."""
+    launch = recipe.launch
+    if role == "policy":
+        return devices_of(name, launch.gpus_per_policy)
+    if role == "rollout":
+        return devices_of(name, launch.gpus_per_rollout, launch.num_policies * launch.gpus_per_policy)
+    return {}
 
 
 def _leave_terminal() -> None:

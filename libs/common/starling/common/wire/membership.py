@@ -25,8 +25,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="hello"):
     has_layout: bool = False
     serves: bool = False
     """It can offer the version that it holds to other replicas (`PublishWeights`)."""
-    shares_steps: bool = False
-    """Policy: it can pull weights and optimizer state from another policy, and train a share of a step."""
+    peer: str = ""
+    """Policy that can make steps together with others, and copy its state from one of them: the host and port at which
+    they find it. Empty for one that trains alone."""
+    settings_digest: str = ""
+    """Such a policy: digest of the settings that decide what a step computes, which must be those of the others."""
     checkpoint: str = ""
     """Rollout of a run without a policy: the digest of the model folder that it has loaded
     (`folder_digests.model_digest`), 32 hexadecimal digits. Empty in other runs."""

@@ -25,11 +25,13 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="train_
     """Number of this step among them, from 1."""
     published: int = -1
     """Version whose snapshot must be taken before this step changes the weights; -1 for none."""
+    peers: tuple[str, ...] = ()
+    """`Hello.peer` of all policies that make the step together, each of which gets the same groups or examples; empty
+    for a policy that makes it alone."""
     replica: int = 0
-    """Index of this policy among `num_replicas`; `groups` or `examples` are its share of the step."""
-    num_replicas: int = 1
-    num_groups: int = 0
-    """Groups (or examples) of the whole step, over all replicas; 0 if there is one replica."""
+    """Index of this policy among `peers`."""
+    group: str = ""
+    """Name of their process groups: those of the step before, or, with a new name, new ones."""
     replayed: bool = False
     """Another replica, which is gone, trained this step before: repeat it exactly."""
     settings: dict[str, float] = {}
@@ -41,6 +43,11 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="train_
     max_tokens: int = 0
     """Maximum number of tokens that a completion of these groups could have; 0 if not reported."""
 
+    @property
+    def num_replicas(self) -> int:
+        """Policies that make the step together."""
+        return max(1, len(self.peers))
+
 
 class StepTrained(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step_trained"):
     """A step is done, and the policy holds version `step`. Sent when the optimizer has changed the weights."""
@@ -51,7 +58,7 @@ class StepTrained(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="step
     alarms: tuple[Alarm, ...] = ()
     """All alarms that are on as of this step, new or not."""
     batch_digest: int = 0
-    """Digest of the groups that were trained, modulo 2^64: the sum over them (`docs/reference/metrics.md`); 0 for a
+    """Digest of the groups of the whole step, modulo 2^64: the sum over them (`docs/reference/metrics.md`); 0 for a
     step of examples."""
 
 

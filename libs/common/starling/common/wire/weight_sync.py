@@ -49,8 +49,9 @@ class AdoptWeights(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="ado
     version: int
     source: str = ""
     """Replica that offers it."""
-    with_state: bool = False
-    """To a policy: with the optimizer's state, so that it can train the next step."""
+    peer: str = ""
+    """To a policy: `Hello.peer` of the source, another policy, from which it copies the weights with everything else
+    that the next step needs. It pulls nothing by the plan, and proves the root."""
     layout: str = ""
     """Key of the layouts of the policy and of this replica, under which layout roots are known."""
     layout_roots: tuple[str, ...] = ()

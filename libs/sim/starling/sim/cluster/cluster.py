@@ -218,6 +218,7 @@ class SimulatedCluster:
         self._every(faults.reward_crash_every_s, lambda: self._crash("reward"))
         self._every(faults.teacher_crash_every_s, lambda: self._crash("teacher"))
         self._every(faults.policy_crash_every_s, lambda: self._crash("policy"))
+        self._every(faults.policy_hang_every_s, self._hang)
         self._every(faults.controller_crash_every_s, self.host.crash)
         self._every(faults.power_cut_every_s, self._lose_power)
         self._every(faults.partition_every_s, self._partition)
@@ -286,6 +287,14 @@ class SimulatedCluster:
         names = [name for name in self._alive(role) if name not in self._followers]
         if len(names) > needed[role]:
             self.replicas[self.rng.choice(names)].leave("it was taken out of the run")
+
+    def _hang(self) -> None:
+        """Have one of several policies hang: a single one is replaced only after the time of a whole step."""
+        names = self._alive("policy")
+        if len(names) > 1:
+            policy = self.replicas[self.rng.choice(names)]
+            assert isinstance(policy, SimulatedPolicy)
+            policy.hang()
 
     def _preempt(self) -> None:
         """Have a rollout leave and come back, as a preempted machine does."""

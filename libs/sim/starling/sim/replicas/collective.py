@@ -1,4 +1,4 @@
-"""Simulated all-reduce of a step that several policies share: each policy waits until all shares have arrived."""
+"""Simulated all-reduce of a step that several policies make together: each waits until all have arrived."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ class StepItem:
 
 @dataclass(frozen=True)
 class StepShare:
-    """The part of a step that one policy contributes."""
+    """What one policy contributes to a step."""
 
     policy: str
     message: TrainStep
     items: dict[str, StepItem]
-    """The groups or examples of the share, by prompt."""
+    """The groups or examples of the step, by prompt."""
     start: str
     """Digest of the weights that the policy starts from."""
-    done: Callable[[dict[str, StepItem]], None]
-    """Called with the items of all shares when the step is whole."""
+    done: Callable[[], None]
+    """Called when all policies have arrived."""
 
 
 class Collective:
-    """Policies that wait for each other, by step and by the number of shares of the step."""
+    """Policies that wait for each other, by the name of their process groups and by step."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], dict[int, StepShare]] = {}
+        self._waiting: dict[tuple[str, int], dict[int, StepShare]] = {}
 
     def arrive(self, share: StepShare) -> None:
-        """Add a share; the last share of a step completes it for all.
+        """Add a policy; the last one of a step completes it for all.
 
-        Shares that do not add up to a whole step belong to different attempts: they wait until the others are replaced.
+        Those that start from other weights or have other groups wait in vain, as they would find out.
         """
         message = share.message
-        key = (message.step, message.num_replicas)
+        key = (message.group, message.step)
         shares = self._waiting.setdefault(key, {})
         shares[message.replica] = share
-        items = {prompt: item for other in shares.values() for prompt, item in other.items.items()}
-        num = sum(len(other.items) for other in shares.values())
-        same = len({other.start for other in shares.values()}) == 1
-        if len(shares) == message.num_replicas and len(items) == num == message.num_groups and same:
+        others = shares.values()
+        if len(shares) == message.num_replicas and all(
+            (one.start, one.items, one.message.peers) == (share.start, share.items, message.peers) for one in others
+        ):
             del self._waiting[key]
-            for other in shares.values():
-                other.done(items)
+            for one in others:
+                one.done()
 
     def leave(self, policy: str) -> None:
-        """Withdraw the share of a policy that died, or whose lease was released."""
+        """Withdraw a policy that died, or whose lease was released."""
         for key, shares in list(self._waiting.items()):
             for replica, share in list(shares.items()):
                 if share.policy == policy:

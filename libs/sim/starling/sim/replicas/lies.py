@@ -291,7 +291,7 @@ def strange_hello(hello: wire.Hello, rng: random.Random) -> wire.Hello:
         "num_slots": rng.choice((1, 2, 4, 4096, 4097, 0, -1, 1 << 62)),
         "version": rng.choice(WHOLE),
         "serves": rng.random() < 0.5,
-        "shares_steps": rng.random() < 0.5,
+        "peer": rng.choice(("", "h:1", "x" * 300)),
         "checkpoint": rng.choice(("", "0" * 32, "x")),
         "limits": rng.choice((None, wire.ModelLimits(vocabulary_size=1, longest=1))),
     }

@@ -21,7 +21,7 @@ from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
 from starling.sim.replicas.weights import adopted, checked_plan, encoded_offer, offer_of, published
 
 COLLECTIVE_S: Final = 30.0
-"""A policy that has waited this long for the other shares of a step fails the step."""
+"""A policy that has waited this long for the other policies of a step fails the step."""
 INITIAL_WEIGHTS: Final = "the initial weights"
 
 PolicyWork = wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint | wire.AdoptWeights | wire.Sleep | wire.Wake
@@ -47,7 +47,8 @@ class SimulatedPolicy(SimulatedReplica):
         self._lease = ""
         """Of the command in progress."""
         self._waiting_since = -1.0
-        """When it began to wait for the other shares of a step; -1 when it does not wait."""
+        """When it began to wait for the other policies of a step; -1 when it does not wait."""
+        self._hangs = False
 
     @property
     def version(self) -> int:
@@ -65,11 +66,11 @@ class SimulatedPolicy(SimulatedReplica):
         return offer_of(self.state.version).root
 
     def current_waits(self) -> list[wire.Wait]:
-        """Return the wait for the other shares of a step, if there is one."""
+        """Return the wait for the other policies of a step, if there is one."""
         if self._waiting_since < 0:
             return []
         waited_s = self.cluster.clock.now - self._waiting_since
-        what = f"the other shares of step {self.state.version + 1}"
+        what = f"the other policies in step {self.state.version + 1}"
         return [wire.Wait(what=what, on="policy", since_s=waited_s, seconds_left=max(0.0, COLLECTIVE_S - waited_s))]
 
     def execute(self, message: wire.LeasedCommand, buffers: Buffers) -> None:
@@ -79,13 +80,18 @@ class SimulatedPolicy(SimulatedReplica):
         self._begin_next()
 
     def cancel(self, leases: tuple[str, ...]) -> None:
-        """Stop waiting for other shares. A computation in progress is finished; its answer is then ignored."""
+        """Stop waiting for other policies. A computation in progress is finished; its answer is then ignored."""
         self._todo = [work for work in self._todo if work[0].lease not in leases]
         if self._waiting_since >= 0 and self._lease in leases:
             self._stop_waiting()
 
+    def hang(self) -> None:
+        """Compute nothing any more; heartbeats go on."""
+        self._hangs = True
+        self.cluster.collective.leave(self.name)
+
     def die(self) -> None:
-        """End; policies that wait for its share keep waiting."""
+        """End; policies that wait for it keep waiting."""
         super().die()
         self.cluster.collective.leave(self.name)
 
@@ -105,7 +111,7 @@ class SimulatedPolicy(SimulatedReplica):
 
     def _begin_next(self) -> None:
         ready = next((work for work in self._todo if not self._must_wait(work[0])), None)
-        if ready is None or self._lease:
+        if ready is None or self._lease or self._hangs:
             return
         self._todo.remove(ready)
         message, buffers = ready
@@ -142,7 +148,7 @@ class SimulatedPolicy(SimulatedReplica):
         self._after(self.sample_duration(seconds), action)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.cluster.clock.after(seconds, lambda: action() if self.alive else None)
+        self.cluster.clock.after(seconds, lambda: action() if self.alive and not self._hangs else None)
 
     def _must_wait(self, message: PolicyWork) -> bool:
         orders = wire.TrainStep | wire.PublishWeights | wire.SaveCheckpoint
@@ -156,7 +162,7 @@ class SimulatedPolicy(SimulatedReplica):
             case wire.AdoptWeights() | wire.Sleep() | wire.Wake():
                 return None
             case wire.TrainStep(step=step) if step == self.state.version + 1 and message.num_replicas > 1:
-                return None  # its share may be empty
+                return None
             case wire.PublishWeights(version=version) if version == self._offered:
                 return None
             case _:
@@ -185,19 +191,20 @@ class SimulatedPolicy(SimulatedReplica):
         check_tokens(self.cluster.plan, message, buffers)
         items = _items_of(message, buffers)
         require(len(items) == len(message.groups) + len(message.examples), "a prompt occurs twice in a step")
+        require(message.num_replicas == 1 or message.peers[message.replica] == self.name, "it is another policy's")
         seconds = self.sample_duration(self.cluster.scenario.workload.step_s / message.num_replicas)
         self.cluster.busy_s["policy"] += seconds
         after = self._step if message.num_replicas == 1 else self._reduce
         self._after(seconds, lambda: after(message, items))
 
     def _reduce(self, message: wire.TrainStep, items: dict[str, StepItem]) -> None:
-        """Wait for the other shares of the step."""
+        """Wait for the other policies of the step."""
         if message.lease not in {held.lease for held in self.leases.held()}:
             self._done()
             return
         self._waiting_since = since = self.cluster.clock.now
 
-        def done(items: dict[str, StepItem]) -> None:
+        def done() -> None:
             self._waiting_since = -1.0
             self._work(0.02, lambda: self._step(message, items))
 
@@ -206,7 +213,7 @@ class SimulatedPolicy(SimulatedReplica):
 
     def _time_out_wait(self, lease: str, since: float) -> None:
         if self.alive and self._lease == lease and self._waiting_since == since:
-            self.fail(lease, f"the other shares did not come within {COLLECTIVE_S:g} s")
+            self.fail(lease, f"the other policies did not come within {COLLECTIVE_S:g} s")
             self._stop_waiting()
 
     def _stop_waiting(self) -> None:
@@ -256,7 +263,7 @@ class SimulatedPolicy(SimulatedReplica):
         """Copy weights and optimizer state from another policy."""
         problem = self.cluster.pull_problem(message.source, incarnation, message.version)
         holder = self.cluster.replicas.get(message.source)
-        if problem is None and not (message.with_state and isinstance(holder, SimulatedPolicy)):
+        if problem is None and not (isinstance(holder, SimulatedPolicy) and message.peer == holder.name):
             problem = f"{message.source} has no optimizer state to copy"
         if problem is not None:
             self.fail(message.lease, problem)

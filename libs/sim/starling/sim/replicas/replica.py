@@ -130,7 +130,7 @@ class SimulatedReplica:
             version=self.version,
             has_layout=has_layout,
             serves=has_layout,
-            shares_steps=self.role == "policy",
+            peer=self.name if self.role == "policy" else "",
         )
         self.send(hello, (encoded_layout(self.name, num_ranks=num_ranks_of(self.name)),) if has_layout else ())
 

@@ -18,6 +18,8 @@ class Faults:
     reward_crash_every_s: float = 0.0
     teacher_crash_every_s: float = 0.0
     policy_crash_every_s: float = 0.0
+    policy_hang_every_s: float = 0.0
+    """A policy computes nothing any more, and goes on to send heartbeats."""
     controller_crash_every_s: float = 0.0
     power_cut_every_s: float = 0.0
     """The controller and all replicas stop at once, and records that are not durable and messages in transit are
@@ -63,6 +65,7 @@ MIXES: Final[dict[str, Faults]] = {
         reward_crash_every_s=5.0,
         teacher_crash_every_s=4.0,
         policy_crash_every_s=8.0,
+        policy_hang_every_s=40.0,
         silent_deaths=0.2,
         join_every_s=8.0,
         leave_every_s=10.0,
@@ -86,6 +89,7 @@ EVERYTHING: Final = Faults(
     reward_crash_every_s=15.0,
     teacher_crash_every_s=12.0,
     policy_crash_every_s=20.0,
+    policy_hang_every_s=80.0,
     controller_crash_every_s=12.0,
     silent_deaths=0.3,
     partition_every_s=15.0,

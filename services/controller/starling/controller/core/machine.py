@@ -75,7 +75,7 @@ from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.reclaim import reclaim
 from starling.controller.core.replicas.switching import on_switched, switch_devices
 from starling.controller.core.state import ControllerState, RunPrompts
-from starling.controller.core.training.dispatch import commit, save, train
+from starling.controller.core.training.dispatch import commit, evict_silent, save, train
 from starling.controller.core.training.results import note_repeated, on_policy_version, on_saved, on_trained
 from starling.controller.core.weights.distribution import (
     adopt,
@@ -229,6 +229,7 @@ def _tick(state: ControllerState) -> None:
         if member is not None:
             evict_hanging(state, member, lease)
     if state.lifecycle.stage in ACTIVE:
+        evict_silent(state)
         evict_culprit(state)
         set_filtering_aside(state)
         evict_unable(state)

@@ -40,6 +40,8 @@ class PolicyState:
     version: int = 0
     published: int = -1
     """Newest version with a snapshot."""
+    elastic: bool = False
+    """It makes steps together with other policies, and copies its state from one of them."""
     asleep: bool = False
     """The devices are given to other processes."""
     hold_s: float = HOLD_S
@@ -60,22 +62,28 @@ class PolicyState:
     def objection(self, command: PolicyCommand) -> str | None:
         """Return why `command` cannot be executed on the present weights, or None if it can."""
         match command:
-            case TrainStep() | PublishWeights() | SaveCheckpoint() if self.asleep:
+            case TrainStep() | PublishWeights() | SaveCheckpoint() | AdoptWeights() if self.asleep:
                 return "this policy is asleep: wake it first"
             case TrainStep(step=step) if step != self.version + 1:
                 return f"step {step} needs version {step - 1}, and this policy holds version {self.version}"
-            case TrainStep(num_replicas=num) if num != 1:
-                return f"step {command.step} is shared by {num} policies, and this policy trains only whole steps"
+            case TrainStep(num_replicas=num) if num != 1 and not self.elastic:
+                return (
+                    f"step {command.step} is of {num} policies together, and this one trains alone: set "
+                    "policy.parallel.elastic = true"
+                )
             case TrainStep(groups=groups, examples=examples) if bool(groups) == bool(examples):
                 return f"step {command.step} must have groups or examples, but not both"
             case PublishWeights(version=version) if version not in (self.version, self.published):
                 return f"version {version} cannot be published: this policy holds version {self.version}"
             case SaveCheckpoint(step=step) if step != self.version:
                 return f"step {step} cannot be saved: this policy holds version {self.version}"
-            case AdoptWeights(version=version):
+            case AdoptWeights(version=version) if not self.elastic:
                 return (
-                    f"version {version} cannot be adopted: this policy makes its versions, and adopts none from others"
+                    f"version {version} cannot be adopted: this policy makes its versions alone, and adopts none from "
+                    "others"
                 )
+            case AdoptWeights(version=version) if version <= self.version:
+                return f"version {version} is not newer than version {self.version}, which this policy holds"
             case _:
                 return None
 

@@ -45,6 +45,12 @@ class ParallelSettings(SettingsSection):
     """Whether the ranks of `dp_shard` free a block's gathered parameters between its forward and its backward pass:
     `always`, less memory; `never`, less communication; `default`, but for the last block, which is needed again at
     once, and with `pp` none."""
+    elastic: bool = False
+    """Whether several replicas may make steps together: each computes a share of the microbatches, and they add up
+    gradients. They join and leave while the run goes on. `launch.num_policies` above 1 sets it."""
+    replica_timeout_s: Seconds = 60.0
+    """Time that replicas wait for each other in one operation, before the step is made without those that hang. One
+    that has ended is noticed at once. Less than `timeout_s`."""
     timeout_s: Seconds = 600.0
     """Time that ranks wait for each other in one operation, before the replica starts again from its newest state. A
     rank that has ended is noticed at once."""

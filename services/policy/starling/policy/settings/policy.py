@@ -189,6 +189,27 @@ def check_transport(policy: PolicySettings, network: NetworkSettings) -> None:
         )
 
 
+def check_elastic(policy: PolicySettings, network: NetworkSettings) -> None:
+    """Check that replicas can make steps together: their time limits, and the network of their gradients and states.
+
+    Raises:
+        ValueError: a rank would give up before the one that it waits for; or what leaves the machine must be encrypted,
+            and torch's process groups are not.
+    """
+    parallel = policy.parallel
+    if parallel.elastic and parallel.replica_timeout_s >= parallel.timeout_s:
+        raise ValueError(
+            f"policy.parallel.replica_timeout_s = {parallel.replica_timeout_s:g} must be less than "
+            f"policy.parallel.timeout_s = {parallel.timeout_s:g}: the ranks of a replica wait for the one among them "
+            "that waits for other replicas"
+        )
+    if parallel.elastic and network.encrypt_weights and not is_loopback(network.host):
+        raise ValueError(
+            f"policy.parallel.elastic with network.host = {network.host!r} would send gradients between hosts "
+            "unencrypted, and anyone on that network could join: on a private one set network.encrypt_weights = false"
+        )
+
+
 def changed(settings: PolicySettings, changes: Mapping[str, float]) -> PolicySettings:
     """Return `settings` with `changes`, by key of the recipe.
 

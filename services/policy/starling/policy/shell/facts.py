@@ -93,7 +93,7 @@ def facts_of(
     if transport[0] == "local" and not is_loopback(nodes.host):
         raise ConfigError('policy.transport = "local" serves readers on one host only; set "auto", or "tcp"')
     values = {key: value for key, value in _leaves(settings.model_dump(mode="json")) if key not in OF_ONE_NODE}
-    values |= {f"the version of {name}": _version(name) for name in PACKAGES}
+    values |= {f"the version of {name}": version_of(name) for name in PACKAGES}
     values["the transport of weights"] = list(transport)
     return NodeFacts(
         node=nodes.number,
@@ -147,8 +147,9 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the installed version of a package; empty for one that is run from a checkout."""
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+    except importlib.metadata.PackageNotFoundError:
         return ""

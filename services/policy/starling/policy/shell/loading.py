@@ -14,7 +14,7 @@ from starling.common.folder_digests import model_digest
 from starling.common.kinds import KINDS
 from starling.common.settings import ModelSettings, ServiceSettings, WeightsSettings
 from starling.policy.settings.parallel import ParallelSettings
-from starling.policy.settings.policy import PolicySettings, check_adapters, check_transport
+from starling.policy.settings.policy import PolicySettings, check_adapters, check_elastic, check_transport
 
 if TYPE_CHECKING:  # they import torch, see `starling.policy.shell.main`
     from starling.policy.train.learner import Learner
@@ -35,6 +35,7 @@ class PolicyProcess(ServiceSettings):
     def _check(self) -> Self:
         check_adapters(self.model, self.policy, self.weights)
         check_transport(self.policy, self.network)
+        check_elastic(self.policy, self.network)
         return self
 
 

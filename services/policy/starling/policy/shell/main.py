@@ -16,13 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from starling.common.errors import ConfigError, RestartError, StarlingError, WeightsError
 from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
-from starling.common.offers import OfferSender, lease_failure
+from starling.common.offers import OFFER_TIMEOUT_S, OfferSender, lease_failure
 from starling.common.service import (
     ServiceArguments,
     check_model_folder,
@@ -35,8 +36,9 @@ from starling.policy.core.admission import PolicyCommand, PolicyState
 from starling.policy.shell.agent import NodeAgent
 from starling.policy.shell.facts import facts_of
 from starling.policy.shell.loading import PolicyProcess, choose_transport
+from starling.policy.shell.peers import PeerServer, StateRequest, request_state, settings_digest
 from starling.policy.shell.ranks import RankLink, RanksDisagreeError
-from starling.policy.train.errors import RejectedGroupsError, StepBrokenError
+from starling.policy.train.errors import PeersLostError, RejectedGroupsError, StepBrokenError
 
 if TYPE_CHECKING:  # they import torch, see `Shell`
     from starling.policy.shell.saving import PolicySaver
@@ -80,7 +82,11 @@ class Shell:
             version = self._saver.resume() if self._trains else 0
             self._replica.serve()
         self._publisher = rank.publisher
-        self._state = PolicyState(version=version)
+        is_elastic = settings.policy.parallel.elastic and self._trains
+        self._peers = PeerServer(settings.network.host, lambda asked: self._link.put(asked)) if is_elastic else None
+        self._state = PolicyState(version=version, elastic=is_elastic)
+        self._place = 0
+        """Of this replica among those of the last step: the first one exports and saves for all."""
         hello = self._hello(version, rank.checkpoint)
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
@@ -110,6 +116,8 @@ class Shell:
             serves=True,
             limits=self._learner.limits if has_rl_steps else None,
             checkpoint=checkpoint,
+            peer="" if self._peers is None else self._peers.address,
+            settings_digest="" if self._peers is None else settings_digest(self._settings),
         )
 
     def _create_saver(self, model: Path, folder: Path) -> PolicySaver:
@@ -149,11 +157,13 @@ class Shell:
                     self._take(inbound)
                 elif isinstance(inbound, Future):
                     inbound.result()  # raises an unexpected error of another thread
+                elif isinstance(inbound, StateRequest):
+                    self._send_state(inbound)
                 elif isinstance(inbound, CancelledLeases):
                     self._state.give_up(inbound.leases)  # a step in progress cannot be cancelled
                 else:
                     assert inbound is None, inbound
-                if self._trains and not self._state.asleep:
+                if self._trains and not (self._state.asleep or self._place):
                     self._saver.save_if_requested(self._state.version)
                 self._expire()
                 self._report()
@@ -162,7 +172,8 @@ class Shell:
                     log.warning("fell_asleep", reason="the controller did not answer, and others may have its devices")
                     self._link.rejoin()
             reason, is_over = f"stopped by {stop.name}", True
-            has_state = self._trains and not self._state.asleep  # saving it would need the devices
+            # Saving it would need the devices, and the first of several policies saves it.
+            has_state = self._trains and not (self._state.asleep or self._place)
             self._saver.leave(self._state.version if has_state else -1)
         except StepBrokenError as error:
             reason = f"its weights are not a version ({error}): it must restart from the newest state"
@@ -229,6 +240,8 @@ class Shell:
                     self._link.answer(message.lease, self._train(message, buffers))
                 case wire.PublishWeights():
                     self._publish(message, buffers)
+                case wire.AdoptWeights():
+                    self._adopt(message)
                 case wire.SaveCheckpoint():
                     with self._clock.within("checkpoint"):
                         self._saver.save(message)
@@ -242,6 +255,9 @@ class Shell:
                     self._link.answer(message.lease, wire.Woken(lease=message.lease))
         except (StepBrokenError, RanksDisagreeError, RestartError):
             raise  # no answer: the restarted policy makes the step again from the newest state
+        except PeersLostError as error:
+            failed = lease_failure(message.lease, error, self._state.version)
+            self._link.answer(message.lease, msgspec.structs.replace(failed, fatal=False))
         except StarlingError as error:
             rejected = error.prompts if isinstance(error, RejectedGroupsError) else ()
             self._link.answer(message.lease, lease_failure(message.lease, error, self._state.version, rejected))
@@ -254,9 +270,10 @@ class Shell:
 
     def _train(self, message: wire.TrainStep, buffers: tuple[bytes, ...]) -> wire.StepTrained:
         metrics, alarms = self._replica.train(message, buffers)
-        self._state.version = message.step
-        with self._clock.within("checkpoint"):
-            self._saver.export_if_due(message.step)
+        self._state.version, self._place = message.step, message.replica
+        if not self._place:
+            with self._clock.within("checkpoint"):
+                self._saver.export_if_due(message.step)
         self._link.report(version=message.step, gauges={"tokens_per_s": metrics.get("tokens_per_s", 0.0)})
         return wire.StepTrained(
             lease=message.lease,
@@ -283,6 +300,50 @@ class Shell:
             log.info("snapshots", place=self._snapshot_place)
         self._state.published = message.version
         self._offers.send(message.lease, publication)
+
+    def _send_state(self, asked: StateRequest) -> None:
+        """Send the present state to a policy that has asked for it; the controller dispatches no step meanwhile."""
+        assert self._peers is not None, "only an elastic replica is asked"
+        begun = time.monotonic()
+        try:
+            self._replica.send_state((self._peers.address, asked.peer), asked.group, self._state.version)
+        except PeersLostError as error:
+            log.warning("state_not_sent", group=asked.group, reason=str(error))
+        else:
+            log.info("state_sent", group=asked.group, seconds=round(time.monotonic() - begun, 3))
+
+    def _adopt(self, message: wire.AdoptWeights) -> None:
+        """Copy the state of another policy, which has the same mesh.
+
+        Raises:
+            RestartError: that has failed amid the transfer, and nothing is left to go on from.
+        """
+        assert self._peers is not None, "the controller sends it to elastic replicas"
+        begun, peers = time.monotonic(), (message.peer, self._peers.address)
+        try:
+            request_state(*peers, message.lease)
+            version = self._replica.receive_state(peers, message.lease)
+        except (PeersLostError, OSError, RuntimeError) as error:
+            raise RestartError(f"the state of {message.source} could not be copied ({error})") from error
+        if version != message.version:
+            raise RestartError(f"{message.source} sent version {version} instead of {message.version}")
+        copied = time.monotonic()
+        self._state.version = version
+        offer = self._replica.snapshot(version, (), ()).offer(OFFER_TIMEOUT_S)
+        self._state.published = version
+        self._link.report(version=version)
+        adopted = wire.WeightsAdopted(
+            lease=message.lease,
+            version=version,
+            root=offer.root,
+            pull_s=copied - begun,
+            pause_s=time.monotonic() - copied,
+            size_bytes=self._replica.rank.size_bytes,
+            transport="gloo" if self._learner.model.device.type == "cpu" else "nccl",
+            source=message.source,
+            layout=message.layout,
+        )
+        self._link.answer(message.lease, adopted)
 
     def _answer_offer(self, lease: str, message: wire.Up, buffers: tuple[bytes, ...]) -> None:
         """Answer with the result of an offer, in the offering thread, while training continues."""

@@ -47,6 +47,7 @@ from starling.weightsync.tensors.quantiser import GroupExchange
 
 if TYPE_CHECKING:
     from starling.policy.train.parallel.mesh import Mesh
+    from starling.policy.train.parallel.peers import PeerGroup
 
 log = structlog.get_logger(__name__)
 
@@ -117,6 +118,23 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
     next_kind: TrainerKind | None
 
 
+class SendState(msgspec.Struct, frozen=True, kw_only=True, tag="send_state"):
+    """Send the present state to the same rank of another replica."""
+
+    peers: tuple[str, str]
+    """Addresses of the stores of this replica and of the other one."""
+    group: str
+    version: int
+
+
+class ReceiveState(msgspec.Struct, frozen=True, kw_only=True, tag="receive_state"):
+    """Copy the state of the same rank of another replica."""
+
+    peers: tuple[str, str]
+    """Addresses of the stores of the other replica and of this one."""
+    group: str
+
+
 class TakeState(msgspec.Struct, frozen=True, kw_only=True, tag="take_state"):
     """Copy the present state into host memory."""
 
@@ -158,6 +176,8 @@ Command = (
     | Sleep
     | Wake
     | Resume
+    | SendState
+    | ReceiveState
     | TakeState
     | WriteState
     | TakeExport
@@ -230,6 +250,13 @@ class PolicyRank:
         self._plans: dict[str, tuple[bytes, Plan]] = {}
         """The plans of the last publication, by key of the layout, encoded and decoded."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a version, of all ranks."""
+        parallel = self.learner.parallel
+        tensors = self.learner.tensors if parallel is None else parallel.outline.tensors
+        return sum(tensor.nbytes for tensor in tensors.values())
+
     @cached_property
     def storage(self) -> Storage:
         """The storage of states and exports."""
@@ -280,8 +307,13 @@ class PolicyRank:
     def train(
         self, message: wire.TrainStep, buffers: tuple[bytes, ...]
     ) -> tuple[dict[str, float], tuple[wire.Alarm, ...]]:
-        """Make a step. Returns the metrics of all ranks, and the alarms."""
-        self._step_metrics.begin()
+        """Make a step, with other replicas if it says so. Returns the metrics of all ranks, and the alarms.
+
+        Raises:
+            PeersLostError: not with those replicas; nothing has changed.
+        """
+        self.learner.join_peers(message.peers, message.replica, message.group)
+        self._step_metrics.begin(message.num_replicas)
         trained = self._supervise(message) if message.examples else self._reinforce(message, buffers)
         found = self._step_metrics.end(message.step, trained)
         self.learner.next_prompt = max(self.learner.next_prompt, message.next_prompt)
@@ -337,6 +369,37 @@ class PolicyRank:
     def resume(self, saved: SavedState, next_kind: TrainerKind | None) -> int:
         """Restore a saved state; see `Learner.resume`."""
         return self.learner.resume(saved, next_kind=next_kind)
+
+    def send_state(self, peers: tuple[str, str], group: str, version: int) -> None:
+        """Send the present state, `version`, to the same rank of another replica; see `Learner.send_state`."""
+        pair = self._pair(peers, group, 0)
+        try:
+            self.learner.send_state(version, pair)
+        finally:
+            pair.close()
+
+    def receive_state(self, peers: tuple[str, str], group: str) -> int:
+        """Copy the state of the same rank of another replica. Returns its version.
+
+        Raises:
+            PeersLostError: it does not send its state; this one's is lost, too.
+        """
+        from starling.policy.train.parallel.peer_state import ReceivedState
+
+        pair = self._pair(peers, group, 1)
+        try:
+            received = ReceivedState(pair)
+            version = self.learner.resume(received)
+            received.end()
+        finally:
+            pair.close()
+        return version
+
+    def _pair(self, peers: tuple[str, str], group: str, place: int) -> PeerGroup:
+        from starling.policy.train.parallel.peers import PeerGroup
+
+        timeout_s = self._settings.policy.parallel.replica_timeout_s
+        return PeerGroup(peers, place, f"{group}/{self._rank}", timeout_s, self.learner.model.device)
 
     def write_state(self, snapshot: StateSnapshot, storage: Storage, path: str) -> dict[str, str]:
         """Write this rank's parts of a state, together with the writing threads of the other ranks.
@@ -460,6 +523,10 @@ class _RankWork:
                 rank.learner.wake()
             case Resume():
                 rank.resume(rank.open_state(command.url), command.next_kind)
+            case SendState():
+                rank.send_state(command.peers, command.group, command.version)
+            case ReceiveState():
+                rank.receive_state(command.peers, command.group)
             case TakeState():
                 self._state = rank.learner.take_state(command.version)
             case TakeExport():

@@ -28,7 +28,7 @@ from starling.common.errors import ConfigError, RestartError, StarlingError, Wei
 from starling.common.observe.process import EXIT_FAILED, EXIT_RESTART, EXIT_USAGE, end_process
 from starling.policy.shell.children import END, END_S, Loss, RankProcesses
 from starling.policy.shell.nodes import Nodes
-from starling.policy.train.errors import StepBrokenError
+from starling.policy.train.errors import PeersLostError, StepBrokenError
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ AGREE_S: Final = 30.0
 """How long after one rank has failed the others may go on before the replica ends: they wait for it in vain."""
 NEWS_S: Final = 1.0
 """How long rank 0 waits, after a rank has exited, for the news from another host that one was killed before."""
-_ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, StepBrokenError, WeightsError)}
+_ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, PeersLostError, StepBrokenError, WeightsError)}
 
 log = structlog.get_logger(__name__)
 

@@ -30,8 +30,10 @@ from starling.policy.shell.rank import (
     Load,
     Offer,
     PolicyRank,
+    ReceiveState,
     Resume,
     Roots,
+    SendState,
     Serve,
     Sleep,
     Snapshot,
@@ -78,7 +80,7 @@ class PolicyReplica:
         """
         parallel, files, host, on_host = settings.policy.parallel, None, None, 1
         self._ranks = Ranks(arguments.name, parallel.timeout_s)
-        if parallel.num_ranks > 1 and KINDS[settings.run.kind].trains:
+        if (parallel.num_ranks > 1 or parallel.elastic) and KINDS[settings.run.kind].trains:
             files = shared_files()
 
             def serve(rank: int, link: RankLink) -> None:
@@ -169,8 +171,8 @@ class PolicyReplica:
     def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> StateSnapshot:
         """Copy the present state of all ranks into host memory; see `Learner.take_state`."""
         own = partial(self.rank.learner.take_state, version, run=run, metrics=metrics)
-        snapshot, others = self._ranks.together(TakeState(version=version), own)
-        if not others:
+        snapshot, _ = self._ranks.together(TakeState(version=version), own)
+        if self.rank.learner.parallel is None:
             return snapshot
         return _ReplicaSnapshot(snapshot.state, snapshot.tensors, partial(self._write_state, snapshot))
 
@@ -201,6 +203,16 @@ class PolicyReplica:
             command = WriteExport(folder=str(folder), shard_mb=shard_mb, merged=merged, node=node)
             own = partial(files.write, folder, parts) if node == 0 else lambda: None
             self._ranks.together(command, own, timeout_s=self._patience_s)
+
+    def send_state(self, peers: tuple[str, str], group: str, version: int) -> None:
+        """Send the present state of all ranks to another replica; see `PolicyRank.send_state`."""
+        command = SendState(peers=peers, group=group, version=version)
+        self._ranks.together(command, partial(self.rank.send_state, peers, group, version))
+
+    def receive_state(self, peers: tuple[str, str], group: str) -> int:
+        """Copy the state of all ranks of another replica; see `PolicyRank.receive_state`."""
+        command = ReceiveState(peers=peers, group=group)
+        return self._ranks.together(command, partial(self.rank.receive_state, peers, group))[0]
 
     def sleep(self) -> int:
         """Leave the devices to others. Returns the bytes freed on that of rank 0."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starling.common.errors import ConfigError, WireError
+from starling.common.errors import ConfigError, StarlingError, WireError
 
 
 class StepBrokenError(ConfigError):
     """A step failed after some of its optimizer updates: the weights are not a version."""
+
+
+class PeersLostError(StarlingError):
+    """A policy cannot make a step with the others: they have left, or do not answer. Its weights are as before."""
 
 
 class RejectedGroupsError(WireError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import structlog
@@ -24,6 +25,7 @@ from starling.policy.train.checkpoint.state import (
     SavedState,
     StateMetadata,
     StateSnapshot,
+    header_of,
     in_section,
     take_parts,
     take_state,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from starling.policy.train.checkpoint.parts import Part
     from starling.policy.train.parallel.apply import ParallelModel
     from starling.policy.train.parallel.mesh import Mesh
+    from starling.policy.train.parallel.peer_state import ReceivedState
+    from starling.policy.train.parallel.peers import PeerGroup
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -203,6 +207,29 @@ class Learner:
         """Return the tensors of the present version, in the element types of a version; on a mesh this rank's parts."""
         return self.tensors if self.parallel is None else self.parallel.published(self.tensors)
 
+    def join_peers(self, peers: Sequence[str], place: int, name: str) -> None:
+        """Prepare a step that other replicas make, too; see `StepPeers.begin`."""
+        parallel = self.parallel
+        if parallel is None or parallel.peers is None:
+            if peers:
+                raise ConfigError(
+                    f"this step is of {len(peers)} policies together, and policy.parallel.elastic is false: set it to "
+                    "true"
+                )
+            return
+        parallel.peers.begin(peers, place, name, self._live_state(parallel))
+
+    def send_state(self, version: int, group: PeerGroup) -> None:
+        """Give another replica, with the same mesh, everything that the next step depends on; see `ReceivedState`."""
+        assert self.parallel is not None, "an elastic replica is on a mesh"
+        self.check_whole()
+        from starling.policy.train.parallel.peer_state import send_state
+
+        send_state(header_of(self._metadata(version)), self._live_state(self.parallel), self.model.device, group)
+
+    def _live_state(self, parallel: ParallelModel) -> dict[str, Tensor]:
+        return {name: part.local for name, part in self._state_parts(parallel).items()}
+
     def take_state(self, version: int, *, run: str = "", metrics: Mapping[str, float] | None = None) -> StateSnapshot:
         """Copy the present state, as `version`, into host memory. The copy is valid until the next one.
 
@@ -215,29 +242,34 @@ class Learner:
             StepBrokenError: the weights are not a version.
         """
         self.check_whole()
-        trainer, trainer_state = self.trainer, None
+        metadata = self._metadata(version, run, metrics or {})
+        if self.parallel is not None:
+            return take_parts(metadata, self._state_parts(self.parallel), self.model.device, self._buffers)
+        tensors = in_section(WEIGHTS, self.tensors)
+        if self.trainer is not None:
+            tensors |= in_section(TRAINER, self.trainer.optimizer.state_tensors())
+            tensors |= in_section(REFERENCE, _changed_reference(self.trainer))
+        return take_state(metadata, tensors, self.model.device, self._buffers)
+
+    def _metadata(
+        self, version: int, run: str = "", metrics: Mapping[str, float] = MappingProxyType({})
+    ) -> StateMetadata:
+        trainer, state = self.trainer, None
         if trainer is not None:
             reference = trainer.reference
-            trainer_state = TrainerState(
+            state = TrainerState(
                 kind=trainer.kind,
                 num_steps=trainer.optimizer.num_steps,
                 total_steps=trainer.optimizer.total_steps,
                 begun_at=-1 if reference is None else reference.version,
             )
-        metadata = StateMetadata(
+        return StateMetadata(
             run=run,
             version=version,
             next_prompt=self.next_prompt,
-            trainer=trainer_state,
-            metrics={**self.metrics, **(metrics or {})},
+            trainer=state,
+            metrics={**self.metrics, **metrics},
         )
-        if self.parallel is not None:
-            return take_parts(metadata, self._state_parts(self.parallel), self.model.device, self._buffers)
-        tensors = in_section(WEIGHTS, self.tensors)
-        if trainer is not None:
-            tensors |= in_section(TRAINER, trainer.optimizer.state_tensors())
-            tensors |= in_section(REFERENCE, _changed_reference(trainer))
-        return take_state(metadata, tensors, self.model.device, self._buffers)
 
     def _state_parts(self, parallel: ParallelModel) -> dict[str, Part]:
         """Return this rank's parts of the tensors of a state."""
@@ -247,11 +279,11 @@ class Learner:
             parts |= in_section(REFERENCE, parallel.parts(_changed_reference(self.trainer)))
         return parts
 
-    def resume(self, saved: SavedState, *, next_kind: TrainerKind | None = None) -> int:
+    def resume(self, saved: SavedState | ReceivedState, *, next_kind: TrainerKind | None = None) -> int:
         """Restore a saved state. Returns its version.
 
         Args:
-            saved: the state.
+            saved: the state, of a file or of another replica.
             next_kind: kind of the next step, where the state is of another run. A trainer of another kind is then not
                 restored: no step needs it, and this run may have other settings for it.
 
@@ -321,7 +353,7 @@ class Learner:
             self._broken = error
             raise
 
-    def _restore_trainer(self, saved: SavedState, state: TrainerState) -> None:
+    def _restore_trainer(self, saved: SavedState | ReceivedState, state: TrainerState) -> None:
         self.trainer = trainer = self._fresh(state.kind, state.total_steps)
         if trainer.reference is not None:
             trainer.reference.version = state.begun_at
@@ -329,6 +361,7 @@ class Learner:
                 self._restore(saved, REFERENCE, trainer.reference.keep())
         trainer.optimizer.num_steps = state.num_steps
         if self.parallel is None:
+            assert isinstance(saved, SavedState), "an elastic replica is on a mesh"
             trainer.optimizer.load_state_tensors(saved.read(TRAINER))
             return
         parts = self.parallel.state_parts(trainer.optimizer.state_tensors())
@@ -337,9 +370,10 @@ class Learner:
         trainer.optimizer.restored()
 
     @torch.no_grad()
-    def _restore(self, saved: SavedState, section: str, live: Mapping[str, Tensor]) -> None:
+    def _restore(self, saved: SavedState | ReceivedState, section: str, live: Mapping[str, Tensor]) -> None:
         """Copy the weights of a section into `live`, on a mesh this rank's parts."""
         if self.parallel is None:
+            assert isinstance(saved, SavedState), "an elastic replica is on a mesh"
             saved.restore(section, live)
             return
         parts = self.parallel.parts(live)

@@ -8,7 +8,8 @@ Credit and packing happen once per step, forward and loss once per microbatch. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,7 +33,7 @@ from starling.policy.train.data.packing import (
     pack_sequences,
     shared_token_fraction,
 )
-from starling.policy.train.errors import StepBrokenError
+from starling.policy.train.errors import PeersLostError, StepBrokenError
 from starling.policy.train.loss.credit import (
     StepGroups,
     TrainBatch,
@@ -234,6 +235,10 @@ class RlTrainer(Trainer):
         if context.objective.old == "proximal" and len(updates) > 1:
             for minibatch in minibatches:
                 minibatch.proximal_logprobs = self._logprobs(minibatch, context)
+        with self._all_or_none(len(updates)):
+            return self._make(updates, context)
+
+    def _make(self, updates: Sequence[_Minibatch], context: _StepContext) -> list[UpdateResult]:
         results = list[UpdateResult]()
         for number, minibatch in enumerate(updates, start=1):
             try:
@@ -244,6 +249,22 @@ class RlTrainer(Trainer):
                 raise StepBrokenError(f"update {number} of {len(updates)} of a step failed: {error}") from error
             results.append(self._apply(losses, context, ends_step=number == len(updates)))
         return results
+
+    @contextmanager
+    def _all_or_none(self, num_updates: int) -> Iterator[None]:
+        """Undo the updates of a step that this replica cannot complete because it has lost others."""
+        peers = None if self._parallel is None else self._parallel.peers
+        if peers is None or peers.size == 1 or num_updates == 1:
+            yield
+            return
+        self.optimizer.keep()
+        try:
+            yield
+        except PeersLostError:
+            self.optimizer.rewind()
+            raise
+        finally:
+            self.optimizer.forget()
 
     def _logprobs(self, minibatch: _Minibatch, context: _StepContext) -> FloatArray:
         """Return the log-probabilities of a minibatch's tokens under the present weights, [T]."""

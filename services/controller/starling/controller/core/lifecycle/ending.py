@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from starling.common.wire import messages as wire
 from starling.controller.core.events import FinishRun
 from starling.controller.core.groups.group import GroupState
@@ -54,18 +56,18 @@ def _note_tail(state: ControllerState) -> None:
 
 
 def _checkpoint(state: ControllerState) -> None:
-    """Have every policy write the last checkpoint; drain when all policies that are there have."""
+    """Have a policy write the last checkpoint, and drain when it has: all policies hold the same weights."""
     lifecycle, version, replicas = state.lifecycle, state.version, state.replicas
     current = replicas.current_policies(version) if replicas.policies_have_devices() else []
     stopped_early = bool(lifecycle.stopping) and version < state.plan.last_step
     is_unsaved = stopped_early and state.training.saved.newest < version
     if is_unsaved and not replicas.leases.has("save"):
         grant_save(state)
-    for member in current:
-        if member.name not in lifecycle.exported and not replicas.leases.num(member.name, "checkpoint"):
-            grant(state, member, "checkpoint", version, lambda lease: wire.SaveCheckpoint(lease=lease, step=version))
+    if current and not lifecycle.is_exported and not replicas.leases.has("checkpoint"):
+        checkpoint = functools.partial(wire.SaveCheckpoint, step=version)
+        grant(state, current[0], "checkpoint", version, lambda lease: checkpoint(lease=lease))
     is_writing = replicas.leases.has("checkpoint") or replicas.leases.has("save") or is_unsaved
-    if current and not is_writing and all(member.name in lifecycle.exported for member in current):
+    if lifecycle.is_exported and not is_writing:
         lifecycle.drain(state.now)
 
 

@@ -9,7 +9,7 @@ from, and what was not trained stays in the journal.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 
@@ -51,8 +51,8 @@ class Lifecycle:
     """Of the stop, and then of the drain."""
     drain_sent: bool = False
     """The replicas have the command to leave."""
-    exported: set[str] = field(default_factory=set)
-    """Policies that have written their part of the last checkpoint."""
+    is_exported: bool = False
+    """A policy has written the last checkpoint."""
 
     @property
     def reason(self) -> str:

@@ -18,8 +18,6 @@ from starling.controller.core.weights.accusations import note_bad_pull
 from starling.controller.core.weights.distribution import note_failed_adoption, source_of
 from starling.controller.core.weights.versions import check_outdated
 
-MAX_FAILED_TOGETHER: Final = 16
-"""Failures of shared steps in a row after which the run fails."""
 SAVE_RETRY_S: Final = 15.0
 """Seconds after which a failed save of a state is retried."""
 MAX_FAILING_LEASES: Final = 3
@@ -51,7 +49,7 @@ def on_failed(state: ControllerState, member: Member, lease: Lease, message: wir
     elif kind in ("sleep", "wake"):
         state.replicas.sharing.note_failure(member, state.now)  # it is sent the command again
     elif member.role == "policy":
-        _policy_failed(state, member, kind, int(subject), reason)
+        _policy_failed(state, member, kind, int(subject), reason, fatal=message.fatal)
 
 
 def on_not_sent(state: ControllerState, peer: str, lease_id: str, reason: str) -> None:
@@ -88,8 +86,11 @@ def _transfer_failed(state: ControllerState, member: Member, lease: Lease, versi
         evict(state, member, f"{member.name} could not adopt version {version}: {reason}")
 
 
-def _policy_failed(state: ControllerState, member: Member, kind: str, number: int, reason: str) -> None:
-    """Handle the failure of a policy with a step, a publication, a state or a checkpoint; `number`: its version."""
+def _policy_failed(state: ControllerState, member: Member, kind: str, number: int, reason: str, *, fatal: bool) -> None:
+    """Handle the failure of a policy with a step, a publication, a state or a checkpoint.
+
+    `number`: its version; `fatal`: the step would fail again, whoever makes it.
+    """
     training, can_work = state.training, state.replicas.sharing.has_devices(member)
     match kind:
         case "save":
@@ -102,12 +103,8 @@ def _policy_failed(state: ControllerState, member: Member, kind: str, number: in
             pass  # as above
         case "publish" if member.version != number:
             pass  # it has begun the next step: that version will be published instead
-        case "train" if member.shares_steps and training.step is not None:
-            training.step.shares.pop(member.name, None)
-            training.step.broken = True  # a replica that it needed is gone; the others may have made the step
-            training.num_failed_together += 1
-            if training.num_failed_together >= MAX_FAILED_TOGETHER:
-                state.lifecycle.fail(f"{member.name} could not train: {reason}", state.now)
+        case "train" if not fatal and training.step is not None and training.step.is_shared:
+            training.step.note_failure(member.name, reason, state.now)
         case "train" if member.version >= number:
             pass  # it has made that step already
         case "train" | "publish" | "checkpoint":

@@ -29,6 +29,8 @@ LAYOUT_PARTS_PER_HELLO: Final = 1 << 15
 """And once more for each so many tensors and boxes: a million small boxes, in 15 MiB, take 5 s to decode."""
 MAX_HOST_CHARACTERS = 255
 """As in the DNS."""
+MAX_PEER_CHARACTERS = MAX_HOST_CHARACTERS + 6
+"""A host and a port."""
 REPLICA_ROLES: tuple[Role, ...] = ("policy", "rollout", "reward", "teacher")
 
 
@@ -50,8 +52,10 @@ class Member:
     """Its engine can offer what it holds: it could, if it were trusted."""
     may_relay: bool = True
     """Others may read the version that it pulls from it. False after one has read other weights than were published."""
-    shares_steps: bool = False
-    """It can train a share of a step together with other policies."""
+    peer: str = ""
+    """Policy: where others find it that make steps together with it; empty for one that trains alone."""
+    settings_digest: str = ""
+    """Policy: of the settings that decide what a step computes."""
     layout: Layout | None = None
     """Layout of its weights; None for a replica without weights."""
     checkpoint: str = ""
@@ -62,6 +66,11 @@ class Member:
     waits: tuple[Wait, ...] = ()
     has_reported: bool = True
     """Its leases are known: it is new, or has sent a heartbeat since it came back."""
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether it can make steps together with other policies."""
+        return bool(self.peer)
 
     @property
     def is_follower(self) -> bool:
@@ -200,12 +209,10 @@ class Membership:
                 f"{name} has sent an invalid result, or none in time, {counted(self.num_invalid[name], 'time')}; start "
                 "a replica of another name in its place, or stop the run and resume it"
             )
-        others = [m for m in self._by_role["policy"].values() if m.name != name] if hello.role == "policy" else []
-        if others and not (hello.shares_steps and all(m.shares_steps for m in others)):
-            return (
-                f"this run has its policy already, {others[0].name}, and {name} cannot share steps with it; "
-                "start one policy replica"
-            )
+        if hello.role == "policy":
+            problem = self._policy_refusal(name, hello)
+            if problem is not None:
+                return problem
         if hello.role in ("policy", "rollout") and not hello.has_layout:
             return f"{name} did not send the layout of its weights"
         least = 1 if hello.role in ("reward", "teacher") else 0
@@ -213,6 +220,25 @@ class Membership:
             return f"{name} offers {counted(hello.num_slots, 'slot')}; it needs at least {least}"
         if hello.num_slots > MAX_SLOTS:
             return f"{name} offers {counted(hello.num_slots, 'slot')}; set its num_slots to at most {MAX_SLOTS}"
+        return None
+
+    def _policy_refusal(self, name: str, hello: Hello) -> str | None:
+        """Return why a policy cannot make steps together with those that are there, or None when it can."""
+        for text in (hello.peer, hello.settings_digest):
+            if len(text) > MAX_PEER_CHARACTERS:
+                return f"{name} has an address or a digest of {len(text)} characters; it may have {MAX_PEER_CHARACTERS}"
+        others = [member for member in self._by_role["policy"].values() if member.name != name]
+        if others and not (hello.peer and all(member.shares_steps for member in others)):
+            return (
+                f"this run has its policy already, {others[0].name}, and {name} cannot share steps with it; start one "
+                "policy replica, or all of them with policy.parallel.elastic = true"
+            )
+        for member in others:
+            if member.settings_digest != hello.settings_digest:
+                return (
+                    f"{name} has other settings of [policy], [model] or run.seed than {member.name}, whose steps it "
+                    "would share; start it with the same recipe"
+                )
         return None
 
     def join(self, name: str, incarnation: int, hello: Hello, layout: Layout | None, now: float) -> Member:
@@ -236,7 +262,8 @@ class Membership:
             can_offer=hello.serves and self._is_trusted(name),
             serves=hello.serves,
             may_relay=self._is_trusted(name),
-            shares_steps=hello.shares_steps,
+            peer=hello.peer,
+            settings_digest=hello.settings_digest,
             layout=layout,
             checkpoint=hello.checkpoint,
             has_reported=not known,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Final
 
 import msgspec
 
@@ -14,14 +15,18 @@ from starling.controller.core.groups.files import freeze_next, load_groups, stor
 from starling.controller.core.groups.group import Group
 from starling.controller.core.records import StepCommitted
 from starling.controller.core.replicas.assignments import grant, revoke
+from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.state import ControllerState
 from starling.controller.core.training import alarms
 from starling.controller.core.training.metrics import file_metrics, filtered_metrics, mean_by_name, step_metrics
 from starling.controller.core.training.samples import choose, to_row
-from starling.controller.core.training.shares import buffers_of, example_share, group_shares, to_train_group
-from starling.controller.core.training.step import ActiveStep
+from starling.controller.core.training.step import ActiveStep, PolicyGroup
+from starling.controller.core.training.train_groups import buffers_of, to_train_group
 from starling.controller.core.weights.versions import is_publication_due
+
+MAX_FAILED_TOGETHER: Final = 16
+"""Failures of shared steps in a row after which the run fails."""
 
 # --- commit -----------------------------------------------------------------------------------------------------------
 
@@ -35,9 +40,16 @@ def commit(state: ControllerState) -> None:
         revoke(state, name, lease)
     state.training.step = None
     state.dirty |= Dirty.ALL
+    if step.broken or step.failure:
+        state.training.group = PolicyGroup((), "")  # some have left it
     if not step.is_made:
-        state.outbox.note("step_dispatched_again", step=step.number)
+        _drop(state, step)
         return
+    if len(set(step.digests.values())) > 1:
+        names = " and ".join(sorted(step.digests))
+        state.lifecycle.fail(
+            f"{names} trained different groups in step {step.number}: they run different code", state.now
+        )
     plan = state.plan
     state.version, state.training.num_failed_together = step.number, 0
     before = state.training.alarms
@@ -56,6 +68,24 @@ def commit(state: ControllerState) -> None:
         state.buffer.retire(step.number)
     if not plan.kind.trains:
         state.outbox.add(Prune(step.number))
+
+
+def evict_silent(state: ControllerState) -> None:
+    """Evict the policies that have neither made nor failed a step that others could not make together with them."""
+    step, wait_s = state.training.step, state.plan.lease_s
+    if step is None or state.now < step.failed_at + wait_s:
+        return
+    for name in list(step.shares):
+        member = state.replicas.membership.members[name]
+        evict(state, member, f"{name} did not answer within {wait_s:g} s, after {step.failure}")
+
+
+def _drop(state: ControllerState, step: ActiveStep) -> None:
+    """Drop a step that no policy has made, to be dispatched again; fail the run if that happens again and again."""
+    state.training.num_failed_together += bool(step.failure)
+    if state.training.num_failed_together >= MAX_FAILED_TOGETHER:
+        state.lifecycle.fail(step.failure, state.now)
+    state.outbox.note("step_dispatched_again", step=step.number)
 
 
 def _metrics_of(state: ControllerState, step: ActiveStep) -> dict[str, object]:
@@ -153,44 +183,47 @@ def _frozen_groups(state: ControllerState, step: int) -> list[Group]:
 
 
 def _dispatch_examples(state: ControllerState, policies: list[Member], step: int) -> None:
-    active = state.training.step = ActiveStep(step)
-    examples = _examples(state, step)
-    for index, member in enumerate(policies):
-        command = msgspec.structs.replace(
-            _command(state, step),
-            examples=examples[example_share(len(examples), index, len(policies))],
-            replica=index,
-            num_replicas=len(policies),
-            num_groups=len(examples) if len(policies) > 1 else 0,
-        )
-        active.shares[member.name] = _grant(state, member, command, ())
+    command = msgspec.structs.replace(_command(state, step), examples=_examples(state, step))
+    _dispatch(state, policies, command, ())
 
 
 def _dispatch_groups(state: ControllerState, policies: list[Member], step: int, groups: list[Group]) -> None:
-    active = state.training.step = ActiveStep(step)
-    shares = group_shares(groups, len(policies))
-    for index, (member, share) in enumerate(zip(policies, shares, strict=True)):
+    command = msgspec.structs.replace(
+        _command(state, step),
+        groups=tuple(to_train_group(group) for group in groups),
+        next_prompt=_next_prompt(groups),
+    )
+    _dispatch(state, policies, command, buffers_of(groups))
+
+
+def _dispatch(state: ControllerState, policies: list[Member], command: wire.TrainStep, buffers: Buffers) -> None:
+    """Have `policies` make a step together, in the process groups of the step before if they have all of those."""
+    training, peers = state.training, tuple(member.peer for member in policies) if len(policies) > 1 else ()
+    active = training.step = ActiveStep(command.step, is_shared=bool(peers))
+    if training.group.peers != peers:
+        training.group = PolicyGroup(peers, "")
+    for index, member in enumerate(policies):
         # Only a policy that was asked to publish this version must take its snapshot before the step changes it.
         requested = state.weights.requested == state.version and state.replicas.leases.num(member.name, "publish") > 0
-        command = msgspec.structs.replace(
-            _command(state, step),
-            groups=tuple(to_train_group(group) for group in share),
-            published=state.version if requested else -1,
-            replica=index,
-            num_replicas=len(policies),
-            num_groups=len(groups) if len(policies) > 1 else 0,
-            next_prompt=_next_prompt(groups),
+        published = state.version if requested and command.groups else -1
+        own = msgspec.structs.replace(
+            command, peers=peers, replica=index, group=training.group.name, published=published
         )
-        active.shares[member.name] = _grant(state, member, command, buffers_of(share))
+        lease = active.shares[member.name] = _grant(state, member, own, buffers)
+        if peers and not training.group.name:
+            training.group = PolicyGroup(peers, lease)
 
 
 def _grant(state: ControllerState, member: Member, command: wire.TrainStep, buffers: Buffers) -> str:
     saved = state.training.saved
     if saved.rests_since == -math.inf:  # the run begins with a saved state: nothing could be lost before its first step
         saved.rests_since = state.now
-    return grant(
-        state, member, "train", command.step, lambda lease: msgspec.structs.replace(command, lease=lease), buffers
-    )
+
+    def leased(lease: str) -> wire.TrainStep:
+        group = command.group or lease if command.peers else ""
+        return msgspec.structs.replace(command, lease=lease, group=group)
+
+    return grant(state, member, "train", command.step, leased, buffers)
 
 
 def _examples(state: ControllerState, step: int) -> tuple[wire.Prompt, ...]:

@@ -81,4 +81,4 @@ def on_saved(state: ControllerState, member: Member, message: wire.CheckpointSav
         if saved.previous:
             state.outbox.add(Prune(saved.previous))
     else:
-        state.lifecycle.exported.add(member.name)
+        state.lifecycle.is_exported = True

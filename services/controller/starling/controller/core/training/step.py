@@ -6,12 +6,17 @@ There is one step at a time. It is dispatched to the policies that are members a
       ^     |
       +-----+ (a replica died before any policy had made it: dispatched again, with the same groups)
 
-A step is *made* once one policy holds its version: it can only have reached it with the share of every replica.
-Policies that have done only their share are then outdated, and pull the weights from a policy that holds them.
+Every policy gets all groups, computes a share of their microbatches, and adds up gradients with the others. A step is
+*made* once one policy holds its version: it can only have reached it with the gradients of all others. Policies that do
+not hold it are then outdated, and copy their state from one that does.
+
+The controller decides who is out. One that has left, or was lost, is. After one has reported that it cannot make the
+step with the others, all of them will, unless they have made it: those that report neither hang.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +34,14 @@ class ActiveStep:
     """The step that is being trained, or the file that is being written."""
 
     number: int
+    is_shared: bool = False
+    """It was dispatched to several policies."""
     shares: dict[str, str] = field(default_factory=dict)
     """Lease by policy, of the policies that still work on it."""
+    failed_at: float = math.inf
+    """When a policy first reported that it cannot make it with the others."""
+    failure: str = ""
+    """What it reported."""
     made_by: set[str] = field(default_factory=set)
     """Policies that hold its version."""
     broken: bool = False
@@ -40,12 +51,12 @@ class ActiveStep:
     alarms: dict[str, Alarm] = field(default_factory=dict)
     """Alarms that are on, by name, as reported by the policies that made it."""
     digests: dict[str, int] = field(default_factory=dict)
-    """Digest of the groups that each policy has trained, where it has reported one."""
+    """Digest of the groups of the step, where a policy has reported one, by policy."""
 
     @property
     def is_made(self) -> bool:
         """Whether some policy holds its version, and no other policy can be expected to."""
-        return bool(self.made_by) and (self.broken or not self.shares)
+        return bool(self.made_by) and (self.broken or bool(self.failure) or not self.shares)
 
     @property
     def has_failed(self) -> bool:
@@ -54,10 +65,14 @@ class ActiveStep:
 
     @property
     def batch_digest(self) -> str:
-        """Digest of all its groups, 16 hexadecimal digits; empty when one of a share is missing."""
-        if self.broken or not self.digests or self.made_by - self.digests.keys():
-            return ""
-        return format_digest(sum(self.digests.values()))
+        """Digest of its groups, 16 hexadecimal digits; empty when no policy has reported it."""
+        return format_digest(next(iter(self.digests.values()))) if self.digests else ""
+
+    def note_failure(self, policy: str, reason: str, now: float) -> None:
+        """Note that a policy cannot make it with the others, which will notice that, too, unless they hang."""
+        self.shares.pop(policy, None)
+        if not self.failure:
+            self.failed_at, self.failure = now, f"{policy} could not train: {reason}"
 
     def drop_share(self, policy: str) -> bool:
         """Take the share of a policy that cannot finish it out of the step. Returns False when it had none."""
@@ -70,6 +85,15 @@ class ActiveStep:
 def format_digest(digest: int) -> str:
     """Return the digest of a batch, modulo 2^64, as metrics.jsonl has it."""
     return f"{digest % (1 << 64):016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGroup:
+    """Policies that have made steps together, and still have the process groups of those."""
+
+    peers: tuple[str, ...]
+    name: str
+    """That of the lease with which they were told to make the groups."""
 
 
 @dataclass
@@ -102,6 +126,7 @@ class Training:
         """The step that makes the next version."""
         self.num_failed_together = 0
         """How often policies failed to make a step together since the last one that was made."""
+        self.group = PolicyGroup((), "")
         self.fetching = -1
         """The step whose records are being read from the journal; -1 for none."""
         self.fetched: tuple[int, tuple[JournalEntry, ...]] | None = None

@@ -210,7 +210,6 @@ def _pull(
     member: Member,
     offer: PublishedOffer,
     *,
-    with_state: bool = False,
     chain: ChainKey | None = None,
     relay: RelayedOffer | None = None,
 ) -> None:
@@ -234,7 +233,7 @@ def _pull(
             lease=lease,
             version=version,
             source=source.name,
-            with_state=with_state,
+            peer=source.peer if member.role == "policy" else "",
             layout=key,
             layout_roots=layout_roots,
             has_root_plan=is_rollout,
@@ -505,7 +504,10 @@ def _command_of(lease: Lease) -> wire.AdoptWeights | None:
 
 
 def catch_up(state: ControllerState) -> None:
-    """Bring outdated policies to the newest version: from another policy, or step by step from the journal."""
+    """Bring outdated policies to the newest version: from another policy, or step by step from the journal.
+
+    A policy copies the present state of another one, which therefore has to be between two steps.
+    """
     replicas = state.replicas
     outdated = replicas.outdated_policies(state.weights_version)
     if not outdated or not replicas.policies_have_devices():
@@ -514,10 +516,10 @@ def catch_up(state: ControllerState) -> None:
     for member in outdated:
         if replicas.leases.num(member.name, "adopt") or replicas.leases.num(member.name, "train"):
             continue
-        if current and state.weights.may_try(member.name, state.now):
+        if current and state.training.step is None and state.weights.may_try(member.name, state.now):
             offer = find_source(state, member, state.version)
             if offer is not None:
-                _pull(state, member, offer, with_state=True)
+                _pull(state, member, offer)
             else:
                 _offer_to_policies(state, current)
     if not current:

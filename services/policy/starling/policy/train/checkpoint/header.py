@@ -93,6 +93,11 @@ def read_header(storage: Storage, *names: str) -> StateHeader:
     data = storage.read(*names, MANIFEST)
     if data is None:
         raise DamagedStateError(f"it has no {MANIFEST}")
+    return decode_header(data)
+
+
+def decode_header(data: bytes) -> StateHeader:
+    """Return the header that `encode_header` has encoded. Raises DamagedStateError if it is corrupt."""
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         if digest_of(bytes(sealed.state)) != sealed.digest:

@@ -135,7 +135,7 @@ def take_state(
         device: whose generator is included.
         buffers: memory of the copies, which are valid until it is used again.
     """
-    return StateSnapshot(_header(metadata), buffers.take({**tensors, **_random_states(device)}))
+    return StateSnapshot(header_of(metadata), buffers.take({**tensors, **random_states(device)}))
 
 
 def take_parts(
@@ -144,13 +144,14 @@ def take_parts(
     """Take a snapshot of this rank's `parts`; see `take_state`."""
     from starling.policy.train.checkpoint.parts import Part
 
-    parts = {**parts, **{name: Part.whole(tensor) for name, tensor in _random_states(device).items()}}
+    parts = {**parts, **{name: Part.whole(tensor) for name, tensor in random_states(device).items()}}
     copies = buffers.take({name: part.local for name, part in parts.items()})
     moved = {name: part.moved(copies[name]) for name, part in parts.items()}
-    return PartsSnapshot(_header(metadata), copies, moved)
+    return PartsSnapshot(header_of(metadata), copies, moved)
 
 
-def _header(metadata: StateMetadata) -> StateHeader:
+def header_of(metadata: StateMetadata) -> StateHeader:
+    """Return the header of a state that is not written, with the present generators of random numbers."""
     return StateHeader(
         run=metadata.run,
         version=metadata.version,
@@ -296,13 +297,17 @@ class SavedState:
 
     def restore_random(self, device: torch.device) -> None:
         """Set the generators of random numbers."""
-        random.setstate(self.state.python_random)
-        name, keys, position, has_gauss, gauss = self.state.numpy_random
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        states = self.read(RANDOM)
-        torch.set_rng_state(states["cpu"])
-        if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"], device)
+        restore_random(self.state, self.read(RANDOM), device)
+
+
+def restore_random(state: StateHeader, states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the generators of random numbers: of Python and numpy from `state`, of torch from `states`, by device."""
+    random.setstate(state.python_random)
+    name, keys, position, has_gauss, gauss = state.numpy_random
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def seed_random(seed: int) -> None:
@@ -340,7 +345,8 @@ def _numpy_random() -> tuple[str, tuple[int, ...], int, int, float]:
     return name, tuple(keys.tolist()), position, has_gauss, gauss
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators, by section and device."""
     states = {f"{RANDOM}cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"{RANDOM}cuda"] = torch.cuda.get_rng_state(device)

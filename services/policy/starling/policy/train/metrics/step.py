@@ -46,10 +46,11 @@ class StepMetrics:
         self._peak = None if peak is None else peak * settings.parallel.num_ranks
         self._alarms = Alarms(settings.alarms.rules(), settings.alarms.fail_on)
         self._before: dict[torch.device, Tensor] = {}
-        self._began = 0.0
+        self._began, self._num_replicas = 0.0, 1
 
-    def begin(self) -> None:
-        """Start a step whose data is available."""
+    def begin(self, num_replicas: int = 1) -> None:
+        """Start a step whose data is available, and which `num_replicas` policies make together."""
+        self._num_replicas = num_replicas
         self._before = self._probe.read()
         self._began = time.perf_counter()
 
@@ -63,7 +64,8 @@ class StepMetrics:
         seconds = metrics["train_s"] = time.perf_counter() - self._began  # the probe has waited for the device
         metrics |= throughput(metrics["num_tokens"], seconds)
         if FLOPS in metrics:
-            metrics |= utilisation(metrics[FLOPS], seconds, self._peak)
+            peak = None if self._peak is None else self._peak * self._num_replicas
+            metrics |= utilisation(metrics[FLOPS], seconds, peak)
         metrics |= self._clock.take()
         return metrics, self._alarms.after(step, metrics)
 

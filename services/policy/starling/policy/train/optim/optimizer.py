@@ -43,7 +43,7 @@ class Shards(Protocol):
     """By name, in the memory of the sharded ones."""
 
     def gather(self) -> None:
-        """Complete the gradients of `tensors`."""
+        """Complete the gradients of `tensors`. Raises PeersLostError if other replicas are lost."""
 
     def clear(self) -> None:
         """Free the gradients."""
@@ -117,6 +117,7 @@ class ModelOptimizer:
         self._masters = Masters(_trainable(model), device)
         self._shards = None if shards is None else shards(self._masters.trained)
         self._trained = self._masters.trained if self._shards is None else self._shards.tensors
+        self._kept: tuple[dict[str, Tensor], int] | None = None
         self._ema = WeightEma(self._trained, settings.ema_decay)
         self._optimizers = _optimizers(model, self._trained, settings, names, self._shards)
 
@@ -142,13 +143,15 @@ class ModelOptimizer:
         with its schedule and the clipping of this update only.
 
         `ends_step`: whether this is the last update of its step; all updates of a step have the same learning rate.
+
+        Raises PeersLostError if other replicas that make the step are lost; nothing has changed then.
         """
         settings = settings or self._settings
         rate = learning_rate(settings, self.num_steps + 1, self.total_steps)
-        self.num_steps += ends_step
         self._masters.gather()
         if self._shards is not None:
             self._shards.gather()
+        self.num_steps += ends_step
         trained = self._trained.values()
         gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         if not gradients:
@@ -206,6 +209,27 @@ class ModelOptimizer:
         for name, tensor in live.items():
             tensor.copy_(tensors[name])
         self.restored()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep a copy of everything that updates change, for `rewind`."""
+        self._kept = {name: tensor.clone() for name, tensor in self._changing().items()}, self.num_steps
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Undo the updates since `keep`, bit for bit."""
+        assert self._kept is not None, "keep() comes before the updates"
+        copies, self.num_steps = self._kept
+        for name, tensor in self._changing().items():
+            tensor.copy_(copies[name])
+        self.restored()
+
+    def forget(self) -> None:
+        """Free what was kept."""
+        self._kept = None
+
+    def _changing(self) -> dict[str, Tensor]:
+        return {**{f"weight:{name}": tensor for name, tensor in self._trained.items()}, **self.state_tensors()}
 
     def restored(self) -> None:
         """Bring the weights in line with `state_tensors`, after those were written into."""

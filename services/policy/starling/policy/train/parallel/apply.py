@@ -34,6 +34,7 @@ from starling.policy.train.parallel.context import check_context, divide_tokens
 from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
 from starling.policy.train.parallel.parts import cuts_blocks, hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
+from starling.policy.train.parallel.peers import StepPeers
 from starling.policy.train.parallel.pipeline import Pipeline
 from starling.policy.train.parallel.shards import LocalShards, TiedWeights, local_part, owned
 from starling.policy.train.parallel.stages import check_stages
@@ -155,6 +156,9 @@ class ParallelModel:
         """
         self.model, self.mesh, self.whole, self.pipeline = model, mesh, whole, pipeline
         self._partial, self.outline = partial, whole.outline
+        settings = mesh.settings
+        self.peers = StepPeers(settings.replica_timeout_s, model.device) if settings.elastic else None
+        """The other replicas that make the present step; None where there never are any."""
         self._dtypes = {name: tensor.dtype for name, tensor in self.outline.tensors.items()}
         self._device = model.device
         self.expert_layers, self.num_routers = whole.expert_layers, whole.num_routers
@@ -181,7 +185,7 @@ class ParallelModel:
 
     def shards(self, trained: Mapping[str, Tensor]) -> LocalShards:
         """Return this rank's shards of the tensors that an optimizer updates."""
-        return LocalShards(trained, self.mesh, self._partial, self._tied)
+        return LocalShards(trained, self.mesh, self._partial, self._tied, self.peers)
 
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the local parts of `tensors` such that every element is on one rank only."""
@@ -239,8 +243,10 @@ class ParallelModel:
 
     def passes(self, plan: Sequence[Microbatch]) -> list[Microbatch | None]:
         """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""
-        divided = divide_passes([one.num_token_slots for one in plan], self.mesh.size(DATA))
-        own = [None if number is None else plan[number] for number in divided[self.mesh.place(DATA)]]
+        place, size = (0, 1) if self.peers is None else (self.peers.place, self.peers.size)
+        ranks = self.mesh.size(DATA)
+        divided = divide_passes([one.num_token_slots for one in plan], size * ranks)
+        own = [None if number is None else plan[number] for number in divided[place * ranks + self.mesh.place(DATA)]]
         # Only FSDP communicates with data-parallel ranks within a pass.
         own = own if self.mesh.size(SHARDS) > 1 else [one for one in own if one is not None]
         if self.pipeline is not None and own:
@@ -287,13 +293,15 @@ class ParallelModel:
         return self.sum(self.sum_slots(values))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the ranks that compute different parts of the results."""
+        """Return the sum of `values` over the ranks that compute different parts of the results, of all replicas."""
         summed = values.detach().clone()
         dist.all_reduce(summed, group=self.mesh.group(RESULTS))
+        if self.peers is not None:
+            self.peers.sum_(summed)
         return summed
 
     def sum_all(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over all ranks."""
+        """Return the sum of `values` over all ranks of this replica."""
         summed = values.to(self._device, copy=True)
         dist.all_reduce(summed)
         return summed
@@ -304,6 +312,13 @@ class ParallelModel:
 
     def gather(self, values: Any) -> list[Any]:
         """Return the `values` of each rank of `sum`: what JSON can hold, NaN and infinities included."""
+        if self.peers is not None:
+            values = self.peers.gather(values)
+            return [one for of_rank in self._gather(values) for one in of_rank]
+        return self._gather(values)
+
+    def _gather(self, values: Any) -> list[Any]:
+        """Do the same for the ranks of this replica."""
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(self._device)
         group, num_ranks = self.mesh.group(RESULTS), self.mesh.size(RESULTS)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(num_ranks)]

@@ -47,11 +47,12 @@ class RankHost:
     """``host:port`` of the store by which all ranks find each other, see `serve_store`."""
 
 
-def serve_store(host: str) -> tuple[TCPStore, str]:
-    """Serve a store by which the ranks of several hosts find each other, at an address of this host only.
+def serve_store(host: str, option: str = "--rdzv") -> tuple[TCPStore, str]:
+    """Serve a store by which ranks of several hosts or replicas find each other, at an address of this host only.
 
     Args:
         host: name or address of this host, as others know it.
+        option: that named it, for the error.
 
     Returns:
         The store, which serves as long as it exists, and its ``host:port``.
@@ -65,7 +66,9 @@ def serve_store(host: str) -> tuple[TCPStore, str]:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen at {host} ({error.strerror}); give --rdzv an address of this host") from error
+        raise ConfigError(
+            f"cannot listen at {host} ({error.strerror}); give {option} an address of this host"
+        ) from error
     port = listener.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, f"{host}:{port}"

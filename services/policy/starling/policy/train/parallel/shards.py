@@ -6,8 +6,9 @@ shards; only the norm of the gradient needs the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from starling.policy.train.parallel.clip import gradient_norm
 from starling.policy.train.parallel.matrices import DividedMatrices
 from starling.policy.train.parallel.mesh import AXES, DATA, EXPERT_AXES, JOINT, Mesh
+from starling.policy.train.parallel.peers import StepPeers
 from starling.weightsync.tensors.modules import local_tensor
 
 _BUCKET_NUMEL: Final = 1 << 24
@@ -28,7 +30,12 @@ class LocalShards:
     """Shards of tensors that share memory with them, with gradients of their own."""
 
     def __init__(
-        self, trained: Mapping[str, Tensor], mesh: Mesh, partial: Sequence[str] = (), tied: TiedWeights | None = None
+        self,
+        trained: Mapping[str, Tensor],
+        mesh: Mesh,
+        partial: Sequence[str] = (),
+        tied: TiedWeights | None = None,
+        peers: StepPeers | None = None,
     ) -> None:
         """Take the shards.
 
@@ -37,7 +44,9 @@ class LocalShards:
             mesh: of the ranks.
             partial: names of tensors of whose gradient each rank of the axis tp has a part.
             tied: weights that two stages of a pipeline have.
+            peers: the other replicas that make the same steps, if there may be some.
         """
+        self._peers = peers
         self._trained, self._mesh, self._partial, self._tied = dict(trained), mesh, frozenset(partial), tied
         self.tensors: dict[str, Tensor] = {name: local_part(tensor) for name, tensor in trained.items()}
         """By name."""
@@ -46,7 +55,11 @@ class LocalShards:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Complete the gradients: sum those of replicas, and hand each shard its part."""
+        """Complete the gradients: sum those of replicas, and hand each shard its part.
+
+        Raises:
+            PeersLostError: other replicas are lost, see `StepPeers.check`.
+        """
         for name, tensor in self._trained.items():
             gradient = tensor.grad
             if isinstance(gradient, DTensor):
@@ -56,8 +69,12 @@ class LocalShards:
             self.tensors[name].grad = gradient
         self._fill_in()
         for axis, names in self._sums().items():
-            gradients = [gradient for name in names if (gradient := self.tensors[name].grad) is not None]
-            _sum(gradients, self._mesh.group(axis))
+            for gradients in self._alike(names):
+                _sum(gradients, partial(dist.all_reduce, group=self._mesh.group(axis)))
+        if self._peers is not None and self._peers.size > 1:
+            for gradients in self._alike(self.tensors):
+                _sum(gradients, self._peers.sum_)
+            self._peers.check()
         if self._tied is not None and self._tied.is_among(self.tensors):
             self._tied.sum(self.tensors, self._mesh)
 
@@ -91,9 +108,24 @@ class LocalShards:
         found = torch.tensor([tensor.grad is not None for tensor in tensors], dtype=torch.uint8)
         found = found.to(tensors[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.group(DATA))
+        if self._peers is not None:
+            self._peers.max_(found)
         for tensor, is_known in zip(tensors, found.tolist(), strict=True):
             if is_known and tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
+
+    def _alike(self, names: Iterable[str]) -> Iterator[list[Tensor]]:
+        """Yield the gradients of those of `names` that the same axes shard.
+
+        Ranks that repeat a tensor must add up in the same order, which depends on its place among those that are summed
+        together: shards of other tensors may be of other sizes there.
+        """
+        found: dict[tuple[str, ...], list[Tensor]] = {}
+        for name in names:
+            gradient = self.tensors[name].grad
+            if gradient is not None:
+                found.setdefault(self._axes[name], []).append(gradient)
+        yield from (found[axes] for axes in sorted(found))
 
     def _sums(self) -> dict[str, list[str]]:
         """Return which gradients are summed over which axis; FSDP has summed those of the tensors that it shards."""
@@ -183,10 +215,10 @@ def _axes(tensor: Tensor) -> dict[str, bool]:
     }
 
 
-def _sum(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+def _sum(gradients: list[Tensor], sum_: Callable[[Tensor], object]) -> None:
     for bucket in _buckets(gradients):
         joined = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(joined, group=group)
+        sum_(joined)
         for gradient, part in zip(bucket, torch.split(joined, [one.numel() for one in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 

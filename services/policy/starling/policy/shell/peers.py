@@ -1,0 +1,93 @@
+"""Where other policy replicas find this one, and ask for its state."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from starling.policy.shell.facts import PACKAGES, version_of
+
+if TYPE_CHECKING:
+    from starling.policy.shell.loading import PolicyProcess
+
+_POLL_S: Final = 0.2
+_NUM_ASKED: Final = "num_asked"
+_OF_THIS_PROCESS: Final = {
+    "alarms",
+    "delta_versions",
+    "peak_tflops",
+    "publish_timeout_s",
+    "saving",
+    "snapshots",
+    "transport",
+}
+"""Settings of a policy that may differ among replicas that make steps together."""
+
+
+@dataclass(frozen=True)
+class StateRequest:
+    """Another replica wants to copy the state of this one."""
+
+    peer: str
+    """Address of its store."""
+    group: str
+    """Name of the process groups in which its ranks wait for those of this replica."""
+
+
+class PeerServer:
+    """The store of this replica, through which process groups with others are made."""
+
+    def __init__(self, host: str, asked: Callable[[StateRequest], None]) -> None:
+        """Listen at a free port of `host`; `asked`: called by a thread for each request.
+
+        Raises:
+            ConfigError: `host` is no address of this machine.
+        """
+        from starling.policy.train.parallel.group import serve_store
+
+        self._store, self.address = serve_store(host, "network.host")
+        self._asked = asked
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+
+    def _listen(self) -> None:
+        answered = 0
+        while True:
+            time.sleep(_POLL_S)
+            if self._store.check([_request(answered)]):
+                peer, _, group = self._store.get(_request(answered)).decode().partition(" ")
+                self._asked(StateRequest(peer, group))
+                answered += 1
+
+
+def request_state(address: str, own: str, group: str) -> None:
+    """Ask the replica whose store is at `address` to send its state in the process groups of this name.
+
+    `own`: address of the store of this replica.
+
+    Raises OSError or RuntimeError if it cannot be reached.
+    """
+    from starling.policy.train.parallel.peers import REACH_S, connect_store
+
+    store = connect_store(address, REACH_S)
+    store.set(_request(store.add(_NUM_ASKED, 1) - 1), f"{own} {group}")
+
+
+def _request(number: int) -> str:
+    return f"asked/{number}"
+
+
+def settings_digest(settings: PolicyProcess) -> str:
+    """Return a digest of the settings that decide what a step computes, and of the versions of packages."""
+    policy = settings.policy.model_dump(mode="json", exclude=_OF_THIS_PROCESS)
+    for name in ("timeout_s", "replica_timeout_s"):
+        del policy["parallel"][name]
+    model = settings.model.model_dump(mode="json", exclude={"path", "device"})
+    versions = [version_of(package) for package in PACKAGES]
+    parts = (versions, settings.run.kind, settings.run.seed, model, policy)
+    return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16).hexdigest()
