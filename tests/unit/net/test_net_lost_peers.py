@@ -17,6 +17,8 @@ from starling.common.net import link as link_module
 from starling.common.net.link import LinkClosed, ReceivedCommand
 from starling.common.wire import messages as wire
 
+WAIT_S = 50.0
+"""Longer than a busy machine takes, and shorter than a process that hangs lives."""
 REPLICA = Path(__file__).with_name("lone_replica.py")
 
 
@@ -31,6 +33,18 @@ def test_killed_process_is_disconnected_at_once(harness: HubHarness, keys: Path)
             harness.wait_disconnected("reward-0")
             assert not harness.hub.send("reward-0", wire.RequestHello())
             harness.next(wire.Heartbeat, "rollout-0")
+        finally:
+            process.kill()
+
+
+def test_replica_that_hangs_ends_when_it_is_refused(harness: HubHarness, keys: Path) -> None:
+    """Its link reads that without its working thread. The supervisor then starts it again."""
+    command = [sys.executable, str(REPLICA), harness.hub.address, str(keys / "reward-0.json"), "reward-0", RUN, "0.5"]
+    with subprocess.Popen(command) as process:
+        try:
+            harness.welcome("reward-0")
+            harness.hub.send("reward-0", wire.Refused(reason="it did not answer"))
+            assert process.wait(WAIT_S) == 1
         finally:
             process.kill()
 

@@ -37,6 +37,7 @@ from starling.common.net.dealer import Dealer
 from starling.common.net.fencing import LeaseFence
 from starling.common.net.frames import is_readable, receive
 from starling.common.net.settings import LinkSettings, make_incarnation
+from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.common.wakeup import Wakeup
 from starling.common.wire import codec, messages
 from starling.common.wire.messages import (
@@ -61,6 +62,9 @@ HELLO_EVERY_S = 0.5
 RESEND_S = 2.0
 QUIET_S = 10.0
 """Silence of the controller after which nothing is resent to it: the messages would pile up in the socket."""
+HANGING_S = 120.0
+"""How long the working thread may take to notice that the controller refuses this replica. Then it hangs, and the
+process ends, to be restarted."""
 LOOK_EVERY_S = 0.1
 """Longest period of the heartbeat thread; the heartbeat may be more frequent."""
 
@@ -162,7 +166,7 @@ class ControllerLink:
         self._resend_at = float("-inf")  # when the lease table is next searched for answers to send again
         self._dealer: Dealer | None = None
         self._socket: zmq.Socket[Any] | None = None
-        self._closing = threading.Event()
+        self._closing, self._is_noticed = threading.Event(), threading.Event()
         self._failure: Exception | None = None  # exception that ended the heartbeat thread
         self._heartbeat_thread = threading.Thread(target=self._run_heartbeats, name="link", daemon=True)
         self._poller = select.poll()
@@ -203,7 +207,10 @@ class ControllerLink:
                 self._signalled = False
                 self._wakeup.clear()
             if self._inbox:
-                return self._inbox.popleft()
+                event = self._inbox.popleft()
+                if isinstance(event, LinkClosed):
+                    self._is_noticed.set()
+                return event
             if self._failure is not None:
                 raise self._failure
             now = time.monotonic()
@@ -284,6 +291,7 @@ class ControllerLink:
     def close(self, reason: str) -> None:
         """Send `Leave`, flush the last messages (for at most 1 s), and end the heartbeat thread."""
         self._closing.set()
+        self._is_noticed.set()
         if self._heartbeat_thread.is_alive():
             self._heartbeat_thread.join()
         with self._lock:
@@ -469,9 +477,16 @@ class ControllerLink:
                     self._inbox.append(CancelledLeases(cancelled))
 
     def _end(self, reason: str, error: StarlingError | None) -> None:
+        self.put(LinkClosed(reason, error))
         if error is not None:
             self._closing.set()
-        self.put(LinkClosed(reason, error))
+            threading.Thread(target=self._end_if_hanging, args=(reason,), name="refused", daemon=True).start()
+
+    def _end_if_hanging(self, reason: str) -> None:
+        """End the process if its working thread computes or waits without end: others have its work."""
+        if not self._is_noticed.wait(HANGING_S):
+            log.error("hangs", reason=reason, limit_s=HANGING_S)
+            end_process(EXIT_FAILED)
 
     def _make_all_due(self) -> None:
         """Make every answer that was not released due at once."""
