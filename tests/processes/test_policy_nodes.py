@@ -86,6 +86,7 @@ def test_policy_of_two_nodes_makes_the_steps_of_one(hub: FakeHub, node: Node, mo
     assert (tmp_path / "checkpoints/step-4/model.safetensors").exists()
 
 
+@pytest.mark.campaign
 def test_nodes_that_do_not_fit_are_refused_and_others_wait_for_them(
     hub: FakeHub, node: Node, model: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_node_that_is_alone_ends_at_its_deadline(node: Node, tmp_path: Path) -> 
         assert "within 1 s (policy.parallel.join_s): there was no connection; check that all nodes run" in found
 
 
+@pytest.mark.campaign
 def test_agent_that_is_stopped_alone_asks_for_a_restart(hub: FakeHub, node: Node) -> None:
     """It waits for node 0, which may have been stopped too, and needs the ranks to save its state."""
     leave = ("--policy.saving.leave-s", "1")

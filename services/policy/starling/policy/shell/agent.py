@@ -52,7 +52,7 @@ LEAVE_S: Final = 5.0
 """How long node 0 may take to end after the news that a rank has ended."""
 RECONNECT_MS: Final = (100, 2000)
 CONNECT_WITHIN_MS: Final = 5000
-_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 log = structlog.get_logger(__name__)
 
@@ -124,11 +124,6 @@ class NodeAgent:
                     raise ConfigError(message.reason)
                 if isinstance(message, Welcome):
                     return message
-            if link.is_refused:
-                raise ConfigError(
-                    f"node 0 at {link.address} refuses the key of {self._name}; copy its key file of this run to each "
-                    "node"
-                )
         return None
 
     def _follow(self, link: _Link, welcome: Welcome, wakeup: Wakeup, stop: StopSignal) -> bool:
@@ -203,7 +198,7 @@ class _Link:
         self, arguments: NodeArguments, network: NetworkSettings, key: curve.KeyFile | None, wakeup: Wakeup
     ) -> None:
         self.address = f"{arguments.host}:{arguments.port}"
-        self.is_connected = self.is_refused = self.is_lost = self._was_connected = False
+        self.is_connected = self.is_lost = self._was_connected = False
         self._wakeup = wakeup
         self._queue: deque[tuple[bytes, ...]] = deque()
         self.received: deque[tuple[Down, bytes]] = deque()
@@ -247,7 +242,6 @@ class _Link:
             self.received.append((DOWN.decode(frames[0]), frames[1] if len(frames) > 1 else b""))
         while (received := receive(self._monitor)) is not None:
             event = parse_monitor_message(received[0])["event"]
-            self.is_refused |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             self.is_lost |= event == zmq.EVENT_DISCONNECTED
             self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._was_connected |= self.is_connected

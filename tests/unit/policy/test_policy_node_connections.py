@@ -1,0 +1,167 @@
+"""Connections of the nodes of a policy: who is admitted, with which ranks, and what passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from starling.common.errors import ConfigError
+from starling.common.net import curve
+from starling.common.net.keyring import make_keys
+from starling.common.service import NodeArguments
+from starling.common.settings import NetworkSettings
+from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.shell.children import Loss
+from starling.policy.shell.facts import NodeFacts
+from starling.policy.shell.nodes import DOWN, Answer, Down, Join, Lost, Nodes, Request, Up, Welcome
+
+NAME = "policy-0"
+WAIT_S = 60.0
+NETWORK = NetworkSettings(heartbeat_s=0.1, lease_s=1.0)
+
+
+def facts(node: int, num_ranks: int, **changes: Any) -> NodeFacts:
+    """Return the facts of one of three nodes."""
+    first = NodeFacts(
+        node=node,
+        num_nodes=3,
+        num_ranks=num_ranks,
+        host=f"host-{node}",
+        settings={"run.seed": "1"},
+        model="/model",
+        model_digest="2",
+        folder="/run",
+        marker="3",
+    )
+    return msgspec.structs.replace(first, **changes)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> curve.KeyFile:
+    """Return the key of the replica."""
+    make_keys(tmp_path / "keys", [NAME])
+    return curve.load_key(tmp_path / "keys" / f"{NAME}.json")
+
+
+@contextmanager
+def listening(num_ranks: int, key: curve.KeyFile | None = None) -> Iterator[tuple[Nodes, str]]:
+    """Listen as node 0, with so many ranks on it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
+    nodes = Nodes(NAME, NodeArguments(0, 3, "127.0.0.1", port, 0), NETWORK, key, facts(0, num_ranks))
+    try:
+        yield nodes, f"tcp://127.0.0.1:{port}"
+    finally:
+        nodes.close()
+
+
+class Agent:
+    """The connection of an agent."""
+
+    def __init__(self, address: str, key: curve.KeyFile | None = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.rcvtimeo = int(WAIT_S * 1000)
+        if key is not None:
+            curve.connect_with(self._socket, key)
+        self._monitor = self._socket.get_monitor_socket()
+        self._monitor.rcvtimeo = int(WAIT_S * 1000)
+        self._socket.connect(address)
+
+    def send(self, message: Up, *frames: bytes) -> None:
+        self._socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+
+    def receive(self) -> tuple[Down, list[bytes]]:
+        head, *frames = self._socket.recv_multipart()
+        return DOWN.decode(head), frames
+
+    def wait_for(self, event: int) -> None:
+        """Wait for an event of the connection."""
+        deadline = time.monotonic() + WAIT_S
+        while recv_monitor_message(self._monitor)["event"] != event:
+            assert time.monotonic() < deadline
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+
+def test_ranks_are_numbered_through_the_nodes_and_frames_pass(key: curve.KeyFile) -> None:
+    """With the key of the replica at both ends."""
+    own = msgspec.structs.replace(key, controller_public=key.public)
+    received, losses, arrived = list[tuple[int, bytes]](), list[Loss](), threading.Semaphore(0)
+
+    def take(rank: int, frame: bytes) -> None:
+        received.append((rank, frame))
+        arrived.release()
+
+    def lose(loss: Loss) -> None:
+        losses.append(loss)
+        arrived.release()
+
+    with listening(2, key) as (nodes, address), closing(Agent(address, own)) as one:
+        two = Agent(address, own)
+        two.send(Join(facts=facts(2, 1)))
+        one.send(Join(facts=facts(1, 3)))
+        nodes.gather(ParallelSettings(dp_shard=6, join_s=WAIT_S))
+        assert nodes.num_ranks == 4
+        nodes.serve(take, lose)
+        nodes.send(b"work")
+        assert [one.receive() for _ in range(2)] == [(Welcome(first_rank=2), []), (Request(), [b"work"])]
+        assert [two.receive() for _ in range(2)] == [(Welcome(first_rank=5), []), (Request(), [b"work"])]
+        two.send(Answer(rank=5), b"done")
+        assert arrived.acquire(timeout=WAIT_S)
+        assert received == [(5, b"done")]
+        one.send(Lost(loss=Loss(what="rank 3 was killed", log="l", was_killed=True)))
+        assert arrived.acquire(timeout=WAIT_S)
+        two.close()
+        assert arrived.acquire(timeout=WAIT_S)
+        assert [loss.what for loss in losses] == ["rank 3 was killed", "node 2 (host-2) of policy-0 is gone"]
+
+
+def test_stranger_who_knows_the_public_key_is_refused(key: curve.KeyFile) -> None:
+    public, secret = zmq.curve_keypair()
+    stranger = curve.KeyFile(name=NAME, public=public.decode(), secret=secret.decode(), controller_public=key.public)
+    with listening(1, key) as (_, address), closing(Agent(address, stranger)) as agent:
+        agent.wait_for(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+def test_nodes_whose_ranks_are_not_those_of_the_mesh_are_refused() -> None:
+    with listening(1) as (nodes, address), closing(Agent(address)) as one, closing(Agent(address)) as two:
+        one.send(Join(facts=facts(1, 1)))
+        two.send(Join(facts=facts(2, 1)))
+        sentence = r"the nodes have 1 \+ 1 \+ 1 = 3 ranks, and policy.parallel has 4; give --ranks-per-node that fit"
+        with pytest.raises(ConfigError, match=sentence):
+            nodes.gather(ParallelSettings(tp=4, join_s=WAIT_S))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"settings": {"run.seed": "2"}}, "run.seed of node 1 (host-1) is not that of node 0"),
+        ({"settings": {}}, "run.seed of node 1 (host-1) is not that of node 0"),
+        ({"settings": {"run.seed": "1", "a.b": "1"}}, "a.b of node 1 (host-1) is not that of node 0"),
+        ({"num_nodes": 2}, "--nnodes 2 of node 1 (host-1) is not the --nnodes 3 of node 0"),
+        ({"model_digest": "1"}, "the model folder /model of node 1 (host-1) has other files than /model of node 0"),
+        ({"marker": ""}, "node 1 (host-1) has --dir /run and does not see the folder /run of node 0"),
+        ({"folder": "/other"}, "node 1 (host-1) has --dir /other and does not see the folder /run of node 0"),
+        ({"host": "another"}, ""),
+        ({"model": "/another"}, ""),
+    ],
+)
+def test_difference_of_a_node_is_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    found = facts(1, 2, **changes).differs(facts(0, 2))
+    assert found.startswith(sentence)
+    assert bool(found) == bool(sentence)
