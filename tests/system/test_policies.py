@@ -114,3 +114,14 @@ def test_policy_that_hangs_is_left_behind(tmp_path: Path) -> None:
         command.interrupt()
         assert command.wait(RUN_S) == 0, command.transcript()
     assert_whole(tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("changes", [{"parallel": {"tp": 2}}, {"num_policies": 2}], ids=["a mesh", "two policies"])
+def test_colocated_policies_and_rollouts_take_turns(changes: dict[str, Any], tmp_path: Path) -> None:
+    launch = {"colocate": True, "num_policies": changes.get("num_policies", 1), "num_rollouts": 1}
+    policy = {"parallel": changes.get("parallel", {})}
+    with run(make_workdir(tmp_path, launch=launch, policy=policy)) as command:
+        assert command.wait(RUN_S) == 0, command.transcript()
+    assert num_steps(tmp_path) == NUM_SFT + 6
+    assert_whole(tmp_path)
