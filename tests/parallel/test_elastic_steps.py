@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -29,18 +31,22 @@ class Fleet:
         self._folder, self._parallel, self._options = folder, {**ELASTIC, **parallel}, options
         self.replicas = [self.start() for _ in range(num)]
         self.group, self.num_redone = 0, 0
+        self.redo_s, self.join_s = list[float](), list[float]()
+        """From a death to the step that the others have made, and from the request of a state to its end."""
 
     def start(self, **options: Any) -> ReplicaProcesses:
         return ReplicaProcesses(self._folder, self._parallel, **self._options, **options)
 
     def step(self, number: int, victim: ReplicaProcesses | None = None, delay_s: float = 0.0) -> tuple[float, float]:
         """Make a step, during which `victim` dies. Returns loss and norm of the gradient."""
+        died = None
         while True:
             for replica in self.replicas:
                 replica.step(number, self.replicas, f"group-{self.group}")
             if victim is not None:
                 time.sleep(delay_s)
                 victim.kill()
+                died = time.perf_counter()
                 self.replicas.remove(victim)
                 self.group += 1
                 victim = None
@@ -52,6 +58,8 @@ class Fleet:
                 self.group += 1
                 continue
             assert len(results) == 1, "all replicas report the same step"
+            if died is not None:
+                self.redo_s.append(time.perf_counter() - died)
             for replica, (kind, _) in zip(self.replicas, outcomes, strict=True):
                 if kind == "lost":
                     self.copy(made[0], replica, number)
@@ -66,12 +74,13 @@ class Fleet:
         self.group += 1
 
     def copy(self, source: ReplicaProcesses, destination: ReplicaProcesses, version: int) -> None:
-        group = f"state-{version}-{destination.number}"
+        group, begun = f"state-{version}-{destination.number}", time.perf_counter()
         peers = [source.address, destination.address]
         source.send("send", peers, group, version)
         destination.send("receive", peers, group)
         assert source.outcome() == ("done", None)
         assert destination.outcome() == ("received", version)
+        self.join_s.append(time.perf_counter() - begun)
 
     def weights(self) -> list[dict[str, Any]]:
         """Return the weights of each replica, those of all its ranks together."""
@@ -144,6 +153,7 @@ def test_replicas_die_and_join_at_random(mesh: str, seed: int, num_minibatches: 
         assert num_dead >= 5
         assert num_joined >= 4
         assert replicas.num_redone >= 2, "no death has come amid a step"
+        print(json.dumps({"redo_s": median(replicas.redo_s), "join_s": median(replicas.join_s)}))
 
 
 def test_replica_that_hangs_is_given_up_after_the_time_limit(tmp_path: Path) -> None:

@@ -306,6 +306,8 @@ class Shell:
         assert self._peers is not None, "only an elastic replica is asked"
         begun = time.monotonic()
         try:
+            if self._state.asleep:
+                raise PeersLostError("this policy is asleep")
             self._replica.send_state((self._peers.address, asked.peer), asked.group, self._state.version)
         except PeersLostError as error:
             log.warning("state_not_sent", group=asked.group, reason=str(error))

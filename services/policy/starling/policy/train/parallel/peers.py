@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from starling.common.errors import StarlingError
+from starling.common.settings import set_variable
 from starling.policy.train.errors import PeersLostError
 
 LOOK_S: Final = 1.0
@@ -70,6 +71,7 @@ class PeerGroup:
             if device.type == "cuda":
                 from torch._C._distributed_c10d import ProcessGroupNCCL
 
+                set_variable("TORCH_NCCL_BLOCKING_WAIT", "1")  # an error is raised, instead of ending the process
                 nccl = ProcessGroupNCCL.Options()
                 nccl._timeout = timeout
                 self._nccl = ProcessGroupNCCL(PrefixStore("nccl", store), place, size, nccl)
