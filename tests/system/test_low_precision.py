@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from system_runs import attempt, make_workdir, metrics, run, run_concurrently
+from system_runs import attempt, make_workdir, metrics, run, run_concurrently, starling_command
 
 from starling.weightsync.plan.layout import item_bytes
 from starling.weightsync.quantise.layouts import received_layout
@@ -79,6 +79,15 @@ def computed(folder: Path, precision: dict[str, Any], **parallel: int) -> None:
     mismatch = [one["mismatch_kl"] for one in steps if "mismatch_kl" in one]
     assert mismatch
     assert all(1e-8 < one < 0.02 for one in mismatch), "the bound of the alarm"
+
+
+@pytest.mark.system
+def test_dry_run_finds_torchao(tmp_path: Path) -> None:
+    """Which it otherwise hides from transformers."""
+    make_workdir(tmp_path, model=MODEL)
+    flags = ("--policy.precision.kind", "fp8_rowwise", "--policy.optimizer.kind", "adamw_8bit")
+    with starling_command(tmp_path, "run", "tiny.toml", "--dry-run", *flags) as command:
+        assert command.wait() == 0, command.transcript()
 
 
 @pytest.mark.system

@@ -228,7 +228,9 @@ def _print_recipe(recipe: Recipe) -> int:
     from starling.controller.core.groups.truncation import truncation_notice
 
     check_address(recipe.network.host, recipe.network.port)
-    with without_modules("torchao"):  # transformers imports it for its quantisers; it takes time, and warns
+    # transformers imports it for its quantisers; it takes time, and warns
+    hidden = () if recipe.policy.uses_torchao else ("torchao",)
+    with without_modules(*hidden):
         sizes = describe_arithmetic(recipe)
     plan = recipe.plan()
     notices = filter(None, [truncation_notice(plan.sampling, plan.kind)])

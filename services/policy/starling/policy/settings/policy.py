@@ -108,6 +108,12 @@ class PolicySettings(SettingsSection):
     alarms: AlarmSettings = AlarmSettings()
     """Bounds on metrics that raise alarms."""
 
+    @property
+    def uses_torchao(self) -> bool:
+        """Whether a part of training is torchao's."""
+        sections = (self, self.sft, self.dpo, self.reward_model)
+        return self.precision.kind != "none" or any(one.optimizer.kind == "adamw_8bit" for one in sections)
+
     @model_validator(mode="after")
     def _weights_are_read(self) -> Self:
         if self.weights_from and self.init == "random":
