@@ -49,7 +49,7 @@ QUICK: dict[str, Any] = MODEL | {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-KINDS = ("none", "fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_gw_hp")
+KINDS = ("none", "fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_gw_hp", "mxfp8", "mxfp4")
 ROUNDS = 5
 
 

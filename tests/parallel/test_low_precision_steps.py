@@ -120,6 +120,7 @@ def test_other_ranks_that_divide_products_compute_gradients_near_those_of_one_pr
         ("deep qwen3", "dpo", {"pp": 2, "dp_shard": 2, "schedule": "zbv"}, [ROWWISE, CODES]),
         ("qwen3_moe", "rl", {"dp_shard": 2, "ep": 2}, [ROWWISE, CODES]),
         ("llama", "sft", {"dp_shard": 2, "reshard": "always"}, [WEIGHTS_HIGH, CODES]),
+        ("qwen2", "rl", {"dp_shard": 2}, [{"kind": "mxfp8"}, {"kind": "mxfp4"}]),
     ],
     ids=str,
 )

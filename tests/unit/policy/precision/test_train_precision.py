@@ -22,14 +22,19 @@ from starling.policy.train.checkpoint.state import SavedState
 from starling.policy.train.data.examples import SftExample
 from starling.policy.train.fit import check_fit
 from starling.policy.train.learner import Learner
+from starling.policy.train.memory.compiled import compile_blocks
 from starling.policy.train.memory.setup import apply_memory_settings
+from starling.policy.train.precision import float8, mx
 from starling.policy.train.precision import layers as precision_layers
-from starling.policy.train.precision.float8 import replace_layers
 from starling.policy.train.precision.layers import check_precision, use_precision
+from starling.weightsync.plan.layout import TensorSpec
+from starling.weightsync.quantise.formats import FORMATS
+from starling.weightsync.quantise.spec import QuantSpec
 from starling.weightsync.tensors.modules import layout_of
+from starling.weightsync.tensors.quantise import dequantise, quantise
 
 Make = Callable[..., Any]
-KINDS = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_gw_hp")
+KINDS = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_gw_hp", "mxfp8", "mxfp4")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(6, [4, 1]), (3, [2, 5])]
 
@@ -79,6 +84,22 @@ def rounded(tensor: Tensor, dtype: torch.dtype, over: int | None = None, *, powe
     return (tensor * scale).to(dtype).float() / scale
 
 
+def in_blocks(tensor: Tensor, kind: str) -> Tensor:
+    """Return `tensor` as it is after encoding with a scale for 32 numbers along dimension 1, as in `kind`."""
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 32))
+    blocks = padded.reshape(len(tensor), -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True)
+    if kind == "mxfp8":  # the least scale with which nothing is clipped
+        scale = torch.exp2(torch.log2(largest / torch.finfo(E4M3).max).ceil())
+        blocks = (blocks / scale).to(E4M3).float() * scale
+    else:  # as in the OCP specification
+        scale = torch.exp2(torch.log2(largest).floor() - 2)
+        codes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        nearest = (blocks.abs() / scale)[..., None].sub(codes).abs().argmin(-1)
+        blocks = codes[nearest] * blocks.sign() * scale
+    return blocks.reshape(padded.shape)[:, : tensor.shape[1]]
+
+
 def products(kind: str, inputs: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, gradient of the inputs, and gradient of the weight, by the definition of each kind.
 
@@ -88,6 +109,13 @@ def products(kind: str, inputs: Tensor, weight: Tensor, gradient: Tensor) -> tup
         weight: [N, K].
         gradient: of the output, [T, N].
     """
+    if kind == "mxfp4":
+        x, w = in_blocks(inputs, kind), in_blocks(weight, kind)
+        return x @ w.T, gradient @ w, gradient.T @ x
+    if kind == "mxfp8":
+        output = in_blocks(inputs, kind) @ in_blocks(weight, kind).T
+        of_inputs = in_blocks(gradient, kind) @ in_blocks(weight.T, kind).T
+        return output, of_inputs, in_blocks(gradient.T, kind) @ in_blocks(inputs.T, kind).T
     if kind == "fp8_tensorwise":
         x, w, g = rounded(inputs, E4M3), rounded(weight, E4M3), rounded(gradient, E5M2)
         return x @ w.T, g @ w, g.T @ x
@@ -105,13 +133,11 @@ def products(kind: str, inputs: Tensor, weight: Tensor, gradient: Tensor) -> tup
 def test_products_are_those_of_the_codes(kind: str) -> None:
     """Of a number of tokens that 16 does not divide, too."""
     generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 48))
-    inputs = torch.randn(
-        1, 7, 32, generator=generator, requires_grad=True
-    )  # a number of tokens that 16 does not divide
-    gradient = torch.randn(1, 7, 48, generator=generator) * torch.logspace(-3, 0, 48)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96))
+    inputs = torch.randn(1, 37, 64, generator=generator, requires_grad=True)
+    gradient = torch.randn(1, 37, 96, generator=generator) * torch.logspace(-3, 0, 96)
     weight, bias = model[0].weight, model[0].bias
-    replace_layers(model, ["0"], kind, emulate=True)
+    (mx if kind.startswith("mx") else float8).replace_layers(model, ["0"], kind, emulate=True)
     assert model[0].weight is weight
     assert model[0].bias is bias
     output = model(inputs)
@@ -124,6 +150,16 @@ def test_products_are_those_of_the_codes(kind: str) -> None:
     torch.testing.assert_close(bias.grad, gradient[0].sum(0))
     exact = inputs.detach()[0] @ weight.detach().T
     assert not torch.allclose(expected[0], exact, rtol=1e-3), "codes are not exact"
+
+
+def test_fp4_codes_of_a_weight_are_those_that_rollouts_receive() -> None:
+    """A row of the unit matrix has exact codes, so its product is a column of the decoded weight."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    tensor = TensorSpec(name="0.weight", shape=(32, 64), dtype="float32")
+    spec = QuantSpec(tensor=tensor, format=FORMATS["mxfp4"])
+    expected = dequantise(quantise(model[0].weight.detach(), spec), spec)
+    mx.replace_layers(model, ["0"], "mxfp4", emulate=True)
+    assert torch.equal(model(torch.eye(64)).detach().T, expected)
 
 
 # --- the layers ------------------------------------------------------------------------------------------------------
@@ -147,6 +183,8 @@ def test_layers_of_the_blocks_compute_in_low_precision(tiny: Make) -> None:
     assert set(found.low) == {f"model.layers.1.{name}" for name in (*ATTENTION[:3], *FEED_FORWARD)}
     model = tiny(intermediate_size=72)
     assert set(check_precision(model, settings_of()).low) == names_of(model, *ATTENTION)
+    model = tiny()  # 16 columns of keys and values
+    assert set(check_precision(model, settings_of("mxfp4")).low) == names_of(model, *ATTENTION[::3], *FEED_FORWARD)
     model = tiny("qwen3_moe")
     assert set(check_precision(model, settings_of()).low) == names_of(model, *ATTENTION)
 
@@ -223,13 +261,28 @@ def test_reference_has_the_precision_of_the_model(tiny: Make, make_groups: Make)
     assert all(torch.equal(with_term[name], gradient) for name, gradient in without.items())
 
 
+@pytest.mark.parametrize("kind", ["fp8_rowwise", "mxfp8", "mxfp4"])
 @pytest.mark.parametrize("memory", [{"checkpointing": "full"}, {"checkpointing": "selective"}], ids=str)
-def test_recomputed_blocks_have_the_same_gradients(tiny: Make, make_groups: Make, memory: dict[str, Any]) -> None:
-    plain, recomputed = (learner_of(tiny, settings_of("fp8_rowwise", one)) for one in (None, memory))
+def test_recomputed_blocks_have_the_same_gradients(
+    tiny: Make, make_groups: Make, memory: dict[str, Any], kind: str
+) -> None:
+    plain, recomputed = (learner_of(tiny, settings_of(kind, one)) for one in (None, memory))
     for learner in (plain, recomputed):
         supervise(learner, make_groups)
     expected, found = gradients(plain), gradients(recomputed)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["fp8_rowwise", "mxfp4"])
+def test_compiled_blocks_have_the_same_gradients(tiny: Make, make_groups: Make, kind: str) -> None:
+    plain, compiled = learner_of(tiny, settings_of(kind)), learner_of(tiny, settings_of(kind))
+    compile_blocks(compiled.model, backend="aot_eager")
+    for learner in (plain, compiled):
+        supervise(learner, make_groups)
+    expected, found = gradients(plain), gradients(compiled)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -243,11 +296,15 @@ def test_recomputed_blocks_have_the_same_gradients(tiny: Make, make_groups: Make
         ({"precision": {"fsdp_all_gather": True}}, r'fsdp_all_gather has no effect with kind = "none"'),
         (
             {"precision": {"kind": "fp8_rowwise", "fsdp_all_gather": True}},
-            r'kind = "fp8_rowwise", which has two different codes of each weight: set kind = "fp8_tensorwise"',
+            r'"fp8_rowwise", and only codes with one scale for each tensor are gathered: set kind = "fp8_tensorwise"',
         ),
         (
             {"precision": {"kind": "fp8_tensorwise", "fsdp_all_gather": True}},
             r"has no effect where no rank shards weights: set it to false, or parallel\.dp_shard",
+        ),
+        (
+            {"precision": {"kind": "mxfp4"}, "parallel": {"tp": 2}},
+            r'kind = "mxfp4" is not available with parallel\.tp = 2: set tp = 1, or kind = "fp8_rowwise"',
         ),
     ],
 )
@@ -279,6 +336,11 @@ def test_models_without_a_layer_that_fits_are_refused(tiny: Make) -> None:
         ConfigError, match=r"'oproj', which matches the weight of no linear .* first of 14 is model\.lay"
     ):
         check_precision(tiny(), settings_of(skip=["oproj"]))
+
+
+def test_mx_formats_refuse_float16(tiny: Make) -> None:
+    with pytest.raises(ConfigError, match=r'"mxfp8" is not available with model\.dtype = "float16": set that to "bflo'):
+        use_precision(tiny().half(), settings_of("mxfp8"))
 
 
 def test_missing_torchao_is_named(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:

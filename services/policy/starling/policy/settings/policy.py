@@ -123,6 +123,15 @@ class PolicySettings(SettingsSection):
         return self
 
     @model_validator(mode="after")
+    def _products_are_whole(self) -> Self:
+        if self.precision.kind in ("mxfp8", "mxfp4") and self.parallel.tp > 1:
+            raise ValueError(
+                f'precision.kind = "{self.precision.kind}" is not available with parallel.tp = {self.parallel.tp}: set '
+                'tp = 1, or kind = "fp8_rowwise"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _codes_are_gathered(self) -> Self:
         if self.precision.fsdp_all_gather and self.parallel.num_shards == 1:
             raise ValueError(

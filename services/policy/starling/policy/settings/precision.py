@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from starling.common.settings import SettingsSection
 
-PrecisionKind = Literal["none", "fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_gw_hp"]
+PrecisionKind = Literal["none", "fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_gw_hp", "mxfp8", "mxfp4"]
 
 
 class PrecisionSettings(SettingsSection):
@@ -22,8 +22,10 @@ class PrecisionSettings(SettingsSection):
     kind: PrecisionKind = "none"
     """`fp8_tensorwise`: all three products in FP8, with one scale for each tensor; the fastest. `fp8_rowwise`: with one
     for each row, a power of two; closer to `model.dtype`. `fp8_rowwise_gw_hp`: likewise, and gradients of weights in
-    `model.dtype`; the closest. `none`: all products in `model.dtype`. Needs `starling-policy[low-precision]` and, on a
-    GPU, compute capability 8.9; on a CPU it is emulated, which is slower than `none`."""
+    `model.dtype`; the closest. `mxfp8`: all three in FP8, with a scale for 32 numbers. `mxfp4`: the output in FP4,
+    likewise, and gradients in `model.dtype`, to train for rollouts with `weights.quantise = "mxfp4"`. `none`: all
+    products in `model.dtype`. Needs `starling-policy[low-precision]` and, on a GPU, compute capability 8.9 (10.0 for
+    `mxfp8`); on a CPU, and `mxfp4` on older GPUs, it is emulated, which is slower than `none`."""
     skip: tuple[str, ...] = ()
     """Regular expressions for the names of further weights whose layers compute in `model.dtype`; each must match
     one."""
@@ -47,7 +49,7 @@ class PrecisionSettings(SettingsSection):
             raise ValueError(f'{name} has no effect with kind = "none": remove it, or set kind')
         if self.fsdp_all_gather and self.kind != "fp8_tensorwise":
             raise ValueError(
-                f'fsdp_all_gather = true with kind = "{self.kind}", which has two different codes of each weight: set '
-                'kind = "fp8_tensorwise", or fsdp_all_gather = false'
+                f'fsdp_all_gather = true with kind = "{self.kind}", and only codes with one scale for each tensor are '
+                'gathered: set kind = "fp8_tensorwise", or fsdp_all_gather = false'
             )
         return self

@@ -19,6 +19,7 @@ import torch
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.policy import PolicySettings
+from starling.policy.settings.precision import PrecisionKind
 from starling.policy.train.memory.blocks import find_blocks
 from starling.weightsync.quantise.recipe import NOT_QUANTISED
 
@@ -29,12 +30,30 @@ else:
 
 log = structlog.get_logger(__name__)
 
-MULTIPLE: Final = 16
-"""Of which tensor cores need both dimensions of a weight, on each rank, to multiply its codes."""
 _HIGH: Final = (*NOT_QUANTISED, r"(^|\.)experts\.")
 """Patterns of weights that are never multiplied in low precision. A single routed expert may have no token."""
-_CAPABILITY: Final = (8, 9)
-"""Of the first GPUs whose tensor cores multiply FP8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """What a kind of precision needs."""
+
+    multiple: int
+    """Of which both dimensions of a weight have to be multiples, on each rank: so tensor cores multiply its codes."""
+    capability: tuple[int, int]
+    """Of the first GPUs whose tensor cores do."""
+    emulated: bool = False
+    """Whether older GPUs emulate it: it is more than a way to save time."""
+
+
+_FP8: Final = _Format(16, (8, 9))
+_FORMATS: Final[dict[PrecisionKind, _Format]] = {
+    "fp8_tensorwise": _FP8,
+    "fp8_rowwise": _FP8,
+    "fp8_rowwise_gw_hp": _FP8,
+    "mxfp8": _Format(32, (10, 0)),
+    "mxfp4": _Format(32, (10, 0), emulated=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +73,14 @@ def use_precision(model: PreTrainedModel, settings: PolicySettings) -> None:
     for a sequence may depend on those beside it, which share a scale with it.
 
     Raises:
-        ConfigError: as `check_precision`, or the device of `model` does not multiply FP8.
+        ConfigError: as `check_precision`, or the format is not available on the device or for the type of `model`.
     """
     precision = settings.precision
     if precision.kind == "none":
         return
     layers = check_precision(model, settings)
-    device = model.device
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _CAPABILITY:
-            raise ConfigError(
-                f'policy.precision.kind = "{precision.kind}" needs a GPU of compute capability 8.9, and {device} has '
-                f'{capability[0]}.{capability[1]}: set it to "none"'
-            )
-    _import_layers(precision.kind)(model, layers.low, precision.kind, emulate=device.type != "cuda")
+    emulate = _emulates(precision.kind, model.device)
+    _import_layers(precision.kind)(model, layers.low, precision.kind, emulate=emulate)
     _log_once(precision.kind, len(layers.low), layers.num_linear)
 
 
@@ -76,16 +88,23 @@ def check_precision(model: PreTrainedModel, settings: PolicySettings) -> LinearL
     """Return which layers of `model` compute in low precision, by the names and shapes of its parameters alone.
 
     These are the linear layers of its transformer blocks, but for routers, experts, what `precision.skip` names, and
-    those with a dimension that is no multiple of `MULTIPLE` on each rank.
+    those with a dimension that is no multiple of 16, or 32 of the MX formats, on each rank.
 
     Args:
         model: whole, with or without memory.
         settings: of its precision and of its mesh.
 
     Raises:
-        ConfigError: a pattern matches no layer, no layer is left, or torchao is not installed.
+        ConfigError: a pattern matches no layer, no layer is left, the type of `model` is not available, or torchao is
+            not installed.
     """
-    precision, multiple = settings.precision, MULTIPLE * settings.parallel.tp
+    precision = settings.precision
+    multiple = _FORMATS[precision.kind].multiple * settings.parallel.tp
+    if precision.kind.startswith("mx") and model.dtype == torch.float16:
+        raise ConfigError(
+            f'policy.precision.kind = "{precision.kind}" is not available with model.dtype = "float16": set that to '
+            '"bfloat16"'
+        )
     of_blocks = {id(module) for block in find_blocks(model) for module in block.modules()}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     inside = {f"{name}.weight": module for name, module in linear.items() if id(module) in of_blocks}
@@ -116,10 +135,27 @@ def check_precision(model: PreTrainedModel, settings: PolicySettings) -> LinearL
     return LinearLayers(tuple(name.removesuffix(".weight") for name in fitting), len(linear))
 
 
+def _emulates(kind: PrecisionKind, device: torch.device) -> bool:
+    """Return whether products of `kind` are emulated on `device`. Raises ConfigError for a GPU that should not."""
+    if device.type != "cuda":
+        return True
+    needed, capability = _FORMATS[kind], torch.cuda.get_device_capability(device)
+    if capability >= needed.capability or needed.emulated:
+        return capability < needed.capability
+    least, given = (".".join(str(part) for part in one) for one in (needed.capability, capability))
+    raise ConfigError(
+        f'policy.precision.kind = "{kind}" needs a GPU of compute capability {least}, and {device} has {given}: set it '
+        'to "none"'
+    )
+
+
 def _import_layers(kind: str) -> Callable[..., Any]:
     """Return `replace_layers` of torchao's layers, whose import takes seconds. Raises ConfigError."""
     try:
-        from starling.policy.train.precision.float8 import replace_layers
+        if kind.startswith("mx"):
+            from starling.policy.train.precision.mx import replace_layers
+        else:
+            from starling.policy.train.precision.float8 import replace_layers
     except ImportError as error:
         raise ConfigError(
             f'policy.precision.kind = "{kind}" needs torchao ({error}): install starling-policy[low-precision], or set '
