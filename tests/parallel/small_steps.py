@@ -27,7 +27,8 @@ from starling.weightsync.tensors.adapters import add_adapters
 
 VOCABULARY = 61
 """Divisible by no number of ranks."""
-EMBEDDING = "model.embed_tokens.weight"
+IMAGE, VIDEO = 59, 60
+"""Placeholders."""
 TOLERANCE = 2e-6
 """Of the Frobenius norm of a gradient's difference, relative to the gradient's."""
 MODELS = {
@@ -37,9 +38,80 @@ MODELS = {
     "llama": ("llama", False),
     "qwen3_moe": ("qwen3_moe", False),
     "gemma2": ("gemma2", True),
+    "gemma3": ("gemma3_text", True),
     "gpt_oss": ("gpt_oss", False),
+    "mistral": ("mistral", False),
+    "phi3": ("phi3", False),
+    "olmo2": ("olmo2", False),
+    "granite": ("granite", True),
+    "cohere": ("cohere", True),
+    "glm4": ("glm4", False),
+    "starcoder2": ("starcoder2", True),
+    "deepseek_v3": ("deepseek_v3", False),
+    "qwen2_5_vl": ("qwen2_5_vl", False),
+    "qwen3_vl": ("qwen3_vl", True),
+    "qwen3_vl_moe": ("qwen3_vl_moe", False),
 }
 """Kind, and whether the output layer is the embedding."""
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "pad_token_id": 0},
+    "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 8, "pad_token_id": 0},
+    "gpt_oss": {
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": None,
+        "pad_token_id": 0,
+    },
+    "mistral": {"sliding_window": 5},
+    "phi3": {"pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.3,
+    },
+    "cohere": {"logit_scale": 0.5, "pad_token_id": 0},
+    "glm4": {"pad_token_id": 0, "attention_bias": True},
+    "starcoder2": {"sliding_window": None},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "pad_token_id": 0,
+    },
+}
+"""What the configurations of some kinds have besides, or instead."""
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "initializer_range": 0.1,
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}
+"""Vision towers by kind."""
 
 Array = npt.NDArray[Any]
 
@@ -105,24 +177,12 @@ def make_model(
 ) -> Any:
     """Return a small model, the same each time, with norms and biases that matter."""
     from transformers import (
+        AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
-        Gemma2Config,
-        GptOssConfig,
-        LlamaConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3MoeConfig,
     )
 
-    configs: Any = {
-        "qwen3": Qwen3Config,
-        "qwen2": Qwen2Config,
-        "llama": LlamaConfig,
-        "qwen3_moe": Qwen3MoeConfig,
-        "gemma2": Gemma2Config,
-        "gpt_oss": GptOssConfig,
-    }
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -134,35 +194,47 @@ def make_model(
         "tie_word_embeddings": tied,
         "initializer_range": 0.1,
     } | changes
-    if kind == "qwen3_moe":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    if kind != "qwen2":
+    if kind not in ("qwen2", "deepseek_v3"):
         sizes |= {"head_dim": 8}
-    if kind == "gemma2":
-        sizes |= {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "pad_token_id": 0}
-    if kind == "gpt_oss":
-        sizes |= {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None}
-        sizes |= {"pad_token_id": 0}
+    sizes |= SIZES.get(kind, {})
+    if kind in TOWERS:
+        sizes = _with_tower(kind, sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        kinds = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        model = kinds.from_config(configs[kind](**sizes, **({"num_labels": 1} if scores else {}))).eval()
+        kinds: Any = AutoModelForImageTextToText if kind in TOWERS else AutoModelForCausalLM
+        kinds = AutoModelForSequenceClassification if scores else kinds
+        model = kinds.from_config(AutoConfig.for_model(kind, **sizes, **({"num_labels": 1} if scores else {}))).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
+            biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+            for tensor in (*model.parameters(), *biases):
+                if tensor.dim() == 1:
+                    tensor.add_(0.3 * torch.randn_like(tensor))
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # There is no grouped product of this type.
     return model.to(dtype)
 
 
+def _with_tower(kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a vision-language model."""
+    tied = text.pop("tie_word_embeddings")
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return {
+        "text_config": text,
+        "vision_config": TOWERS[kind],
+        "tie_word_embeddings": tied,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+    }
+
+
 def make_groups(
-    num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0, taught: bool = False
+    num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0, images: bool = False, taught: bool = False
 ) -> list[ScoredGroup]:
     """Return groups of prompts and completions of different lengths.
 
-    Prompts that are `longer_prompts` = 16 tokens longer are computed once for several completions. Those that are
-    `taught` have the log-probabilities of a teacher.
+    Prompts that are `longer_prompts` = 16 tokens longer are computed once for several completions. With `images` all
+    but the first prompt have some. Those that are `taught` have the log-probabilities of a teacher.
     """
     generator = np.random.default_rng(seed)
     found = []
@@ -174,10 +246,16 @@ def make_groups(
             top = np.stack([generator.permutation(VOCABULARY)[:4] for _ in range(sum(lengths))]).astype(np.int32)
             logprobs = np.log(generator.dirichlet(np.ones(5), size=sum(lengths))).astype(np.float32)
             teacher = TeacherLogprobs(logprobs[:, 0].copy(), top, logprobs[:, :4].copy())
+        num_words = IMAGE if images else VOCABULARY
+        prompt_ids = generator.integers(num_words, size=prompt_tokens).astype(np.int32)
+        extra: dict[str, Array] = {}
+        if images and index:
+            prompt_ids, extra = _with_images(generator, prompt_ids, index)
         found.append(
             ScoredGroup(
-                prompt_ids=generator.integers(VOCABULARY, size=prompt_tokens).astype(np.int32),
-                completion_ids=generator.integers(VOCABULARY, size=sum(lengths)).astype(np.int32),
+                prompt_ids=prompt_ids,
+                completion_ids=generator.integers(num_words, size=sum(lengths)).astype(np.int32),
+                extra=extra,
                 logprobs=(-3.4 + 0.4 * generator.standard_normal(sum(lengths))).astype(np.float32),
                 versions=np.zeros(sum(lengths), dtype=np.int32),
                 lengths=lengths,
@@ -187,6 +265,41 @@ def make_groups(
             )
         )
     return found
+
+
+def _with_images(generator: np.random.Generator, prompt_ids: Array, num_images: int) -> tuple[Array, dict[str, Array]]:
+    """Return a prompt with images of different sizes after its first token, and a video at its end."""
+    grids = [(1, 4, 2 * (2 + number)) for number in range(num_images)]
+    video = (2, 4, 4)
+    tokens, places = list[int](), list[Array]()
+
+    def add(ids: list[int], positions: Array) -> None:
+        start = max((int(one.max()) + 1 for one in places), default=0)
+        tokens.extend(ids)
+        places.append(positions + start)
+
+    def add_media(token: int, grid: tuple[int, int, int]) -> None:
+        shape = grid[0], grid[1] // 2, grid[2] // 2
+        add([token] * int(np.prod(shape)), np.stack([one.ravel() for one in np.indices(shape)]))
+
+    add([int(prompt_ids[0])], np.zeros((3, 1), np.int64))
+    for grid in grids:
+        add_media(IMAGE, grid)
+    add(prompt_ids[1:].tolist(), np.tile(np.arange(len(prompt_ids) - 1), (3, 1)))
+    add_media(VIDEO, video)
+    add([1], np.zeros((3, 1), np.int64))
+
+    def pixels(grid: tuple[int, int, int]) -> Array:
+        return generator.standard_normal((int(np.prod(grid)), 3 * 2 * 4 * 4)).astype(np.float32)
+
+    extra = {
+        "pixel_values": np.concatenate([pixels(grid) for grid in grids]),
+        "image_grid_thw": np.array(grids, np.int64),
+        "pixel_values_videos": pixels(video),
+        "video_grid_thw": np.array([video], np.int64),
+        "position_ids": np.concatenate(places, axis=1).astype(np.int32),
+    }
+    return np.array(tokens, np.int32), extra
 
 
 def make_examples(num_examples: int = 7, seed: int = 1) -> list[SftExample]:
@@ -276,6 +389,8 @@ def make_steps(
             metrics = learner.reinforce(groups, step=number, num_steps=4)
         elif step == "trees":
             metrics = learner.reinforce(make_groups(seed=number, longer_prompts=16), step=number, num_steps=4)
+        elif step == "images":
+            metrics = learner.reinforce(make_groups(seed=number, images=True), step=number, num_steps=4)
         elif step == "sft":
             metrics = learner.supervise(make_examples(seed=number), num_steps=4)
         else:
@@ -369,8 +484,9 @@ def check_mesh(
                 (found.weights, expected.weights, weights),
             ):
                 # A rank with the last stage has its own copy of an embedding that is the output layer too.
-                if EMBEDDING in correct:
-                    correct = {"lm_head.weight": correct[EMBEDDING], **correct}
+                embedding = next((one for one in correct if one.endswith("embed_tokens.weight")), None)
+                if embedding is not None:
+                    correct = {"lm_head.weight": correct[embedding], **correct}
                 assert_close(values, {one: correct[one] for one in values}, most)
             missing -= set(found.gradients)
             assert step != "trees" or found.metrics["shared_token_fraction"] > 0.0

@@ -46,12 +46,15 @@ OTHERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "all data axes and cp": ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, [("qwen3", "trees")]),
     "fsdp, ring and tp": ({"dp_shard": 2, "cp": 2, "tp": 2, "context": "ring"}, [("qwen3", "trees"), ("llama", "dpo")]),
 }
+TOLERANCE = 3e-6
+"""The gradients of biases of keys are small differences of large numbers: which kernels a processor has decides about
+the last digits of a single process, too. In double precision all are within 1e-9."""
 
 
 def check(mesh: str) -> None:
     """Compare the steps of a mesh with those of a single process."""
     parallel, steps = (MESHES | OTHERS)[mesh]
-    check_mesh(parallel, steps)
+    check_mesh(parallel, steps, TOLERANCE)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

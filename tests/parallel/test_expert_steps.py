@@ -19,13 +19,24 @@ from starling.policy.train.parallel.shards import local_part
 TP_TOLERANCE = 4e-6
 """As in the steps with tensor parallelism."""
 STEPS = [("qwen3_moe", "rl"), ("qwen3_moe", "sft")]
+OTHERS = [("deepseek_v3", "rl"), ("gpt_oss", "rl")]
+"""With latent attention and shared experts; with biases."""
 
 
 @pytest.mark.parametrize(
     ("mesh", "steps"),
     [
-        ({"dp_shard": 2, "ep": 2}, STEPS),
+        ({"dp_shard": 2, "ep": 2}, [*STEPS, *OTHERS]),
         ({"dp_shard": 2, "tp": 2, "ep": 4}, STEPS[:1]),
+        *(
+            pytest.param(mesh, OTHERS, marks=pytest.mark.campaign)
+            for mesh in (
+                {"dp_shard": 2, "tp": 2, "ep": 4},
+                {"tp": 2, "ep": 2},
+                {"cp": 2, "ep": 2},
+                {"dp_shard": 4, "ep": 4},
+            )
+        ),
         *(
             pytest.param(mesh, STEPS, marks=pytest.mark.campaign)
             for mesh in (

@@ -11,7 +11,8 @@ from small_steps import check_mesh, make_model
 from starling.common.errors import ConfigError
 from starling.policy.plan.stages import balance_blocks, rank_of_stage, stages_of_rank
 from starling.policy.settings.parallel import ParallelSettings
-from starling.policy.train.parallel.stages import check_stages
+from starling.policy.train.model.layout import attention_plan
+from starling.policy.train.parallel.stages import check_stages, observe_stages
 
 TP_TOLERANCE = 6e-6
 """With tensor parallelism, through four blocks where its own steps have two."""
@@ -22,6 +23,8 @@ ALL = [
     ("deep qwen3_moe", "rl"),
     ("deep llama", "reward_model"),
 ]
+OTHERS = [("deep gemma3", "rl"), ("deep granite", "rl"), ("deep deepseek_v3", "rl")]
+"""With rotary embeddings by kind of layer, embeddings that are scaled, and shared experts."""
 SOME = [("deep qwen3-tied", "rl"), ("deep qwen3_moe", "rl")]
 
 
@@ -35,6 +38,11 @@ def campaign(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> Any:
     [
         ({"pp": 2}, ALL),
         ({"pp": 2, "dp_shard": 2, "schedule": "zbv"}, SOME),
+        ({"pp": 2}, OTHERS[:2]),
+        campaign({"pp": 2, "dp_shard": 2, "schedule": "interleaved"}, OTHERS),
+        campaign({"pp": 4, "schedule": "1f1b"}, OTHERS),
+        campaign({"pp": 2, "tp": 2}, OTHERS),
+        campaign({"pp": 2, "dp_shard": 2, "ep": 2}, [("deep deepseek_v3", "rl")]),
         campaign({"pp": 2, "schedule": "gpipe"}, ALL),
         campaign({"pp": 2, "schedule": "interleaved"}, ALL),
         campaign({"pp": 2, "schedule": "zbv"}, ALL),
@@ -96,9 +104,24 @@ def test_more_stages_than_blocks_are_refused(settings: dict[str, Any], text: str
         check_stages(make_model("qwen3", False), ParallelSettings.model_validate(settings))
 
 
+def test_body_that_computes_something_after_its_blocks_is_refused() -> None:
+    """Each stage would do so."""
+    model = make_model("qwen3", False)
+    plan = attention_plan(model)
+    observe_stages(model, ParallelSettings(pp=2), plan)
+
+    def add(_: torch.nn.Module, __: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state + 1.0
+        return output
+
+    model.model.register_forward_hook(add)
+    with pytest.raises(ConfigError, match="pp = 2 is not available for Qwen3ForCausalLM, whose code does not run in"):
+        observe_stages(model, ParallelSettings(pp=2), plan)
+
+
 def test_models_that_do_not_run_in_stages_are_refused() -> None:
     """With the reason."""
     with pytest.raises(ConfigError, match=r'"zbv" would sum gradients of torch\.bfloat16 in that type where nothing'):
         check_stages(make_model("qwen3", False, dtype=torch.bfloat16), ParallelSettings(pp=2, schedule="zbv"))
-    with pytest.raises(ConfigError, match="pp = 2 is not available for Gemma2ForCausalLM, only for language and"):
-        check_stages(make_model("gemma2", True), ParallelSettings(pp=2))
+    with pytest.raises(ConfigError, match="pp = 2 is not available for Qwen3Model, only for language and reward"):
+        check_stages(make_model("qwen3", False).model, ParallelSettings(pp=2))

@@ -40,9 +40,17 @@ def probe_paths(device: torch.device) -> Tensor:
     return torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]], device=device)
 
 
-def is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two results of a model that computes in `dtype` differ by no more than rounding."""
-    tolerance = _TOLERANCE.get(dtype, 0.05)
+def is_close(found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float | None = None) -> bool:
+    """Return whether two results of a model that computes in `dtype` differ by no more than rounding.
+
+    Args:
+        found: one of them.
+        expected: the other.
+        dtype: of the model.
+        tolerance: of the largest difference, relative to the largest number; by default that of `dtype`.
+    """
+    if tolerance is None:
+        tolerance = _TOLERANCE.get(dtype, 0.05)
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 

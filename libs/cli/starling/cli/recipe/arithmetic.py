@@ -227,7 +227,7 @@ def _mesh(recipe: Recipe) -> list[str]:
         config = json.loads((folder / "config.json").read_bytes())
     try:
         sizes = model_sizes(config)
-    except WeightsError as error:
+    except (ConfigError, WeightsError) as error:
         return [f"{mesh}; its memory and traffic are not known beforehand: {error}"]
     if parallel.num_stages > max(1, sizes.num_blocks):
         raise ConfigError(

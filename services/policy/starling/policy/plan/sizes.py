@@ -14,7 +14,7 @@ from starling.weightsync.layouts.families import model_of
 from starling.weightsync.layouts.weights import Cut, Entries, Weight
 
 TENSOR_MODELS: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures that tensor parallelism has a plan for, by their `model_type`."""
+"""Architectures whose traffic and memory with tensor parallelism are estimated, by their `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)

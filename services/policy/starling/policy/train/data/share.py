@@ -40,7 +40,7 @@ class TokenShare(Protocol):
         """The slots that predict the trained tokens of the microbatch."""
 
     def take(self, values: Tensor) -> Tensor:
-        """Return those of this rank's tokens, [R, l], from `values` of all, [R, L]."""
+        """Return those of this rank's tokens, [..., l], from `values` of all, [..., L]."""
 
     def select(self, slots: Tensor) -> SlotShare:
         """Return the share of `slots`, int64 [N], of the whole microbatch."""

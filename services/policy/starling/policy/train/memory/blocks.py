@@ -40,6 +40,25 @@ def block_list(model: torch.nn.Module) -> torch.nn.ModuleList:
     return max(lists, key=lambda blocks: sum(parameter.numel() for block in blocks for parameter in block.parameters()))
 
 
+def last_norm(model: torch.nn.Module) -> str:
+    """Return the name, in the language model's body, of the norm before the output layer.
+
+    Raises:
+        ConfigError: there is none of a known name.
+    """
+    decoder: torch.nn.Module = model.get_decoder()  # type: ignore[operator]
+    names = [name for name in _LAST_NORMS if isinstance(getattr(decoder, name, None), torch.nn.Module)]
+    if not names:
+        raise ConfigError(
+            f"{type(model).__name__} has no last norm of a known name ({', '.join(_LAST_NORMS)}): set "
+            "policy.parallel.tp and pp to 1, and use dp_shard"
+        )
+    return names[0]
+
+
+_LAST_NORMS: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
 def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
     """Make this one module compute `forward(module, ...)`, which can call the original by `class_forward`.
 

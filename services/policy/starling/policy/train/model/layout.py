@@ -149,10 +149,10 @@ def _forest_differs(model: PreTrainedModel, backend: Backend) -> str | None:
     positions = torch.from_numpy(PROBE.positions)[None].to(model.device)
     for tokens in probe_tokens(model):
         model.set_attn_implementation("eager")  # the only one that knows all arguments of the layers
-        alone, by_row = _hidden(model, lambda found: found, input_ids=tokens[paths])
+        alone, by_row = hidden_and_gradient(model, lambda found: found, input_ids=tokens[paths])
         use_packed(model)
         with observed_windows() as windows:
-            packed, by_token = _hidden(
+            packed, by_token = hidden_and_gradient(
                 model,
                 lambda found: found[0][paths],
                 input_ids=tokens[None],
@@ -173,10 +173,10 @@ def _rows_differ(model: PreTrainedModel) -> str | None:
     for tokens in probe_tokens(model):
         rows = tokens[probe_paths(model.device)]
         model.set_attn_implementation("eager")
-        expected, own = _hidden(model, lambda found: found, input_ids=rows)
+        expected, own = hidden_and_gradient(model, lambda found: found, input_ids=rows)
         use_packed(model)
         with observed_windows() as windows:
-            found, gradient = _hidden(model, lambda found: found, input_ids=rows)
+            found, gradient = hidden_and_gradient(model, lambda found: found, input_ids=rows)
         if not windows:
             return "it has no layers that use the attention interface of transformers"
         observed, declared = Counter(windows), Counter(layer_windows(model.config))
@@ -188,7 +188,9 @@ def _rows_differ(model: PreTrainedModel) -> str | None:
     return "rows without a mask differ from its own attention"
 
 
-def _hidden(model: PreTrainedModel, by_sequence: Callable[[Tensor], Tensor], **arguments: Any) -> tuple[Tensor, Tensor]:
+def hidden_and_gradient(
+    model: PreTrainedModel, by_sequence: Callable[[Tensor], Tensor], **arguments: Any
+) -> tuple[Tensor, Tensor]:
     """Return the last hidden states of the model's body by sequence, and a gradient with respect to the embeddings.
 
     Parameters receive none.

@@ -144,8 +144,8 @@ def has_final_layer(model: torch.nn.Module) -> bool:
 
 
 def is_plain(layer: torch.nn.Module) -> bool:
-    """Whether an output layer is a matrix and nothing else."""
-    return type(layer) is torch.nn.Linear and "forward" not in vars(layer)
+    """Whether an output layer is a matrix and nothing else, or this rank's part of one."""
+    return type(layer) is torch.nn.Linear and ("forward" not in vars(layer) or layer in _SHARDS)
 
 
 @torch.no_grad()

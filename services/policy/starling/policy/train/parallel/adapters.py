@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor import DTensor
 
 from starling.common.errors import ConfigError
 from starling.policy.train.checkpoint.parts import Part
-from starling.policy.train.memory.blocks import block_list, replace_forward
+from starling.policy.train.memory.blocks import block_list
 from starling.policy.train.model.lm_head import SCORE
 from starling.policy.train.model.lora import merged_tensors
 from starling.policy.train.parallel.mesh import SHARDS, Mesh
@@ -124,51 +122,18 @@ def _whole(factor: Tensor) -> Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def adapted_plan(block: torch.nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the styles of the parts of a block, given those that it would have without adapters.
+def base_layer(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the layer that an adapter changes, or `module` where it has none."""
+    return module.base_layer if hasattr(module, "lora_A") else module  # type: ignore[return-value]
 
-    Args:
-        block: with or without adapters.
-        plan: styles by the name of the module.
+
+def divided_factors(module: Any, *, by_rows: bool) -> list[torch.nn.Module]:
+    """Return what ranks divide of a layer of which they have columns, or rows: the layer, and a factor of its adapter.
+
+    The other factor is whole. That of columns computes the whole input, and that of rows the rank's tokens, so that a
+    rank has a part of its gradient.
     """
-    found: dict[str, ParallelStyle] = {}
-    for name, style in plan.items():
-        if not hasattr(block.get_submodule(name), "lora_A"):
-            found[name] = style
-        elif isinstance(style, ColwiseParallel):
-            found[f"{name}.base_layer"] = style
-            found[f"{name}.lora_A.{ADAPTER}"] = _WholeFactor()
-            found[f"{name}.lora_B.{ADAPTER}"] = _FactorRows()
-        elif isinstance(style, RowwiseParallel):
-            found[f"{name}.base_layer"] = found[f"{name}.lora_A.{ADAPTER}"] = style
-        else:  # a layer that is whole on each rank, with its factors
-            found[name] = style
-    return found
-
-
-class _WholeFactor(ParallelStyle):
-    """The first factor of a matrix whose columns are divided: it computes the whole input on each rank."""
-
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        def enter(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, *others = inputs
-            # What this rank computes from it is a part of the output, and so is the gradient.
-            return (x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x, *others)
-
-        module.register_forward_pre_hook(enter)
-        return module
-
-
-class _FactorRows(ParallelStyle):
-    """The second factor of a matrix whose columns are divided: a rank has the rows of its part of the output."""
-
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        whole: Any = module.weight
-        rows = distribute_tensor(whole, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", torch.nn.Parameter(rows, requires_grad=whole.requires_grad))
-        replace_forward(module, _local_linear)
-        return module
-
-
-def _local_linear(module: Any, x: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x, module.weight.to_local())
+    if not hasattr(module, "lora_A"):
+        return [module]
+    factors = module.lora_A if by_rows else module.lora_B
+    return [module.base_layer, factors[ADAPTER]]

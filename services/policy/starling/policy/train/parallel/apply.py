@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from starling.algo.architecture import media_inputs
+from starling.algo.architecture import placeholders
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
@@ -30,14 +30,15 @@ from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 from starling.policy.train.parallel import expert, fsdp, tensor
 from starling.policy.train.parallel.adapters import check_adapters, merged_parts
 from starling.policy.train.parallel.collectives import sum_over
-from starling.policy.train.parallel.context import check_context, divide_tokens
+from starling.policy.train.parallel.context import check_context, check_segments, divide_tokens
+from starling.policy.train.parallel.media import MediaForward, vision_tower
 from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
 from starling.policy.train.parallel.parts import cuts_blocks, hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.peers import StepPeers
 from starling.policy.train.parallel.pipeline import Pipeline
 from starling.policy.train.parallel.shards import LocalShards, TiedWeights, local_part, owned
-from starling.policy.train.parallel.stages import check_stages
+from starling.policy.train.parallel.stages import check_stages, observe_stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,10 +59,15 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     plan = attention_plan(model, settings.attention)
     if mesh.size("cp") > 1:
         check_context(model, plan, mesh)
+    if mesh.size("pp") > 1:
+        observe_stages(model, mesh.settings, plan)
     whole = WholeModel.of(model)
     partial: Sequence[str] = ()
     if mesh.size("tp") > 1:
+        check_segments(model, plan, "tp", mesh)
+        probe = tensor.TensorProbe(model, plan, mesh, rounds=settings.precision.kind != "none")
         partial = tensor.divide_tensors(model, mesh)
+        probe.check(model)
     if mesh.size("ep") > 1:
         divided = set(expert.divide_experts(model, mesh))
         partial = [name for name in partial if name not in divided]
@@ -72,9 +78,20 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
         kept = {name for name, _ in model.named_parameters()}
         partial = [name for name in partial if name in kept]
         reshard, roots = "never", tuple(pipeline.stages)
+    media = None if vision_tower(model) is None else _media_forward(model, mesh, pipeline)
     if mesh.size(SHARDS) > 1:
         fsdp.shard_parameters(model, mesh, reshard, roots, codes=settings.precision.fsdp_all_gather)
-    return ParallelModel(model, mesh, whole, partial, pipeline)
+    return ParallelModel(model, mesh, whole, partial, pipeline, media)
+
+
+def _media_forward(model: PreTrainedModel, mesh: Mesh, pipeline: Pipeline | None) -> MediaForward:
+    return MediaForward(
+        model,
+        own_tokens=lambda values: values.chunk(mesh.size("tp"), dim=1)[mesh.place("tp")],
+        embedding=model.get_input_embeddings if pipeline is None else pipeline.embedding,
+        is_first=(lambda: True) if pipeline is None else pipeline.is_first,
+        always=mesh.size(SHARDS) > 1,
+    )
 
 
 def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
@@ -91,11 +108,6 @@ def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings
                 '"zbv" would compute each block three times: set the schedule to "1f1b", or checkpointing to "none"'
             )
     check_adapters(model, mesh)
-    if media_inputs(model.config):
-        raise ConfigError(
-            f"{type(model).__name__} has inputs other than text, which is not available on a mesh yet: set all sizes "
-            "of policy.parallel to 1"
-        )
     for name in ("compile", "offload_optimizer", "offload_activations"):
         if getattr(settings.memory, name):
             raise ConfigError(f"policy.memory.{name} = true is not available on a mesh yet: set it to false")
@@ -144,6 +156,7 @@ class ParallelModel:
         whole: WholeModel,
         partial: Sequence[str] = (),
         pipeline: Pipeline | None = None,
+        media: MediaForward | None = None,
     ) -> None:
         """Describe `model`, which is on `mesh` already.
 
@@ -153,7 +166,9 @@ class ParallelModel:
             whole: what `model` was before it was divided.
             partial: see `LocalShards`.
             pipeline: where the blocks are divided.
+            media: where it takes images.
         """
+        self._media, self._placeholders = media, tuple(placeholders(model.config).values())
         self.model, self.mesh, self.whole, self.pipeline = model, mesh, whole, pipeline
         self._partial, self.outline = partial, whole.outline
         settings = mesh.settings
@@ -185,7 +200,8 @@ class ParallelModel:
 
     def shards(self, trained: Mapping[str, Tensor]) -> LocalShards:
         """Return this rank's shards of the tensors that an optimizer updates."""
-        return LocalShards(trained, self.mesh, self._partial, self._tied, self.peers)
+        unused = tuple[str, ...] if self._media is None else self._media.unused
+        return LocalShards(trained, self.mesh, self._partial, self._tied, self.peers, unused)
 
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the local parts of `tensors` such that every element is on one rank only."""
@@ -255,7 +271,7 @@ class ParallelModel:
 
     def divided(self, inputs: MicrobatchInputs) -> MicrobatchInputs:
         """Return this rank's share of a microbatch."""
-        return divide_tokens(inputs, self.mesh)
+        return divide_tokens(inputs, self.mesh, self._placeholders)
 
     def begin_pass(self, *, is_last: bool) -> None:
         """Prepare a pass; `is_last`: of an update."""

@@ -20,6 +20,7 @@ Legend of shapes: L tokens of the row, l of this rank, c ranks, H query heads, G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, Final, Literal
@@ -37,6 +38,7 @@ from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.model.layout import AttentionPlan
 from starling.policy.train.parallel.collectives import exchange
 from starling.policy.train.parallel.key_blocks import KeyBlocks
+from starling.policy.train.parallel.media import MEDIA_SLOTS, media_slots
 from starling.policy.train.parallel.mesh import Mesh
 
 Method = Literal["ulysses", "all_gather", "ring"]
@@ -50,12 +52,8 @@ def check_context(model: Any, plan: AttentionPlan, mesh: Mesh) -> None:
     Raises:
         ConfigError: its attention does not take divided tokens, or they cannot divide its heads.
     """
+    check_segments(model, plan, "cp", mesh)
     size = mesh.size("cp")
-    if plan.layout != "forest":
-        raise ConfigError(
-            f"policy.parallel.cp = {size} needs a model that attends by segments, and {type(model).__name__} does not: "
-            f"{plan.reason}; set it to 1, and use dp_shard"
-        )
     heads = int(model.config.get_text_config().num_attention_heads) // mesh.size("tp")
     if mesh.settings.context == "ulysses" and heads % size:
         of_rank = " of each rank of tp" if mesh.size("tp") > 1 else ""
@@ -66,20 +64,40 @@ def check_context(model: Any, plan: AttentionPlan, mesh: Mesh) -> None:
         )
 
 
-def divide_tokens(inputs: MicrobatchInputs, mesh: Mesh) -> MicrobatchInputs:
+def check_segments(model: Any, plan: AttentionPlan, axis: str, mesh: Mesh) -> None:
+    """Check that `model` attends by segments, so that a row can be padded until ranks of `axis` can divide its tokens.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if plan.layout != "forest":
+        raise ConfigError(
+            f"policy.parallel.{axis} = {mesh.size(axis)} needs a model that attends by segments, and "
+            f"{type(model).__name__} does not: {plan.reason}; set it to 1, and use dp_shard"
+        )
+
+
+def divide_tokens(inputs: MicrobatchInputs, mesh: Mesh, placeholders: Sequence[int] = ()) -> MicrobatchInputs:
     """Return this rank's share of a microbatch: some of its tokens, with as many as the ranks can divide.
 
     Args:
         inputs: the whole microbatch.
         mesh: of the ranks.
+        placeholders: tokens of images and videos, whose features are numbered.
     """
     size, method = mesh.size("cp"), mesh.settings.context
+    padded = _pad_tokens(inputs, size * lcm(_PIECES[method] if size > 1 else 1, mesh.size("tp")))
+    if placeholders:
+        padded = replace(padded, extra=padded.extra | {MEDIA_SLOTS: media_slots(padded.input_ids, placeholders)})
     if size == 1:
-        return _pad_tokens(inputs, mesh.size("tp"))
-    padded = _pad_tokens(inputs, size * lcm(_PIECES[method], mesh.size("tp")))
+        return padded
     share = ContextShare(mesh.group("cp"), method, padded.input_ids.shape[1], inputs.source)
     return replace(
-        padded, input_ids=share.take(padded.input_ids), position_ids=share.take(padded.position_ids), share=share
+        padded,
+        input_ids=share.take(padded.input_ids),
+        position_ids=share.take(padded.position_ids),
+        extra={name: share.take(one) if name == MEDIA_SLOTS else one for name, one in padded.extra.items()},
+        share=share,
     )
 
 
@@ -90,11 +108,12 @@ def _pad_tokens(inputs: MicrobatchInputs, multiple: int) -> MicrobatchInputs:
         return inputs
     structure = inputs.structure
     assert structure is not None, "models whose tokens are divided attend by segments"
-    positions = torch.arange(missing, device=inputs.position_ids.device)[None]
+    # Of one or three dimensions.
+    positions = torch.arange(missing, device=inputs.position_ids.device).expand(*inputs.position_ids.shape[:-1], -1)
     return replace(
         inputs,
         input_ids=torch.nn.functional.pad(inputs.input_ids, (0, missing)),
-        position_ids=torch.cat([inputs.position_ids, positions], dim=1),
+        position_ids=torch.cat([inputs.position_ids, positions], dim=-1),
         structure=Forest((*structure.lengths, missing), (*structure.parents, -1)),
     )
 
@@ -120,8 +139,8 @@ class ContextShare:
         self.trained = self.select(source)
 
     def take(self, values: Tensor) -> Tensor:
-        """Return those of this rank's tokens, [R, l], from `values` of all, [R, L]."""
-        return torch.cat([values[:, first:last] for first, last in self._ranges[self._rank]], dim=1)
+        """Return those of this rank's tokens, [..., l], from `values` of all, [..., L]."""
+        return torch.cat([values[..., first:last] for first, last in self._ranges[self._rank]], dim=-1)
 
     def select(self, slots: Tensor) -> ContextSlots:
         """Return the share of `slots`, int64 [N], of the whole microbatch."""

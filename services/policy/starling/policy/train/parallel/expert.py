@@ -12,20 +12,19 @@ What an expert receives from all of them makes its whole gradient, but for those
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.train.memory.blocks import class_forward, replace_forward
 from starling.policy.train.model.experts import find_experts, num_experts
 from starling.policy.train.parallel.collectives import exchange
 from starling.policy.train.parallel.mesh import Mesh
+from starling.policy.train.parallel.shards import local_parameters
 
 
 def check_experts(model: torch.nn.Module, size: int) -> None:
@@ -102,23 +101,6 @@ def _compute(experts: torch.nn.Module, rows: Tensor, local: Tensor) -> Tensor:
     num_rows = len(rows)
     if not num_rows:
         rows, local = torch.nn.functional.pad(rows, (0, 0, 0, 1)), local.new_zeros(1)
-    with _local_parameters(experts):
+    with local_parameters(experts):
         output: Tensor = class_forward(experts, rows, local[:, None], rows.new_ones(len(rows), 1))
     return output[:num_rows]
-
-
-@contextmanager
-def _local_parameters(module: torch.nn.Module) -> Iterator[None]:
-    """Let the code of `module` see the local parts of its parameters: its kernels take no distributed tensors."""
-    local = {
-        name: parameter.to_local()
-        for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor)
-    }
-    # Attributes of the instance are found before the parameters, which stay as they are.
-    vars(module).update(local)
-    try:
-        yield
-    finally:
-        for name in local:
-            del vars(module)[name]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from starling.policy.train.memory.blocks import find_blocks
 from starling.policy.train.model.experts import find_experts
 from starling.policy.train.optim.masters import LOW
+from starling.policy.train.parallel.media import tower_blocks
 from starling.policy.train.parallel.mesh import SHARDS, Mesh
 from starling.weightsync.tensors.adapters import is_adapted
 
@@ -75,6 +76,8 @@ def shard_parameters(
                 shard_placement_fn=partial(_beside_experts, mesh.size("efsdp")),
             )
         fully_shard(block, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=frees)
+    for block in tower_blocks(model):
+        fully_shard(block, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=reshard != "never")
     for root in roots:
         fully_shard(root, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
         for module in root.modules():

@@ -31,9 +31,10 @@ from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.memory.blocks import replace_forward
 from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.lm_head import final_layer
+from starling.policy.train.parallel.media import vision_tower
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.shards import TiedWeights
-from starling.policy.train.parallel.stages import Received, keep_stages
+from starling.policy.train.parallel.stages import Received, embedding_name, keep_stages
 
 _ATTRIBUTE: Final = "_starling_pipeline"
 
@@ -46,16 +47,19 @@ OtherStage = Callable[[int, Callable[[], Tensor]], Tensor]
 class Stage(torch.nn.Module):
     """A stage as a module of its own, the root of what FSDP shards together."""
 
-    def __init__(self, number: int, body: torch.nn.Module, head: torch.nn.Module | None) -> None:
+    def __init__(
+        self, number: int, body: torch.nn.Module, head: torch.nn.Module | None, tower: torch.nn.Module | None
+    ) -> None:
         """Take the stage's part of a model.
 
         Args:
             number: of the stage.
             body: of the model, with the stage's blocks.
             head: the output layer, of the last stage.
+            tower: of images, of the first stage.
         """
         super().__init__()
-        self.number, self.body, self.head = number, body, head
+        self.number, self.body, self.head, self.tower = number, body, head, tower
         self.compute: Callable[[Stage, Tensor | None, int], Tensor] | None = None
 
     def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
@@ -70,20 +74,21 @@ class Pipeline:
     def __init__(self, model: Any, mesh: Mesh) -> None:
         """Keep only this rank's stages of `model`, in place."""
         self._model, self._mesh, self._settings = model, mesh, mesh.settings
-        self._dtype, self._hidden_size = model.dtype, model.config.hidden_size
+        self._dtype, self._hidden_size = model.dtype, model.config.get_text_config().hidden_size
         own = stages_of_rank(self._settings, mesh.place("pp"))
         last, head = self._settings.num_stages - 1, final_layer(model)
-        is_tied = model.get_input_embeddings().weight is head.weight
+        self.tied = _tied(model, self._settings, own)
+        """Where this rank has tied weights that another stage has too."""
+        tower, self._embedding = vision_tower(model), embedding_name(model)
         bodies = keep_stages(model, self._settings, mesh.place("pp"))
         self.stages = [
-            Stage(number, body, head if number == last else None) for number, body in zip(own, bodies, strict=True)
+            Stage(number, body, head if number == last else None, tower if number == 0 else None)
+            for number, body in zip(own, bodies, strict=True)
         ]
         """In the order in which a microbatch passes them."""
-        self.tied = _tied(self._settings, own) if is_tied else None
-        """Where this rank has tied weights that another stage has too."""
         self._active = self.stages[-1]
         self._inputs: Sequence[MicrobatchInputs] = ()
-        replace_forward(model.model, self._run_active)
+        replace_forward(model.get_decoder(), self._run_active)
         vars(model)[_ATTRIBUTE] = self
 
     @staticmethod
@@ -91,6 +96,14 @@ class Pipeline:
         """Return the pipeline of `model`, whose blocks are divided."""
         found: Pipeline = vars(model)[_ATTRIBUTE]
         return found
+
+    def embedding(self) -> torch.nn.Module:
+        """Return the embedding of the stage that computes, or what has its place."""
+        return self._active.body.get_submodule(self._embedding)
+
+    def is_first(self) -> bool:
+        """Return whether the first stage computes."""
+        return self._active.number == 0
 
     def num_passes(self, num_microbatches: int) -> int:
         """Return how many microbatches the schedule needs to compute `num_microbatches`."""
@@ -164,7 +177,7 @@ class Pipeline:
 
         def compute(stage: Stage, hidden: Tensor | None, number: int) -> Tensor:
             self._active = stage
-            embedding = stage.body.embed_tokens
+            embedding = self.embedding()
             if isinstance(embedding, Received):
                 embedding.hidden = hidden
             if stage.head is not None:
@@ -180,7 +193,7 @@ class Pipeline:
 
     def _hidden(self, number: int) -> Tensor:
         """Return the hidden states of the active stage."""
-        found: Tensor = self._active.body(**model_arguments(self._model, self._inputs[number])).last_hidden_state
+        found: Tensor = self._model.base_model(**model_arguments(self._model, self._inputs[number])).last_hidden_state
         return found
 
     def _run_active(self, _: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -211,8 +224,13 @@ class Pipeline:
                 return ScheduleZBVZeroBubble(stages, number, _itself, scale_grads=False)
 
 
-def _tied(settings: ParallelSettings, own: Sequence[int]) -> TiedWeights | None:
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+def _tied(model: Any, settings: ParallelSettings, own: Sequence[int]) -> TiedWeights | None:
+    weight: Any = final_layer(model).weight
+    if model.get_input_embeddings().weight is not weight:
+        return None
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    embedding = next(name for name, _ in model.named_parameters() if name in names)
+    head = next(name for name in names if name != embedding)
     last = settings.num_stages - 1
     if 0 in own and last in own:
         return TiedWeights(embedding, head, None)

@@ -6,7 +6,8 @@ shards; only the norm of the gradient needs the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -36,6 +37,7 @@ class LocalShards:
         partial: Sequence[str] = (),
         tied: TiedWeights | None = None,
         peers: StepPeers | None = None,
+        unused: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """Take the shards.
 
@@ -45,8 +47,9 @@ class LocalShards:
             partial: names of tensors of whose gradient each rank of the axis tp has a part.
             tied: weights that two stages of a pipeline have.
             peers: the other replicas that make the same steps, if there may be some.
+            unused: returns which tensors have a gradient of 0 although a single process would have none.
         """
-        self._peers = peers
+        self._peers, self._unused = peers, unused
         self._trained, self._mesh, self._partial, self._tied = dict(trained), mesh, frozenset(partial), tied
         self.tensors: dict[str, Tensor] = {name: local_part(tensor) for name, tensor in trained.items()}
         """By name."""
@@ -104,14 +107,17 @@ class LocalShards:
 
     def _fill_in(self) -> None:
         """Give a gradient of 0 to what only other ranks have one for: those without a microbatch have none."""
-        tensors = list(self.tensors.values())
-        found = torch.tensor([tensor.grad is not None for tensor in tensors], dtype=torch.uint8)
+        tensors, unused = list(self.tensors.values()), self._unused()
+        known = [tensor.grad is not None and name not in unused for name, tensor in self.tensors.items()]
+        found = torch.tensor(known, dtype=torch.uint8)
         found = found.to(tensors[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.group(DATA))
         if self._peers is not None:
             self._peers.max_(found)
         for tensor, is_known in zip(tensors, found.tolist(), strict=True):
-            if is_known and tensor.grad is None:
+            if not is_known:
+                tensor.grad = None
+            elif tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
 
     def _alike(self, names: Iterable[str]) -> Iterator[list[Tensor]]:
@@ -182,6 +188,27 @@ class TiedWeights:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of `tensor`, in the same memory; a tensor that is not sharded is its own."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def local_parameters(module: torch.nn.Module) -> AbstractContextManager[None]:
+    """Let the code of `module` see this rank's parts of its own parameters: its kernels take no distributed tensors.
+
+    Gradients arrive at the parameters, which stay as they are.
+    """
+    own = module.named_parameters(recurse=False)
+    return seen_as(module, {name: one.to_local() for name, one in own if isinstance(one, DTensor)})
+
+
+@contextmanager
+def seen_as(module: torch.nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Let the code of `module` see other tensors, by name, than its parameters."""
+    # Attributes of the instance are found before the parameters.
+    vars(module).update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            del vars(module)[name]
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
