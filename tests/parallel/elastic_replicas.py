@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
@@ -30,31 +30,47 @@ NUM_STEPS = 30
 _NUMBERS = count()
 
 
-def elastic_settings(parallel: dict[str, Any], *, num_minibatches: int = 1) -> PolicySettings:
+def small_model() -> Any:
+    """Return the model of most tests."""
+    return make_model("qwen3", False)
+
+
+def elastic_settings(
+    parallel: dict[str, Any], *, num_minibatches: int = 1, router_bias_rate: float = 0.0
+) -> PolicySettings:
     """Return the settings of the steps of a replica with this mesh."""
     settings = make_settings(**parallel)
     algorithm = settings.algorithm.model_copy(update={"num_minibatches": num_minibatches})
-    return settings.model_copy(update={"algorithm": algorithm})
+    return settings.model_copy(update={"algorithm": algorithm, "router_bias_rate": router_bias_rate})
 
 
-def make_step(learner: Learner, number: int) -> dict[str, float]:
-    """Make a step of groups that its number decides."""
-    return learner.reinforce(make_groups(num_groups=4, seed=number), step=number, num_steps=NUM_STEPS)
+def make_step(learner: Learner, number: int) -> tuple[float, ...]:
+    """Make a step of groups that its number decides. Returns loss, norm of the gradient, and load of the experts."""
+    metrics = learner.reinforce(make_groups(num_groups=4, seed=number), step=number, num_steps=NUM_STEPS)
+    return metrics["loss"], metrics["grad_norm"], metrics.get("expert_load_max", 0.0)
 
 
 class ReplicaProcesses:
     """The ranks of one replica. The test plays the controller."""
 
-    def __init__(self, folder: Path, parallel: dict[str, Any], *, seed: int = 0, num_minibatches: int = 1) -> None:
-        """Start them; `seed`: other weights for another one."""
+    def __init__(
+        self,
+        folder: Path,
+        parallel: dict[str, Any],
+        *,
+        load: Callable[[], Any] = small_model,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        """Start them. `load`: returns the model; `seed`: other weights for another one; `settings`: of the steps."""
         self.number, self.num_ranks = next(_NUMBERS), ParallelSettings(**parallel).num_ranks
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes = []
-        settings = elastic_settings(parallel, num_minibatches=num_minibatches)
+        of_steps = elastic_settings(parallel, **settings)
         for rank in range(self.num_ranks):
             pipe, theirs = context.Pipe()
-            arguments = (rank, self.num_ranks, folder / f"store-{self.number}", theirs, settings, seed)
+            arguments = (rank, self.num_ranks, folder / f"store-{self.number}", theirs, of_steps, load, seed)
             process = context.Process(target=_run, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -101,7 +117,15 @@ class ReplicaProcesses:
             process.join()
 
 
-def _run(rank: int, num_ranks: int, store: Path, pipe: Connection, settings: PolicySettings, seed: int) -> None:
+def _run(
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    pipe: Connection,
+    settings: PolicySettings,
+    load: Callable[[], Any],
+    seed: int,
+) -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -110,7 +134,7 @@ def _run(rank: int, num_ranks: int, store: Path, pipe: Connection, settings: Pol
         limit = timedelta(seconds=DEADLINE_S)
         files = dist.FileStore(str(store), num_ranks)
         dist.init_process_group("gloo", store=files, rank=rank, world_size=num_ranks, timeout=limit)
-        learner = Learner(lambda: _model(seed), settings, mesh=Mesh(settings.parallel))
+        learner = Learner(lambda: _changed(load(), seed), settings, mesh=Mesh(settings.parallel))
         served, address = serve_store("127.0.0.1")
         pipe.send(address)
         while True:
@@ -124,8 +148,7 @@ def _run(rank: int, num_ranks: int, store: Path, pipe: Connection, settings: Pol
         os._exit(0)
 
 
-def _model(seed: int) -> Any:
-    model = make_model("qwen3", False)
+def _changed(model: Any, seed: int) -> Any:
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] += seed
     return model
@@ -136,10 +159,9 @@ def _execute(learner: Learner, rank: int, settings: PolicySettings, command: tup
         case ("step", number, peers, place, group):
             learner.join_peers(peers, place, group)
             try:
-                metrics = make_step(learner, number)
+                return "made", make_step(learner, number)
             except PeersLostError as error:
                 return "lost", str(error)
-            return "made", (metrics["loss"], metrics["grad_norm"])
         case ("send", peers, group, version):
             pair = PeerGroup(peers, 0, f"{group}/{rank}", DEADLINE_S, learner.model.device)
             learner.send_state(version, pair)
@@ -152,7 +174,7 @@ def _execute(learner: Learner, rank: int, settings: PolicySettings, command: tup
             pair.close()
             return "received", version
         case ("weights",):
-            return "weights", {name: whole(one) for name, one in learner.model.named_parameters()}
+            return "weights", {name: whole(one) for name, one in learner.tensors.items()}
         case _:
             raise AssertionError(command)
     return "done", None

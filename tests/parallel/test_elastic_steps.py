@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_replicas import NUM_STEPS, ReplicaProcesses, elastic_settings, make_step
-from small_steps import assert_close, make_model, whole
+from elastic_replicas import NUM_STEPS, ReplicaProcesses, elastic_settings, make_step, small_model
+from small_steps import assert_close, whole
+from test_expert_bias import deepseek
 
 from starling.policy.train.learner import Learner
 
@@ -37,8 +38,8 @@ class Fleet:
     def start(self, **options: Any) -> ReplicaProcesses:
         return ReplicaProcesses(self._folder, self._parallel, **self._options, **options)
 
-    def step(self, number: int, victim: ReplicaProcesses | None = None, delay_s: float = 0.0) -> tuple[float, float]:
-        """Make a step, during which `victim` dies. Returns loss and norm of the gradient."""
+    def step(self, number: int, victim: ReplicaProcesses | None = None, delay_s: float = 0.0) -> tuple[float, ...]:
+        """Make a step, during which `victim` dies. Returns what `make_step` does."""
         died = None
         while True:
             for replica in self.replicas:
@@ -101,15 +102,17 @@ def fleet(folder: Path, parallel: dict[str, Any], num: int, **options: Any) -> I
             replica.kill()
 
 
-def undisturbed(num_steps: int, **options: Any) -> tuple[list[tuple[float, float]], dict[str, Any]]:
-    """Return loss and norm of the gradient of each step of a single process, and its weights after them."""
-    learner = Learner(lambda: make_model("qwen3", False), elastic_settings({}, **options))
+def undisturbed(
+    num_steps: int, *, load: Callable[[], Any] = small_model, **settings: Any
+) -> tuple[list[tuple[float, ...]], dict[str, Any]]:
+    """Return what `make_step` does for each step of a single process, and its weights after them."""
+    learner = Learner(load, elastic_settings({}, **settings))
     made = [make_step(learner, number) for number in range(1, num_steps + 1)]
-    weights = {name: whole(one) for name, one in learner.model.named_parameters()}
-    return [(one["loss"], one["grad_norm"]) for one in made], weights
+    weights = {name: whole(one) for name, one in learner.tensors.items()}
+    return made, weights
 
 
-def check(found: list[tuple[float, float]], fleet: Fleet, **options: Any) -> None:
+def check(found: list[tuple[float, ...]], fleet: Fleet, **options: Any) -> None:
     """Compare steps with those of a single process: losses, norms, and the weights of every replica."""
     expected, weights = undisturbed(len(found), **options)
     assert found == [pytest.approx(one, rel=1e-6, abs=1e-6) for one in expected]
@@ -138,7 +141,7 @@ def test_steps_of_several_replicas_are_those_of_one_process(mesh: str, tmp_path:
 )
 def test_replicas_die_and_join_at_random(mesh: str, seed: int, num_minibatches: int, tmp_path: Path) -> None:
     """At any moment of a step, also between its updates: survivors make it again, or all have made it."""
-    rng, made = random.Random(seed), list[tuple[float, float]]()
+    rng, made = random.Random(seed), list[tuple[float, ...]]()
     with fleet(tmp_path, MESHES[mesh], 3, num_minibatches=num_minibatches) as replicas:
         num_dead = num_joined = 0
         for number in range(1, NUM_STEPS + 1):
@@ -154,6 +157,18 @@ def test_replicas_die_and_join_at_random(mesh: str, seed: int, num_minibatches: 
         assert num_joined >= 4
         assert replicas.num_redone >= 2, "no death has come amid a step"
         print(json.dumps({"redo_s": median(replicas.redo_s), "join_s": median(replicas.join_s)}))
+
+
+def test_step_that_is_made_again_counts_the_load_of_experts_once(tmp_path: Path) -> None:
+    """So biases of routers change by the load of the whole step, which every replica knows before it makes it."""
+    options: dict[str, Any] = {"load": deepseek, "router_bias_rate": 0.05, "num_minibatches": 2}
+    with fleet(tmp_path, {}, 3, **options) as replicas:
+        made = [replicas.step(1)]
+        for number in (2, 3):
+            made.append(replicas.step(number, replicas.replicas[0]))
+        made.append(replicas.step(4))
+        assert replicas.num_redone, "no death has come amid a step"
+        check(made, replicas, **options)
 
 
 def test_replica_that_hangs_is_given_up_after_the_time_limit(tmp_path: Path) -> None:

@@ -347,6 +347,7 @@ class Learner:
         """Prepare a step of a run of `num_steps`, and record whether it fails with the weights changed."""
         trainer.optimizer.total_steps = num_steps  # a restored state may be of a shorter run
         self.check_whole()
+        trainer.begin_step()
         try:
             yield
         except StepBrokenError as error:

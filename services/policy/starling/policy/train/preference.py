@@ -76,7 +76,7 @@ class PreferenceTrainer(Trainer, ABC):
         # Update
         self._clock.enter("optimizer")
         loss = self._total(losses)
-        result = self.optimizer.apply(loss, optimizer)
+        result = self._apply_gradient(loss, optimizer)
         self._clock.enter("other")
         common = self._step_metrics(
             result, optimizer, packed.batch, num_tokens=packed.num_tokens, num_sequences=2 * packed.num_pairs

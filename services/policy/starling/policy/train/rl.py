@@ -344,7 +344,7 @@ class RlTrainer(Trainer):
         total = torch.stack([torch.zeros((), device=self._model.device), *losses]).sum()
         context.metrics.add_sum("loss", total)
         loss = float(total if self._parallel is None else self._parallel.sum(total))
-        result = self.optimizer.apply(loss, context.settings.optimizer, ends_step=ends_step)
+        result = self._apply_gradient(loss, context.settings.optimizer, ends_step=ends_step)
         self._clock.enter("other")
         return result
 

@@ -98,7 +98,7 @@ class SftTrainer(Trainer):
         # Update
         self._clock.enter("optimizer")
         loss_sum = self._total(losses)
-        result = self.optimizer.apply(loss_sum, optimizer)
+        result = self._apply_gradient(loss_sum, optimizer)
         self._clock.enter("other")
         return {
             "loss": loss_sum,

@@ -274,6 +274,16 @@ class Trainer:
         """See `TokenMetrics`."""
         return None if self._parallel is None else self._parallel.gather
 
+    def begin_step(self) -> None:
+        """Prepare a step, after one that may have failed."""
+        self._router_loss.begin_step()
+
+    def _apply_gradient(self, loss: float, settings: OptimizerSettings, *, ends_step: bool = True) -> UpdateResult:
+        """Make an update, see `ModelOptimizer.apply`; `ends_step`: the last one of its step."""
+        if ends_step:
+            self._router_loss.complete_load()
+        return self.optimizer.apply(loss, settings, ends_step=ends_step)
+
     def _total(self, losses: Sequence[Tensor]) -> float:
         """Return the sum of the losses of all microbatches, those of other ranks included."""
         total = torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._model.device)

@@ -79,6 +79,10 @@ class ExpertLoad:
             ones = is_filled[:, None].expand_as(experts).flatten().to(torch.int64)
             self._counts[self._layers.index(name)].index_add_(0, experts.flatten(), ones)
 
+    def clear(self) -> None:
+        """Forget what was counted since the last `read`."""
+        self._counts = None
+
     def read(self) -> dict[str, Tensor]:
         """Return the tokens of each expert [E] of each layer since the last call; on a mesh, every rank calls it.
 

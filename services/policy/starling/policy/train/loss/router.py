@@ -63,6 +63,8 @@ class RouterLoss:
         self._logits: list[Tensor] = []
         self._ranks, self._load = ranks, ExpertLoad(model, ranks) if counts else None
         self._bias = ExpertBias(model, bias_rate) if bias_rate else None
+        self._counts: dict[str, Tensor] = {}
+        """Load of a step that is complete, by name of the experts."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -79,9 +81,18 @@ class RouterLoss:
             for handle in handles:
                 handle.remove()
 
+    def begin_step(self) -> None:
+        """Forget the load of a step that was not completed."""
+        if self._load is not None:
+            self._load.clear()
+
+    def complete_load(self) -> None:
+        """Sum the load of a step over all ranks, before its last update: other replicas may be lost after that."""
+        self._counts = {} if self._load is None else self._load.read()
+
     def end_step(self, *, skipped: bool) -> dict[str, float]:
         """Balance the experts by their load in the step, unless it was `skipped`. Returns `load_metrics` of it."""
-        counts = {} if self._load is None else self._load.read()
+        counts, self._counts = self._counts, {}
         if not counts:
             return {}
         if self._bias is not None and not skipped:
