@@ -101,3 +101,19 @@ def test_controller_waits_for_the_launched_replicas(tmp_path: Path) -> None:
 def test_teacher_without_a_use_is_refused(kind: str, sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         recipe(kind, **sections)
+
+
+@pytest.mark.parametrize(
+    ("launch", "complaint"),
+    [
+        ({}, "launch.policy_nodes = 2, and launch.policy_rdzv is missing; give host:port of this machine"),
+        ({"policy_rdzv": "h:x"}, "launch.policy_rdzv 'h:x' is no address"),
+        (
+            {"policy_rdzv": "h:1", "num_policies": 2},
+            "launch.policy_nodes = 2 is for one policy, and launch.num_policies",
+        ),
+    ],
+)
+def test_nodes_of_a_policy_need_an_address_of_their_own(launch: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        recipe("rl", teacher={"path": "big"}, launch={"policy_nodes": 2, **launch})

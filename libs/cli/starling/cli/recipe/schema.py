@@ -103,11 +103,8 @@ class Recipe(ControllerProcess):
                 "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
                 "learn from"
             )
-        if self.launch.policy_nodes > 1 and not self.launch.policy_rdzv:
-            raise ValueError(
-                f"launch.policy_nodes = {self.launch.policy_nodes} needs launch.policy_rdzv: host:port of this "
-                "machine, where the other nodes join"
-            )
+        if self.launch.policy_nodes > 1:
+            self._check_nodes()
         if self.launch.colocate:
             self._check_colocated()
         if self.launch.fan_out:
@@ -168,6 +165,22 @@ class Recipe(ControllerProcess):
             raise ValueError(
                 f"policy.weights_from = {source!r} is read by a policy, and this run has none; set "
                 "launch.fan_out = true"
+            )
+
+    def _check_nodes(self) -> None:
+        """The nodes of the policy know where they meet."""
+        num, rdzv = self.launch.policy_nodes, self.launch.policy_rdzv
+        host, _, port = rdzv.rpartition(":")
+        if not (host and port.isdecimal()):
+            given = f"{rdzv!r} is no address" if rdzv else "is missing"
+            raise ValueError(
+                f"launch.policy_nodes = {num}, and launch.policy_rdzv {given}; give host:port of this machine, where "
+                "the other nodes join"
+            )
+        if self.launch.num_policies > 1:
+            raise ValueError(
+                f"launch.policy_nodes = {num} is for one policy, and launch.num_policies = {self.launch.num_policies}; "
+                "set one of them to 1, and start further replicas by hand, each with an address of its own"
             )
 
     def _check_fan_out(self) -> None:
