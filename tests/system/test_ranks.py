@@ -10,6 +10,7 @@ import pytest
 from system_runs import (
     attempt,
     checkpoints,
+    make_varied_model,
     make_workdir,
     metrics,
     num_steps,
@@ -98,6 +99,24 @@ def test_rollouts_attest_the_weights_of_every_axis(
     adopted = metrics(tmp_path, "adopted")
     assert adopted
     assert all(line["attested"] for line in adopted)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("merged", [False, True])
+def test_rollouts_attest_the_adapters_of_ranks(merged: bool, tmp_path: Path) -> None:
+    """They load the base weights themselves; the checkpoint is what peft loads, or a whole model."""
+    base = make_varied_model(tmp_path / "base")
+    workdir, lora = make_workdir(tmp_path, policy=MESH, model={}), ("--model.lora.rank", "4")
+    flags = (*lora, "--model.lora.merged", str(merged).lower(), "--policy.init", "pretrained")
+    with run(workdir, "--model.path", str(base), *flags) as command:
+        assert command.wait(RUN_S) == 0, command.transcript()
+    assert num_steps(tmp_path) == NUM_SFT + 6
+    adopted = metrics(tmp_path, "adopted")
+    assert adopted
+    assert all(line["attested"] for line in adopted)
+    checkpoint = attempt(tmp_path) / "checkpoints" / f"step-{NUM_SFT + 6}"
+    saved = "model.safetensors" if merged else "adapter_model.safetensors"
+    assert [path.name for path in checkpoint.glob("*.safetensors")] == [saved]
 
 
 def test_run_goes_on_when_any_rank_is_killed(tmp_path: Path) -> None:

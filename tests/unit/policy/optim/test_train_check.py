@@ -65,6 +65,14 @@ def test_check_optimizers_pattern_of_frozen_parameters_is_refused(tiny: Callable
         check_optimizers(model, settings, "rl")
 
 
+def test_check_optimizers_knows_the_parameters_of_other_ranks(tiny: Callable[..., Any]) -> None:
+    """A pattern of a stage's parameters is not refused on the ranks of the others."""
+    settings = settings_of(optimizer("optimizer", rates={"elsewhere": 0.5}))
+    check_optimizers(tiny(), settings, "rl", ["model.elsewhere.weight"])
+    with pytest.raises(ConfigError, match="elsewhere"):
+        check_optimizers(tiny(), settings, "rl")
+
+
 def test_check_optimizers_frozen_model_is_refused(tiny: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="no trainable parameter: unfreeze"):
         check_optimizers(tiny().requires_grad_(False), PolicySettings(), "sft")

@@ -81,7 +81,8 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
         from starling.policy.train.parallel.adapters import check_mergeable
 
         check_mergeable(learner.model)
-    check_fit(learner.model, settings.policy, trainer)
+    names = None if learner.parallel is None else learner.parallel.whole.names
+    check_fit(learner.model, settings.policy, trainer, names)
     return learner
 
 

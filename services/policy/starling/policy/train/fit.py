@@ -5,6 +5,7 @@ A policy checks the model that it has loaded, and `starling run --dry-run` one w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from starling.policy.train.loss.balance import check_biases
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     from starling.policy.settings.policy import PolicySettings
 
 
-def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: TrainerKind) -> None:
+def check_fit(
+    model: PreTrainedModel, settings: PolicySettings, trainer: TrainerKind, names: Sequence[str] | None = None
+) -> None:
     """Check the settings of a run that ends with steps of `trainer`, before its first one. Changes nothing.
+
+    `names`: of all trainable parameters, where `model` is a part of one on several ranks.
 
     Raises:
         ConfigError: `model` has no routers for the loss or bias that `settings` ask for, no parameters for a pattern
@@ -37,4 +42,4 @@ def check_fit(model: PreTrainedModel, settings: PolicySettings, trainer: Trainer
     # A model with memory has been checked by `use_precision`, when it was whole.
     if settings.precision.kind != "none" and model.device.type == "meta":
         check_precision(model, settings)
-    check_optimizers(model, settings, trainer)
+    check_optimizers(model, settings, trainer, names)

@@ -237,32 +237,38 @@ class ModelOptimizer:
         self._masters.write()
 
 
-def check_optimizers(model: torch.nn.Module, settings: PolicySettings, kind: TrainerKind) -> None:
+def check_optimizers(
+    model: torch.nn.Module, settings: PolicySettings, kind: TrainerKind, names: Sequence[str] | None = None
+) -> None:
     """Check the optimizer settings of a run that ends with steps of `kind`, before its first one. Changes nothing.
+
+    `names`: of all trainable parameters, where other ranks have some of them.
 
     Raises:
         ConfigError: an optimizer's pattern matches no trainable parameter, or its package is not installed.
     """
     if kind == "rl":
-        check_optimizer(model, settings.optimizer, "policy.optimizer")
+        check_optimizer(model, settings.optimizer, "policy.optimizer", names)
     # Supervised steps may precede reinforcement learning; their defaults fit every model.
     if kind in ("rl", "sft"):
-        check_optimizer(model, settings.sft.optimizer, "policy.sft.optimizer")
+        check_optimizer(model, settings.sft.optimizer, "policy.sft.optimizer", names)
     elif kind == "dpo":
-        check_optimizer(model, settings.dpo.optimizer, "policy.dpo.optimizer")
+        check_optimizer(model, settings.dpo.optimizer, "policy.dpo.optimizer", names)
     else:
-        check_optimizer(model, settings.reward_model.optimizer, "policy.reward_model.optimizer")
+        check_optimizer(model, settings.reward_model.optimizer, "policy.reward_model.optimizer", names)
 
 
-def check_optimizer(model: torch.nn.Module, settings: OptimizerSettings, key: str) -> None:
-    """Check `settings`, the section `key` of a recipe, against `model`.
+def check_optimizer(
+    model: torch.nn.Module, settings: OptimizerSettings, key: str, names: Sequence[str] | None = None
+) -> None:
+    """Check `settings`, the section `key` of a recipe, against `model`; for `names` see `check_optimizers`.
 
     Raises:
         ConfigError: as `ModelOptimizer`, with the key in the message.
     """
     trained = _trainable(model)
-    rate_factors(trained, settings, key)
-    weight_decays(trained, settings, key)
+    rate_factors(trained, settings, key, names=names)
+    weight_decays(trained, settings, key, names=names)
     if settings.kind == "adamw_8bit":
         import_adamw_8bit(key)
 
