@@ -41,6 +41,7 @@ from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, Rewa
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
 from starling.policy.train.trainer import Trainer
+from starling.weightsync.tensors.adapters import is_adapted
 from starling.weightsync.tensors.modules import local_tensor
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ class Learner:
         """Copy the parts of an export that this rank of a mesh writes into host memory; see `exported`."""
         assert self.parallel is not None, "a single rank exports whole tensors"
         self.check_whole()
-        if merged:
+        if merged and is_adapted(self.model):
             return self.parallel.merged_parts()
         parts = in_section(WEIGHTS, self.parallel.owned_parts())
         copies = self._buffers.take({name: part.local for name, part in parts.items()})
