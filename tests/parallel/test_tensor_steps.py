@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from small_steps import Array, check_mesh, make_model, make_settings
+from small_steps import Array, check_mesh, make_examples, make_model, make_settings
 
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
@@ -190,3 +191,18 @@ def test_plan_that_computes_something_else_is_refused() -> None:
     """Found by a few tokens before the first step."""
     for found in run_ranks(2, wrong_plan_refusal):
         assert "tp = 2 is not available for Qwen3ForCausalLM: divided by the plan of transformers" in found
+
+
+def load_in_turns(_: int, turns: Path) -> float:
+    """Load a model on a rank while no other rank loads one, and make a step. Returns its loss."""
+    mesh = Mesh(ParallelSettings(tp=2), turns=turns)
+    learner = Learner(lambda: make_model("qwen3", False), make_settings(tp=2), mesh=mesh)
+    return learner.supervise(make_examples(), num_steps=1)["loss"]
+
+
+def test_ranks_load_the_model_one_after_the_other(tmp_path: Path) -> None:
+    """None waits, in its turn, for a rank that waits for its own."""
+    turns = tmp_path / "turns"
+    turns.touch()
+    first, second = run_ranks(2, load_in_turns, turns)
+    assert first == second

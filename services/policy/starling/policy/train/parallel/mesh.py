@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -68,6 +68,8 @@ class Mesh:
             ConfigError: the product of the sizes is not the number of ranks.
         """
         self.settings, self._turns, self._first_rank = settings, turns, first_rank
+        self._turn: BinaryIO | None = None
+        """The locked file, in a turn."""
         self._sizes: dict[str, int] = {axis: int(getattr(settings, axis)) for axis in AXES}
         check_sizes(self._sizes, dist.get_world_size())
         self.devices = init_device_mesh(device_type, tuple(self._sizes.values()), mesh_dim_names=AXES)
@@ -113,7 +115,24 @@ class Mesh:
             return
         with self._turns.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            self._turn = file
+            try:
+                yield
+            finally:
+                self._turn = None
+
+    @contextmanager
+    def between_turns(self) -> Iterator[None]:
+        """Leave the turn meanwhile, for a collective operation, and take another one after it."""
+        file = self._turn
+        if file is None:
             yield
+            return
+        fcntl.flock(file, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_EX)
 
     def device(self, name: str) -> str:
         """Return the device of this rank, where `name` is that of all: `model.device`."""
