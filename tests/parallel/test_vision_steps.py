@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from small_steps import TOLERANCE, check_mesh
 
 TP_TOLERANCE = 6e-6
 """Twice that of other meshes, as in the steps with tensor parallelism, and through the tower."""
+DOUBLE_TOLERANCE = 1e-6
+"""In double precision; log-probabilities are normalised in single precision even there."""
 
 
 def campaign(mesh: dict[str, Any], *models: str) -> Any:
@@ -22,9 +25,11 @@ def campaign(mesh: dict[str, Any], *models: str) -> Any:
         ({"dp_shard": 2}, ("qwen2_5_vl", "qwen3_vl")),
         ({"cp": 2, "tp": 2}, ("qwen2_5_vl", "qwen3_vl")),
         ({"pp": 2}, ("deep qwen2_5_vl",)),
-        campaign({"dp_replicate": 2}, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        campaign({"dp_replicate": 2, "dp_shard": 2}, "qwen2_5_vl", "qwen3_vl_moe"),
-        campaign({"tp": 2}, "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        campaign({"dp_replicate": 2}, "qwen2_5_vl", "qwen3_vl"),
+        campaign({"dp_replicate": 2, "dp_shard": 2}, "qwen2_5_vl"),
+        campaign({"dp_replicate": 2, "dp_shard": 2}, "qwen3_vl_moe"),
+        campaign({"tp": 2}, "qwen2_5_vl", "qwen3_vl"),
+        campaign({"tp": 2}, "qwen3_vl_moe"),
         campaign({"cp": 2}, "qwen2_5_vl", "qwen3_vl"),
         campaign({"cp": 2, "context": "ring"}, "qwen2_5_vl", "qwen3_vl"),
         campaign({"dp_shard": 2, "tp": 2}, "qwen2_5_vl", "qwen3_vl"),
@@ -39,4 +44,7 @@ def campaign(mesh: dict[str, Any], *models: str) -> Any:
 def test_every_gradient_is_that_of_a_single_process(mesh: dict[str, Any], models: tuple[str, ...]) -> None:
     """With prompts with and without images, whose placeholders are on several ranks, and positions of three axes."""
     steps = [(model, "images") for model in models]
-    check_mesh(mesh, steps, TP_TOLERANCE if mesh.get("tp") else TOLERANCE)
+    if "qwen3_vl_moe" in models:  # rounding may send a token to another expert in the second step
+        check_mesh(mesh, steps, DOUBLE_TOLERANCE, torch.float64)
+    else:
+        check_mesh(mesh, steps, TP_TOLERANCE if mesh.get("tp") else TOLERANCE)

@@ -22,6 +22,10 @@ class TokenRanks(Protocol):
         """Names of the experts of all layers, those on other ranks included."""
 
     @property
+    def num_experts(self) -> int:
+        """Most experts of a layer, likewise."""
+
+    @property
     def num_routers(self) -> int:
         """Routers of all layers that have a load-balancing loss, likewise."""
 
@@ -47,7 +51,9 @@ class ExpertLoad:
         """
         self._experts, self._ranks = find_experts(model), ranks
         self._layers = list(self._experts) if ranks is None else list(ranks.expert_layers)
-        self._size = max((num_experts(one) for one in self._experts.values()), default=0)
+        # A stage of a pipeline may have no experts, and adds its zeros to the counts of the others.
+        own = max((num_experts(one) for one in self._experts.values()), default=0)
+        self._size = own if ranks is None else ranks.num_experts
         self._device = next(model.parameters()).device
         self._chosen: dict[str, Tensor] = {}
         self._counts: Tensor | None = None

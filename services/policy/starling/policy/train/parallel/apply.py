@@ -22,7 +22,7 @@ from starling.policy.train.checkpoint.shared_export import ModelOutline
 from starling.policy.train.data.packing import Index, Microbatch, MicrobatchInputs
 from starling.policy.train.loss.router import declared_routers
 from starling.policy.train.metrics.flops import ModelCost, model_cost
-from starling.policy.train.model.experts import find_experts
+from starling.policy.train.model.experts import find_experts, num_experts
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
@@ -124,6 +124,8 @@ class WholeModel:
     """Of its trained parameters."""
     expert_layers: tuple[str, ...]
     """Names of the experts of all layers."""
+    num_experts: int
+    """Most of a layer; 0 without any."""
     num_routers: int
     """Those with a load-balancing loss."""
     vocabulary_size: int
@@ -139,6 +141,7 @@ class WholeModel:
             model_cost(model),
             names,
             tuple(find_experts(model)),
+            max((num_experts(one) for one in find_experts(model).values()), default=0),
             len(routers),
             int(model.get_input_embeddings().weight.shape[0]),
         )
@@ -177,7 +180,8 @@ class ParallelModel:
         """The other replicas that make the present step; None where there never are any."""
         self._dtypes = {name: tensor.dtype for name, tensor in self.outline.tensors.items()}
         self._device = model.device
-        self.expert_layers, self.num_routers = whole.expert_layers, whole.num_routers
+        self.expert_layers, self.num_experts = whole.expert_layers, whole.num_experts
+        self.num_routers = whole.num_routers
         """See `TokenRanks`."""
 
     @property
