@@ -46,6 +46,10 @@ SHALLOW = tuple(layout for layout in LAYOUTS if layout != "zbv" and layout not i
 """Those for a model of two blocks."""
 DENSE = tuple(layout for layout in SHALLOW if not layout.startswith("ep"))
 KINDS = [
+    ("qwen2_5_vl", torch.float32, ("alone", "fsdp")),
+    pytest.param("qwen2_5_vl", torch.float32, ("alone", "tp", "pp"), marks=pytest.mark.campaign),
+    pytest.param("deepseek_v3", torch.float32, ("alone", "ep", "fsdp and tp"), marks=pytest.mark.campaign),
+    pytest.param("phi3", torch.bfloat16, ("alone", "fsdp and tp"), marks=pytest.mark.campaign),
     ("qwen3", torch.float32, ("alone", "hsdp", "fsdp and tp", "cp", "pp")),
     ("qwen3_moe", torch.float32, ("alone", "fsdp and tp", "ep")),
     ("qwen3", torch.bfloat16, ("alone", "fsdp", "tp")),

@@ -50,15 +50,19 @@ class ModelOutline:
     """Names of `tensors` in peft's files; empty without adapters."""
     merged: Mapping[str, Tensor]
     """The tensors of the model with its adapters merged, likewise; those of a version without adapters."""
+    saved: Mapping[str, Tensor]
+    """What a checkpoint has in place of `merged`, on `meta`: names are looked up by a class that sharding changes."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelOutline:
         """Return the outline of a model that is whole."""
         tensors = _on_meta(version_tensors(model))
         if not is_adapted(model):
-            return cls(tensors, model.num_parameters(), model.dtype, {}, tensors)
+            return cls(tensors, model.num_parameters(), model.dtype, {}, tensors, _saved(model, tensors))
         merged = _on_meta(merged_tensors(model))
-        return cls(tensors, model.num_parameters(), model.dtype, names_in_file(model, tensors), merged)
+        return cls(
+            tensors, model.num_parameters(), model.dtype, names_in_file(model, tensors), merged, _saved(model, merged)
+        )
 
 
 def _on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -114,11 +118,10 @@ class ExportFiles:
     def _plan_model(self, shard_mb: int) -> None:
         """Plan the files of a model."""
         from huggingface_hub import split_state_dict_into_shards_factory
-        from transformers.core_model_loading import revert_weight_conversion
 
         model, outline = self._model, self._outline
         tensors = {name: tensor for name, tensor in outline.merged.items() if name not in _ignored(model)}
-        saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+        saved = dict(outline.saved)
         self._specs = {name: _spec(name, tensor) for name, tensor in saved.items()}
         own = {name: _spec(name, tensor) for name, tensor in tensors.items()}
         self._parameters = (
@@ -194,6 +197,17 @@ class ExportFiles:
         if config.get("dtype") != dtype:  # it has that of this rank's parameters, which may be masters
             config["dtype"] = dtype
             path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that `save_pretrained` writes for `tensors` of a model that is whole."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    ignored = _ignored(model)
+    saved: dict[str, Tensor] = revert_weight_conversion(
+        model, {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    )
+    return saved
 
 
 def _ignored(model: PreTrainedModel) -> set[str]:
