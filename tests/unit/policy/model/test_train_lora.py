@@ -190,8 +190,8 @@ def test_adapters_are_saved_separately_and_merged(tiny: Make, tmp_path: Path, fo
 def test_export_model_without_adapters_is_unchanged(tiny: Make) -> None:
     model = tiny()
     exported = export_model(model)
-    assert exported.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in model.state_dict().items())
+    assert exported.keys() == model.state_dict().keys() - {"lm_head.weight"}, "the output layer is the embedding"
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in exported.items())
 
 
 def test_base_is_identified_by_digest(tiny: Make) -> None:

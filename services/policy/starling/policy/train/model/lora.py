@@ -35,7 +35,10 @@ def export_model(model: torch.nn.Module) -> dict[str, Tensor]:
     One layer at a time is merged, into a copy: `model` does not change by a bit. Merged layers move to the CPU at once,
     so the device needs memory for one more layer and not for a second model.
     """
-    weights = {base_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    once = all_tensors(model)  # without the other names of tied weights
+    weights = {
+        base_name(name): tensor for name, tensor in model.state_dict().items() if name in once and not is_adapter(name)
+    }
     for name, layer in adapted_layers(model) if is_adapted(model) else ():
         if name.endswith(".base_layer"):
             continue  # merged with the layer that contains it
