@@ -68,7 +68,7 @@ class SimulatedCluster:
         """Seconds of work by role; of rollouts, summed over their slots."""
         self._num_started: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._roles = [role for role in ROLES if self._has_role(role)]
-        self._stopped = False
+        self._stopped, self._stopped_incarnation = False, -1
         self._liars: set[str] = set()
         """Names of the replicas that lie."""
         self.forger = ""
@@ -305,8 +305,9 @@ class SimulatedCluster:
             self.clock.after(LEAVE_TIMEOUT_S, self.restart_later, replica)
 
     def _stop(self) -> None:
+        """Stop the run by a signal, which reaches one process: a controller that restarts meanwhile gets another."""
         self._stopped = True
-        if self.host.up:
+        if self.host.up and self.host.incarnation != self._stopped_incarnation:
+            self._stopped_incarnation = self.host.incarnation
             self.host.handle(StopRequested(self.now, "stopped"))
-        else:
-            self.clock.after(0.5, self._stop)
+        self.clock.after(0.5, self._stop)
