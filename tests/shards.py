@@ -61,17 +61,17 @@ class Shard:
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 
 SHARDS = (
-    Shard("unit", ("tests/unit", "tests/scenarios"), 8.3),
-    Shard("processes", ("tests/processes",), 1.2, services=True),
-    Shard("sim", ("tests/sim",), 0.8),
-    Shard("parallel", ("tests/parallel",), 1.3),
-    Shard("system", ("tests/system",), 3.7, services=True),
-    Shard("vllm", ("tests/vllm",), 6.5, services=True, environment=_VLLM),
+    Shard("unit", ("tests/unit", "tests/scenarios"), 10.5),
+    Shard("processes", ("tests/processes",), 2.0, services=True),
+    Shard("sim", ("tests/sim",), 1.3),
+    Shard("parallel", ("tests/parallel",), 3.4),
+    Shard("system", ("tests/system",), 7.0, services=True),
+    Shard("vllm", ("tests/vllm",), 5.4, services=True, environment=_VLLM),
     Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 10.0, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
-    Shard("parallel-campaign", ("tests/parallel",), 3.5, campaign=True),
-    Shard("system-campaign", ("tests/system",), 5.5, campaign=True, services=True),
+    Shard("parallel-campaign", ("tests/parallel",), 14.0, campaign=True),
+    Shard("system-campaign", ("tests/system",), 8.0, campaign=True, services=True),
     Shard("vllm-campaign", ("tests/vllm",), 13.0, campaign=True, services=True, environment=_VLLM),
 )
 
