@@ -99,6 +99,7 @@ def sends_do_not_wait_for_the_journal(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ControllerHost, command: Command, cause: str) -> None:
         if isinstance(command, Send):
+            self._guarantees.on_queued(command)
             self._send(command, cause)
         else:
             do(self, command, cause)

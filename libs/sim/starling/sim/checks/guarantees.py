@@ -75,6 +75,8 @@ class Guarantees:
         """Number of the record that says that this work is done."""
         self._answer_records: dict[str, int] = {}
         """By lease, the number of the record of its answer, until the lease is released."""
+        self._released: dict[int, int] = {}
+        """By id of a queued release, the number of the record that must be durable before it is sent."""
         self._num_partial_tokens: dict[str, int] = {}
         """By key, the tokens of each interrupted group."""
         self._prerequisites: dict[str, int] = {}
@@ -211,6 +213,9 @@ class Guarantees:
                     self._set_prerequisite(lease, f"train:{step}")
                 made = step <= self.committed
                 require(replayed == made, f"step {step} is dispatched as {'not ' * made}made before")
+            case wire.ReleaseLeases(leases=leases):
+                # One that was queued before the answer came does not depend on it.
+                self._released[id(send)] = max((self._answer_records.get(lease, -1) for lease in leases), default=-1)
             case _:
                 pass
 
@@ -226,7 +231,8 @@ class Guarantees:
             case wire.ReleaseLeases(leases=leases):
                 for lease in leases:
                     self._prerequisites.pop(lease, None)
-                    self._require_durable(self._answer_records.pop(lease, -1), lease)
+                    self._answer_records.pop(lease, None)
+                self._require_durable(self._released.pop(id(send)), " ".join(leases))
             case _:
                 pass
 
