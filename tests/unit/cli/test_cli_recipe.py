@@ -35,6 +35,14 @@ def test_controller_bounds_groups_by_what_rollouts_and_teachers_may_send(tmp_pat
     assert (limits.longest, limits.media_bytes, limits.teacher_top_k) == (48, 1000, 5)
 
 
+def test_controller_waits_for_policies_of_other_machines_too() -> None:
+    """And policies that start together make steps together."""
+    awaited = load_recipe([RECIPE], ["--controller.num_policies=3", "--policy.parallel.elastic=true"])
+    assert awaited.plan().num_policies == 3
+    launched = load_recipe([RECIPE], ["--launch.num_policies=2"])
+    assert (launched.plan().num_policies, launched.policy.parallel.elastic) == (2, True)
+
+
 def test_controller_bounds_scores_by_the_scorers_of_the_recipe() -> None:
     scorers = ", ".join(f'{{ name = "math", label = "{number}" }}' for number in range(100))
     assert load_recipe([RECIPE], ["--reward.scorers", f"[{scorers}]"]).plan().num_scorers == 100

@@ -302,7 +302,8 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
         check_model_folder(recipe.teacher.path, weights=True, key="teacher.path", reads_weights=False)
     check_chat_template(recipe)
     launched = recipe.replicas
-    counts = {"num_teachers": launched.get("teacher", 0), "num_policies": launched.get("policy", 1)}
+    num_policies = max(launched.get("policy", 1), recipe.controller.num_policies)  # others may join from elsewhere
+    counts = {"num_teachers": launched.get("teacher", 0), "num_policies": num_policies}
     for role in ("rollout", "reward"):
         num = launched.get(role, 1)
         is_elsewhere = num == 0 and f"num_{role}s" in recipe.controller.model_fields_set

@@ -330,7 +330,7 @@ class Shell:
         if version != message.version:
             raise RestartError(f"{message.source} sent version {version} instead of {message.version}")
         copied = time.monotonic()
-        self._state.version = version
+        self._state.version, self._place = version, 1  # the other one saves this version
         offer = self._replica.snapshot(version, (), ()).offer(OFFER_TIMEOUT_S)
         self._state.published = version
         self._link.report(version=version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -218,7 +219,7 @@ class Learner:
                     "true"
                 )
             return
-        parallel.peers.begin(peers, place, name, self._live_state(parallel))
+        parallel.peers.begin(peers, place, name, partial(self._live_state, parallel))
 
     def send_state(self, version: int, group: PeerGroup) -> None:
         """Give another replica, with the same mesh, everything that the next step depends on; see `ReceivedState`."""

@@ -8,7 +8,7 @@ rank has some tokens of a row, and each knows by its number which feature it is:
     deepstack   features of the tower's inner blocks are added after the first blocks, at the same tokens (Qwen3-VL)
 
 Every rank computes the tower of a microbatch, and has a part of the gradient of its features: that of its own tokens.
-Ranks of FSDP gather the tower together, so that one without images computes one of zeros, whose features nobody sees
+Ranks of FSDP gather the tower together, so that one without images computes one of zeros, whose features are not used
 and whose gradient is 0.
 """
 
@@ -143,7 +143,7 @@ class MediaForward:
             return _attach(embedded, features, *deep), {}
         self._is_used |= torch.is_grad_enabled()
         features, deep = self._features(body, *(torch.cat(one) for one in zip(*given, strict=True)))
-        assert slots is not None, "whoever divides a microbatch numbers its features"
+        assert slots is not None, "a microbatch that is divided has numbered its features"
         own = self._own_tokens(slots)
         is_media = own >= 0
         embedded = torch.where(is_media[..., None], features.to(embedded.dtype)[own.clamp(min=0)], embedded)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -130,14 +130,14 @@ class StepPeers:
         self.place, self.size = 0, 1
         """Of this replica among those of the step."""
 
-    def begin(self, peers: Sequence[str], place: int, name: str, state: Mapping[str, Tensor]) -> None:
+    def begin(self, peers: Sequence[str], place: int, name: str, state: Callable[[], Mapping[str, Tensor]]) -> None:
         """Prepare a step that the replicas `peers` make together, in the groups of the step before if it has `name`.
 
         Args:
             peers: address of the store of each; none for a step that this replica makes alone.
             place: of this replica among them.
             name: of the process groups.
-            state: this rank's part of everything that the step depends on, which new groups compare.
+            state: returns this rank's part of everything that the step depends on, which new groups compare.
         """
         if name == self._name:
             return
@@ -147,7 +147,7 @@ class StepPeers:
             return
         try:
             self._group = PeerGroup(peers, place, f"{name}/{dist.get_rank()}", self._timeout_s, self._device)
-            self._compare(self._group, state)
+            self._compare(self._group, state())
         except StarlingError as error:
             self._lose(error)
 
