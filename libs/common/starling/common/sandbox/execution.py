@@ -161,7 +161,7 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
 def _num_oom_kills() -> int:
     """Return how many processes the kernel has ended for want of memory since the machine started, 0 if it is not said.
 
-    It ends the largest process, whoever has taken the memory.
+    It ends the largest process, which need not be the one that took the memory.
     """
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/vmstat", "rb") as file:
         return int(file.read().partition(b"\noom_kill ")[2].split(None, 1)[0])

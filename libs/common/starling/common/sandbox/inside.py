@@ -329,9 +329,9 @@ def _enter_session(parent: int, mechanism: str, in_tmp: _InTmp, *, isolated: boo
 
 
 def _keep(parent: int) -> None:
-    """Go on in a child, in a session of its own, and stay its keeper.
+    """Go on in a child, in a session of its own, whose parent process this one stays.
 
-    The child, and all that it starts, is in a Landlock domain below the keeper's. So it cannot signal the keeper
+    The child, and all that it starts, is in a Landlock domain below the parent's. So it cannot signal the parent
     (Linux 6.12), which in turn kills the whole domain at once, at SIGTERM or when the child or `parent` has ended.
     """
     os.setsid()

@@ -97,7 +97,7 @@ def kill_all(find: Callable[[], Iterable[int]]) -> bool:
 
 
 def end_kept(pid: int) -> None:
-    """Let the keeper of a session kill it, and wait until it has, at most `KILL_S`."""
+    """Have the parent process of a session kill it, and wait until it has, at most `KILL_S`."""
     with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
         try:

@@ -37,7 +37,7 @@ class TaskWatch:
     Args:
         payload: process id of the payload, a child of this process; the others that it has left behind count, too.
         limit: maximum number of processes and threads.
-        keeps_sessions: whether each session has a keeper.
+        keeps_sessions: whether each session has a parent process that kills it.
     """
 
     def __init__(self, payload: int, limit: int, *, keeps_sessions: bool) -> None:

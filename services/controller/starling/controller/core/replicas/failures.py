@@ -89,7 +89,7 @@ def _transfer_failed(state: ControllerState, member: Member, lease: Lease, versi
 def _policy_failed(state: ControllerState, member: Member, kind: str, number: int, reason: str, *, fatal: bool) -> None:
     """Handle the failure of a policy with a step, a publication, a state or a checkpoint.
 
-    `number`: its version; `fatal`: the step would fail again, whoever makes it.
+    `number`: its version; `fatal`: the step would fail again, on any policy.
     """
     training, can_work = state.training, state.replicas.sharing.has_devices(member)
     match kind:
