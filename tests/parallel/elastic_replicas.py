@@ -23,8 +23,8 @@ from starling.policy.train.errors import PeersLostError
 from starling.policy.train.learner import Learner
 from starling.policy.train.parallel.group import serve_store
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.peer_state import ReceivedState
-from starling.policy.train.parallel.peers import PeerGroup
+from starling.policy.train.parallel.replicas.peer_state import ReceivedState
+from starling.policy.train.parallel.replicas.peers import PeerGroup
 
 NUM_STEPS = 30
 _NUMBERS = count()

@@ -13,9 +13,9 @@ from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.learner import Learner
-from starling.policy.train.parallel.adapters import check_mergeable
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.stages import check_stages
+from starling.policy.train.parallel.pipeline.stages import check_stages
+from starling.policy.train.parallel.weights.adapters import check_mergeable
 from starling.weightsync.tensors.adapters import add_adapters, base_digest
 
 TP_TOLERANCE = 6e-6

@@ -14,7 +14,7 @@ from starling.policy.train.loss.experts import load_metrics
 from starling.policy.train.model.experts import find_experts
 from starling.policy.train.parallel.expert import check_experts, divide_experts
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.shards import local_part
+from starling.policy.train.parallel.weights.shards import local_part
 
 TP_TOLERANCE = 4e-6
 """As in the steps with tensor parallelism."""

@@ -12,7 +12,7 @@ from starling.common.errors import ConfigError
 from starling.policy.plan.stages import balance_blocks, rank_of_stage, stages_of_rank
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.model.layout import attention_plan
-from starling.policy.train.parallel.stages import check_stages, observe_stages
+from starling.policy.train.parallel.pipeline.stages import check_stages, observe_stages
 
 TP_TOLERANCE = 6e-6
 """With tensor parallelism, through four blocks where its own steps have two."""

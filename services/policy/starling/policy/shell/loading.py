@@ -78,7 +78,7 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
     load, lora = partial(load_version_0, path, settings, fetch_to, device), settings.model.lora
     learner = Learner(load, settings.policy, mesh=mesh, base_of=partial(base_digest, spec=lora))
     if mesh is not None and lora is not None and lora.merged:
-        from starling.policy.train.parallel.adapters import check_mergeable
+        from starling.policy.train.parallel.weights.adapters import check_mergeable
 
         check_mergeable(learner.model)
     names = None if learner.parallel is None else learner.parallel.whole.names

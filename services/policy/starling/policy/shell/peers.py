@@ -72,7 +72,7 @@ def request_state(address: str, own: str, group: str) -> None:
 
     Raises OSError or RuntimeError if it cannot be reached.
     """
-    from starling.policy.train.parallel.peers import REACH_S, connect_store
+    from starling.policy.train.parallel.replicas.peers import REACH_S, connect_store
 
     store = connect_store(address, REACH_S)
     store.set(_request(store.add(_NUM_ASKED, 1) - 1), f"{own} {group}")

@@ -47,7 +47,7 @@ from starling.weightsync.tensors.quantiser import GroupExchange
 
 if TYPE_CHECKING:
     from starling.policy.train.parallel.mesh import Mesh
-    from starling.policy.train.parallel.peers import PeerGroup
+    from starling.policy.train.parallel.replicas.peers import PeerGroup
 
 log = structlog.get_logger(__name__)
 
@@ -384,7 +384,7 @@ class PolicyRank:
         Raises:
             PeersLostError: it does not send its state; this one's is lost, too.
         """
-        from starling.policy.train.parallel.peer_state import ReceivedState
+        from starling.policy.train.parallel.replicas.peer_state import ReceivedState
 
         pair = self._pair(peers, group, 1)
         try:
@@ -396,7 +396,7 @@ class PolicyRank:
         return version
 
     def _pair(self, peers: tuple[str, str], group: str, place: int) -> PeerGroup:
-        from starling.policy.train.parallel.peers import PeerGroup
+        from starling.policy.train.parallel.replicas.peers import PeerGroup
 
         timeout_s = self._settings.policy.parallel.replica_timeout_s
         return PeerGroup(peers, place, f"{group}/{self._rank}", timeout_s, self.learner.model.device)

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from starling.policy.train.checkpoint.parts import Part
     from starling.policy.train.parallel.apply import ParallelModel
     from starling.policy.train.parallel.mesh import Mesh
-    from starling.policy.train.parallel.peer_state import ReceivedState
-    from starling.policy.train.parallel.peers import PeerGroup
+    from starling.policy.train.parallel.replicas.peer_state import ReceivedState
+    from starling.policy.train.parallel.replicas.peers import PeerGroup
 else:
     PreTrainedModel = torch.nn.Module
 
@@ -225,7 +225,7 @@ class Learner:
         """Give another replica, with the same mesh, everything that the next step depends on; see `ReceivedState`."""
         assert self.parallel is not None, "an elastic replica is on a mesh"
         self.check_whole()
-        from starling.policy.train.parallel.peer_state import send_state
+        from starling.policy.train.parallel.replicas.peer_state import send_state
 
         send_state(header_of(self._metadata(version)), self._live_state(self.parallel), self.model.device, group)
 

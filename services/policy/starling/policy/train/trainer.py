@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from starling.policy.train.parallel.apply import ParallelModel
-    from starling.policy.train.parallel.pipeline import Pipeline
+    from starling.policy.train.parallel.pipeline.schedule import Pipeline
 else:
     PreTrainedModel = torch.nn.Module
 

@@ -28,17 +28,17 @@ from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
 from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 from starling.policy.train.parallel import expert, fsdp, tensor
-from starling.policy.train.parallel.adapters import check_adapters, merged_parts
 from starling.policy.train.parallel.collectives import sum_over
-from starling.policy.train.parallel.context import check_context, check_segments, divide_tokens
+from starling.policy.train.parallel.context.share import check_context, check_segments, divide_tokens
 from starling.policy.train.parallel.media import MediaForward, vision_tower
 from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
-from starling.policy.train.parallel.parts import cuts_blocks, hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.passes import divide_passes
-from starling.policy.train.parallel.peers import StepPeers
-from starling.policy.train.parallel.pipeline import Pipeline
-from starling.policy.train.parallel.shards import LocalShards, TiedWeights, local_part, owned
-from starling.policy.train.parallel.stages import check_stages, observe_stages
+from starling.policy.train.parallel.pipeline.schedule import Pipeline
+from starling.policy.train.parallel.pipeline.stages import check_stages, observe_stages
+from starling.policy.train.parallel.replicas.peers import StepPeers
+from starling.policy.train.parallel.weights.adapters import check_adapters, merged_parts
+from starling.policy.train.parallel.weights.parts import cuts_blocks, hidden_masters, part_of, state_parts
+from starling.policy.train.parallel.weights.shards import LocalShards, TiedWeights, local_part, owned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -24,7 +24,7 @@ from starling.policy.train.memory.blocks import class_forward, replace_forward
 from starling.policy.train.model.experts import find_experts, num_experts
 from starling.policy.train.parallel.collectives import exchange
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.shards import local_parameters
+from starling.policy.train.parallel.weights.shards import local_parameters
 
 
 def check_experts(model: torch.nn.Module, size: int) -> None:

@@ -54,10 +54,10 @@ from starling.policy.train.model.lm_head import (
     has_final_layer,
     shard_vocabulary,
 )
-from starling.policy.train.parallel.adapters import base_layer, divided_factors
 from starling.policy.train.parallel.collectives import gather, reduce_scatter
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.shards import local_parameters, seen_as
+from starling.policy.train.parallel.weights.adapters import base_layer, divided_factors
+from starling.policy.train.parallel.weights.shards import local_parameters, seen_as
 
 Style = Literal["columns", "gathered", "rows", "split", "packed", "kept", "whole"]
 

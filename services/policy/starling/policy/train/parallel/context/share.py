@@ -37,7 +37,7 @@ from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.model.layout import AttentionPlan
 from starling.policy.train.parallel.collectives import exchange
-from starling.policy.train.parallel.key_blocks import KeyBlocks
+from starling.policy.train.parallel.context.key_blocks import KeyBlocks
 from starling.policy.train.parallel.media import MEDIA_SLOTS, media_slots
 from starling.policy.train.parallel.mesh import Mesh
 

@@ -33,8 +33,8 @@ from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.lm_head import final_layer
 from starling.policy.train.parallel.media import vision_tower
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.shards import TiedWeights
-from starling.policy.train.parallel.stages import Received, embedding_name, keep_stages
+from starling.policy.train.parallel.pipeline.stages import Received, embedding_name, keep_stages
+from starling.policy.train.parallel.weights.shards import TiedWeights
 
 _ATTRIBUTE: Final = "_starling_pipeline"
 

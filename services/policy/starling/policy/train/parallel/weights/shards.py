@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from starling.policy.train.parallel.clip import gradient_norm
-from starling.policy.train.parallel.matrices import DividedMatrices
 from starling.policy.train.parallel.mesh import AXES, DATA, EXPERT_AXES, JOINT, Mesh
-from starling.policy.train.parallel.peers import StepPeers
+from starling.policy.train.parallel.replicas.peers import StepPeers
+from starling.policy.train.parallel.weights.matrices import DividedMatrices
 from starling.weightsync.tensors.modules import local_tensor
 
 _BUCKET_NUMEL: Final = 1 << 24

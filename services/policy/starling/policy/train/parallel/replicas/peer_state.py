@@ -16,7 +16,7 @@ from starling.policy.train.checkpoint.header import StateHeader, decode_header, 
 from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.checkpoint.state import RANDOM, random_states, restore_random
 from starling.policy.train.errors import PeersLostError
-from starling.policy.train.parallel.peers import PeerGroup
+from starling.policy.train.parallel.replicas.peers import PeerGroup
 
 END: Final = ""
 """Section that ends the transfer."""

@@ -25,7 +25,7 @@ from starling.policy.train.memory.blocks import block_list
 from starling.policy.train.model.lm_head import SCORE
 from starling.policy.train.model.lora import merged_tensors
 from starling.policy.train.parallel.mesh import SHARDS, Mesh
-from starling.policy.train.parallel.parts import part_of
+from starling.policy.train.parallel.weights.parts import part_of
 from starling.weightsync.tensors.adapters import ADAPTER, adapted_layers, base_name, is_adapted
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from starling.policy.train.checkpoint.parts import Part
-from starling.policy.train.parallel.shards import local_part
+from starling.policy.train.parallel.weights.shards import local_part
 from starling.weightsync.layouts.placements import Held, held_boxes
 from starling.weightsync.plan.layout import Box
 from starling.weightsync.tensors.modules import placements_of

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ranks divide the blocks of a model."""

@@ -1,0 +1,1 @@
+"""A rank's parts of whole tensors: for the optimizer, for states and for exports."""
