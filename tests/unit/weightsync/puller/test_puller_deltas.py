@@ -198,27 +198,33 @@ def matrix(rows: int, columns: int) -> Layout:
     return Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))
 
 
-@pytest.mark.parametrize("moment", [2, 6, 12, 20])
-def test_slow_reader_keeps_the_deltas_of_its_snapshot(moment: int) -> None:
-    """Two more versions are published meanwhile; the snapshot being read stays readable."""
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("compared", [False, True])
+def test_slow_reader_keeps_the_deltas_of_its_snapshot(share: float, compared: bool) -> None:
+    """Two more versions are published once a `share` of the buckets has arrived; the snapshot stays readable."""
     world = World("tcp")
     try:
         world.pull(world.publish())
-        offer, asked = world.publish(), 0
+        offer, num_left = world.publish(), list[int]()
+        if compared:  # else the next version interrupts the comparison
+            world.compared()
 
         def publish_twice() -> bool:
-            nonlocal asked
-            asked += 1
-            if asked == moment:
+            schedule, arrived = world.puller._schedule, len(world.puller._sent)
+            assert schedule is not None
+            opened = all(each.state == "open" for each in world.puller._connections._connected.values())
+            if not num_left and opened and arrived >= share * len(schedule.reads):
+                num_left.append(len(schedule.reads) - arrived)
                 world.publish()
                 world.publish()
             return False
 
         report = world.puller.pull(offer, world.plan, deadline_s=DEADLINE_S, cancelled=publish_twice)
         world.puller.switch(world.live)
-        assert asked >= moment
+        assert num_left > [0]
         assert equal(world.live, local(world.destination, 0, world.versions[offer.version]))
         assert report.num_retries == 0
+        assert report.num_deltas > 0 or not (compared and share)
     finally:
         world.close()
 

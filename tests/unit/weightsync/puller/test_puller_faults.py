@@ -276,8 +276,9 @@ def test_cancelled_relay_is_replaced_by_the_source(transport: Transport) -> None
 
 @pytest.mark.parametrize("transport", SERVED)
 def test_relay_that_fails_in_mid_transfer_leaves_what_has_arrived(transport: Transport) -> None:
-    world = World(transport)
+    world = World(transport, longest=100)
     relay = Puller(world.destination, serving=ServingOptions(transport, "127.0.0.1"))
+    reader = Puller(world.destination, stall_s=DEADLINE_S)  # leaves the relay because of its failure alone
     announced: list[Offer] = []
     was_announced, fails = threading.Event(), threading.Event()
 
@@ -286,11 +287,11 @@ def test_relay_that_fails_in_mid_transfer_leaves_what_has_arrived(transport: Tra
         was_announced.set()
 
     def asked_by_relay() -> bool:
-        """Receive a part; then wait until the reader has some of it, and fail."""
-        return bool(relay._sent) and fails.wait(DEADLINE_S)
+        """Receive a part, with the bucket for which the reader waits first; wait until it has arrived, and fail."""
+        return 0 in relay._sent and fails.wait(DEADLINE_S)
 
     def asked_by_reader() -> bool:
-        if world.puller._sent:
+        if reader._sent:
             fails.set()
         return False
 
@@ -301,17 +302,25 @@ def test_relay_that_fails_in_mid_transfer_leaves_what_has_arrived(transport: Tra
                 relay.pull, offer, world.plan, deadline_s=DEADLINE_S, announce=announce, cancelled=asked_by_relay
             )
             assert was_announced.wait(DEADLINE_S)
-            report = world.pull(offer, relays=announced, relays_first=True, cancelled=asked_by_reader)
+            report = reader.pull(
+                offer,
+                world.plan,
+                deadline_s=DEADLINE_S,
+                relays=announced,
+                relays_first=True,
+                cancelled=asked_by_reader,
+            )
             with pytest.raises(WeightsError, match="Cancelled"):
                 failing.result(DEADLINE_S)
         relayed = report.bytes_by_source[announced[0].ranks[0].address]
         assert 0 < relayed < report.size_bytes
         assert sum(report.bytes_by_source.values()) == report.size_bytes
-        world.puller.switch(world.live)
+        reader.switch(world.live)
         assert world.holds(0)
-        assert world.puller.attest(world.live, offer) == offer.root
+        assert reader.attest(world.live, offer) == offer.root
     finally:
         fails.set()
+        reader.close()
         relay.close()
         world.close()
 
