@@ -18,8 +18,9 @@ import pytest
 
 from starling.common.sandbox import processes
 from starling.common.sandbox.inside import Sessions, settle
-from starling.common.sandbox.processes import busy_s, descendants, kill_all
+from starling.common.sandbox.processes import descendants, kill_all
 from starling.common.sandbox.tasks import SPARE_TASKS, num_tasks_of_user
+from starling.common.sandbox.usage import busy_s
 
 LONG_S = 60.0
 TREE = """

@@ -25,7 +25,7 @@ from starling.reward.score.scorers.registry import check_executor, resolve_score
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
 STRONG: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
 
@@ -68,7 +68,7 @@ def judge(request: pytest.FixtureRequest) -> Judge:
     if problem := problem_of(level):
         pytest.skip(f"this machine does not offer the level {level}: {problem}")
     if level not in JUDGES:
-        scorer = {"name": "code", "options": {"timeout_s": 2.0, "partial": True}, "timeout_s": 30.0}
+        scorer = {"name": "code", "options": {"timeout_s": 2.0, "partial": True}, "timeout_s": 120.0}
         settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
         JUDGES[level] = Judge(ScoringPool(settings))
     return JUDGES[level]
@@ -203,9 +203,52 @@ for _ in range(num):
     os.wait()
 print('done')
 """
+IN_SHORT_PROCESSES = """
+import os, time
+for _ in range(20):
+    if os.fork() == 0:
+        while time.process_time() < 0.03:
+            pass
+        os._exit(0)
+    os.wait()
+print('done')
+"""
+IN_SHORT_THREADS = """
+import threading, time
+def solve():
+    while time.thread_time() < 0.03:
+        pass
+for _ in range(20):
+    thread = threading.Thread(target=solve)
+    thread.start()
+    thread.join()
+print('done')
+"""
+IN_UNCOUNTED_PROCESSES = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(20):
+    if os.fork() == 0:
+        while time.process_time() < 0.03:
+            pass
+        os._exit(0)
+    try:
+        os.wait()
+    except ChildProcessError:
+        pass
+print('done')
+"""
+HONEST = {
+    "main": BUSY,
+    "thread": IN_THREAD,
+    "processes": IN_PROCESSES,
+    "short-processes": IN_SHORT_PROCESSES,
+    "short-threads": IN_SHORT_THREADS,
+    "uncounted": IN_UNCOUNTED_PROCESSES,
+}
 
 
-@pytest.mark.parametrize("honest", [BUSY, IN_THREAD, IN_PROCESSES], ids=["main", "thread", "processes"])
+@pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, honest: str) -> None:
     """A completion could otherwise lower the rewards of all that are scored at the same time."""
@@ -217,6 +260,23 @@ def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, hone
         judge, tests = Judge(pool), [{"input": "", "output": "done"}]
         judge.values(BUSY, BUSY, tests=tests)  # both workers have started
         assert judge.values(BURNER, honest, tests=tests) == [0.0, 1.0]
+
+
+SLEEPER = """
+import threading, time
+thread = threading.Thread(target=lambda: None)
+thread.start()
+thread.join()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("level", STRONG)
+def test_program_that_sleeps_ends_at_its_limit_although_others_take_all_processors(level: Mechanism) -> None:
+    with pool_of(level, num_workers=2, timeout_s=1.0) as pool:
+        judge, tests = Judge(pool), [{"input": "", "output": "done"}]
+        judge.values(BUSY, BUSY, tests=tests)  # both workers have started
+        assert judge.values(BURNER, SLEEPER, tests=tests) == [0.0, 0.0]
 
 
 def pool_of(level: Mechanism, *, num_workers: int = 1, timeout_s: float = 20.0) -> ScoringPool:

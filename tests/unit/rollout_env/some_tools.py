@@ -53,6 +53,41 @@ def never_returns(marker: str) -> None:
     time.sleep(3600)
 
 
+def takes_all_processors() -> None:
+    """Never end, in processes each of which has a share of its own."""
+    for _ in range(16):
+        if os.fork() == 0:
+            os.setsid()
+            break
+    while True:
+        pass
+
+
+def computes(seconds: float) -> str:
+    """Return after so much processor time, a half of it in child processes that end soon."""
+    for _ in range(10):
+        child = os.fork()
+        if not child:
+            while time.process_time() < seconds / 20:
+                pass
+            os._exit(0)
+        os.waitpid(child, 0)
+    end = time.process_time() + seconds / 2
+    while time.process_time() < end:
+        pass
+    return "done"
+
+
+class Computes:
+    """The same, in steps of one session."""
+
+    def step(self, seconds: float) -> str:
+        return computes(seconds)
+
+    def sleep(self) -> None:
+        time.sleep(3600)
+
+
 def count() -> int:
     """Count the calls in this process."""
     CALLS.append(1)

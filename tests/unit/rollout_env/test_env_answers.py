@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from property_tests import examples
 
+from starling.common.sandbox.usage import Usage
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
@@ -64,6 +65,10 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))])
 
 
+async def measure_nothing() -> Usage:
+    return Usage()
+
+
 async def answer_with(sent: bytes) -> Any:
     """Call over a real connection whose other end sends `sent` and closes."""
     mine, theirs = socket.socketpair()
@@ -73,7 +78,7 @@ async def answer_with(sent: bytes) -> Any:
         with theirs:
             theirs.sendall(sent)
             theirs.shutdown(socket.SHUT_WR)
-            return await SandboxSession(reader, writer).call(0, {}, timeout_s=LIMIT_S)
+            return await SandboxSession(reader, writer, measure_nothing).call(0, {}, timeout_s=LIMIT_S)
     finally:
         writer.close()
 

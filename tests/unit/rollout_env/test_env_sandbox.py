@@ -19,7 +19,7 @@ from starling.rollout.env.sandbox.sandbox import Sandbox, SandboxError, SandboxT
 HERE = Path(__file__).with_name("some_tools.py")
 NAMES = [
     "add", "later", "table", "fails", "leaves", "crashes", "never_returns", "count", "environment", "devours",
-    "limits", "strange", "Guess",
+    "limits", "strange", "Guess", "takes_all_processors", "computes", "Computes",
 ]  # fmt: skip
 LONG_S = 60.0
 
@@ -114,6 +114,43 @@ def test_hanging_call_is_killed_with_its_children(sandbox: Sandbox) -> None:
             break
     assert seen
     wait_for(lambda: not marked(marker), "a child of it lives on")
+
+
+async def compute_in_session(sandbox: Sandbox, num_calls: int) -> list[str]:
+    async with sandbox.session() as session:
+        await session.make(NAMES.index("Computes"), {}, timeout_s=LONG_S)
+        return [await session.invoke("step", timeout_s=1.0, seconds=0.5) for _ in range(num_calls)]
+
+
+@pytest.mark.parametrize("in_one_session", [False, True])
+def test_call_that_takes_all_processors_fails_no_other(sandbox: Sandbox, in_one_session: bool) -> None:
+    """An episode could otherwise make the calls of all others time out."""
+
+    async def run() -> list[str]:
+        takes_all = asyncio.create_task(call(sandbox, "takes_all_processors"))
+        try:
+            await asyncio.sleep(1.0)  # it has most likely started
+            if in_one_session:
+                return await compute_in_session(sandbox, 2)
+            return [await call(sandbox, "computes", timeout_s=1.0, seconds=0.5)]
+        finally:
+            takes_all.cancel()
+            await asyncio.wait([takes_all])
+
+    assert set(asyncio.run(run())) == {"done"}
+
+
+def test_long_session_that_sleeps_ends_at_its_limit(sandbox: Sandbox) -> None:
+    """What earlier calls have used and waited does not count."""
+
+    async def run() -> None:
+        async with sandbox.session() as session:
+            await session.make(NAMES.index("Computes"), {}, timeout_s=LONG_S)
+            await session.invoke("step", timeout_s=LONG_S, seconds=0.2)
+            with pytest.raises(SandboxTimeoutError, match="it took longer than 2 s"):
+                await session.invoke("sleep", timeout_s=2.0)
+
+    asyncio.run(run())
 
 
 def test_cancelled_call_is_killed(sandbox: Sandbox) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import resource
 import secrets
@@ -31,7 +30,7 @@ from typing import Any, Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.inside import Sessions, send_descriptors
-from starling.common.sandbox.processes import Usage, busy_s, usage_of
+from starling.common.sandbox.usage import MEASURED_EVERY_S, Usage, busy_s, usage_of, waited_s
 
 OUTPUT_BYTES: Final = 1 << 20
 """Limit on what a program may print; the rest is dropped."""
@@ -44,8 +43,6 @@ _BEGUN: Final = b"b"
 """First byte of a report: all is there that the program needs. What goes wrong before says nothing of the program."""
 _START, _MEASURE, _KILL = b"s", b"m", b"k"
 """Requests to the executor."""
-_MEASURED_EVERY_S: Final = 0.05
-"""A program that waits for a processor after its time limit is measured no more often: each takes a look at `/proc`."""
 _ANSWER_BYTES: Final = 1 << 12
 _CHUNK: Final = 1 << 16
 _TOKEN_BYTES: Final = 16
@@ -142,9 +139,9 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
             num_oom_kills, busy_before_s = _num_oom_kills(), busy_s(unknown=0.0)
             send_descriptors(line, _START, [described, output_write, report_write])
         try:
-            until = time.monotonic() + program.timeout_s
-            delay_s = partial(_delay_s, line, program.timeout_s, busy_before_s)
-            printed, reported, in_time = _collect(output, report, until, delay_s)
+            begun = time.monotonic()
+            delay_s = partial(_delay_s, line, program.timeout_s, begun, busy_before_s)
+            printed, reported, in_time = _collect(output, report, begun + program.timeout_s, delay_s)
         finally:
             _end_session(line)
     if not reported.startswith(_BEGUN):
@@ -193,13 +190,10 @@ def _end_without_executor() -> NoReturn:
     os._exit(1)
 
 
-def _delay_s(line: socket.socket, timeout_s: float, busy_before_s: float) -> float:
-    """Return for how many seconds a program has waited for a processor that others had: no longer than others have had
-    any, and 0 if its own processes have had as much as all processors give within the time limit."""
-    usage = Usage(*map(float, _ask(line, _MEASURE).split()))
-    if usage.processor_s >= timeout_s * len(os.sched_getaffinity(0)):
-        return 0.0
-    return min(usage.delay_s, max(0.0, busy_s(unknown=math.inf) - busy_before_s - usage.processor_s))
+def _delay_s(line: socket.socket, timeout_s: float, begun: float, busy_before_s: float) -> float:
+    """Return for how many seconds the session's program has waited for a processor that others had."""
+    usage = Usage(*json.loads(_ask(line, _MEASURE)))
+    return waited_s(usage, limit_s=timeout_s, wall_s=time.monotonic() - begun, busy_before_s=busy_before_s)
 
 
 def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytearray, bool]:
@@ -224,7 +218,7 @@ def _collect(output: int, report: int, until: float, delay_s: Callable[[], float
             end, now = until + delay_s(), time.monotonic()
             if end <= now:
                 return printed, reported, False
-            end = max(end, now + _MEASURED_EVERY_S)
+            end = max(end, now + MEASURED_EVERY_S)
     while output in left and len(printed) <= OUTPUT_BYTES:  # a child may hold it open, and print on
         size = len(printed)
         if not _read(output, printed) or len(printed) == size or time.monotonic() >= end:
@@ -280,8 +274,7 @@ def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]
         for descriptor in descriptors:  # the worker sees the ends of the pipes when the session alone has them
             os.close(descriptor)
     while line.recv(1) == _MEASURE:
-        usage = Usage(0.0, 0.0) if pid is None else usage_of(pid)
-        line.send(f"{usage.processor_s} {usage.delay_s}".encode())
+        line.send(json.dumps(Usage() if pid is None else usage_of(pid)).encode())
     if pid is not None:
         sessions.kill(pid)
     return answer

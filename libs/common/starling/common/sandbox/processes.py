@@ -1,4 +1,4 @@
-"""Descendants of a process, their use of processors, and the end of all of them and of their files."""
+"""Descendants of a process, and the end of all of them and of their files."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ import select
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 KILL_S: Final = 5.0
 """How long killed processes may take to be gone."""
 _BLOCK_BYTES: Final = 4096
-_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-_TIMES: Final = slice(11, 15)
-"""Of the fields of `/proc/<pid>/stat` after the name: user and system time of a process, and of its ended children."""
-
-
-class Usage(NamedTuple):
-    """Use of processors by a process and what it has started."""
-
-    processor_s: float
-    """Processor time of all of them."""
-    delay_s: float
-    """The longest time in which one of their threads was ready to run, and others ran."""
 
 
 def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
@@ -36,27 +24,6 @@ def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
         found += below
         pending += below
     return found
-
-
-def usage_of(pid: int) -> Usage:
-    """Return how a process and its descendants have used processors, as far as the kernel shows it."""
-    ticks, delay_ns = 0, 0
-    for one in (pid, *descendants(pid)):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{one}/stat", "rb") as file:
-                ticks += sum(map(int, file.read().rpartition(b")")[2].split()[_TIMES]))
-            for thread in os.listdir(f"/proc/{one}/task"):
-                with open(f"/proc/{one}/task/{thread}/schedstat", "rb") as file:
-                    delay_ns = max(delay_ns, int(file.read().split()[1]))
-    return Usage(ticks / _TICKS_PER_S, delay_ns / 1e9)
-
-
-def busy_s(*, unknown: float) -> float:
-    """Return how long the processors of the machine have worked since its start, in seconds of one; or `unknown`."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/stat", "rb") as file:
-        user, nice, system, _, _, interrupts, deferred = map(int, file.readline().split()[1:8])
-        return (user + nice + system + interrupts + deferred) / _TICKS_PER_S or unknown
-    return unknown
 
 
 def _children(pid: int, default: list[int]) -> list[int]:

@@ -25,6 +25,7 @@ from starling.common.errors import ConfigError
 from starling.common.importing import import_object
 from starling.common.raised import describe_type
 from starling.common.sandbox.inside import Sessions, settle
+from starling.common.sandbox.usage import Usage, usage_of
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     LENGTH,
@@ -38,8 +39,10 @@ from starling.rollout.env.sandbox.messages import (
     ImportFailed,
     KillSession,
     MakeObject,
+    MeasureSession,
     ProgramEnded,
     SandboxSetup,
+    SessionUsage,
     StartSession,
     TargetsImported,
     ToSession,
@@ -134,6 +137,9 @@ def run_sessions(control: socket.socket, targets: list[Any], setup: SandboxSetup
                 # At the limit on processes, the closed socket tells the rollout.
                 with contextlib.suppress(OSError), socket.socket(fileno=descriptors[0]) as connection:
                     pids[message.session] = sessions.start([connection.fileno()])
+            elif isinstance(message, MeasureSession):
+                pid = pids.get(message.session)
+                control.send(encode(SessionUsage(message.session, Usage() if pid is None else usage_of(pid))))
             elif isinstance(message, KillSession) and message.session in pids:
                 sessions.kill(pids.pop(message.session))
     finally:

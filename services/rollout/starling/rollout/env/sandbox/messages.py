@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from starling.common.sandbox.usage import Usage
 from starling.common.wire.messages import Status
 
 FRAME_LIMIT_BYTES: Final = 64 << 20
@@ -54,6 +55,19 @@ class KillSession(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """Kill the process of a session and all its children."""
 
     session: int
+
+
+class MeasureSession(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
+    """Return how the processes of a session have used processors."""
+
+    session: int
+
+
+class SessionUsage(msgspec.Struct, frozen=True, array_like=True, tag="usage"):
+    """How the processes of a session have used processors."""
+
+    session: int
+    usage: Usage
 
 
 class TargetsImported(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -121,7 +135,7 @@ class CallRaised(msgspec.Struct, frozen=True, array_like=True, tag="raised"):
     problem: str
 
 
-ToForkServer = SandboxSetup | StartSession | KillSession
+ToForkServer = SandboxSetup | StartSession | MeasureSession | KillSession
 FromForkServer = TargetsImported | ImportFailed
 ToSession = MakeObject | CallFunction | CallProgram
 FromSession = CallReturned | ProgramEnded | CallRaised
@@ -139,6 +153,7 @@ def to_builtin(value: Any) -> Any:
 encode = msgspec.msgpack.Encoder(enc_hook=to_builtin).encode
 decode_to_fork_server: Final = msgspec.msgpack.Decoder(ToForkServer)
 decode_from_fork_server: Final = msgspec.msgpack.Decoder(FromForkServer)
+decode_usage: Final = msgspec.msgpack.Decoder(SessionUsage)
 decode_to_session: Final = msgspec.msgpack.Decoder(ToSession)
 _decode_values: Final = msgspec.msgpack.Decoder(FromSession).decode
 _decode_text: Final = msgspec.msgpack.Decoder(TextReturned | CallRaised).decode

@@ -20,8 +20,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -30,6 +31,7 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.sandbox.inside import SEND_AGAIN_S, SEND_S
 from starling.common.sandbox.launch import BoxProcess, choose, report
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
+from starling.common.sandbox.usage import MEASURED_EVERY_S, Usage, busy_s, waited_s
 from starling.common.sandbox.view import view_of
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
@@ -42,6 +44,7 @@ from starling.rollout.env.sandbox.messages import (
     CallReturned,
     KillSession,
     MakeObject,
+    MeasureSession,
     ProgramEnded,
     SandboxSetup,
     StartSession,
@@ -50,6 +53,7 @@ from starling.rollout.env.sandbox.messages import (
     ToSession,
     decode_from_fork_server,
     decode_from_session,
+    decode_usage,
     encode,
     frame,
 )
@@ -59,6 +63,8 @@ DEFAULT_NEEDS: Final = SandboxNeeds()
 BACKLOG: Final = 1024
 _END_S: Final = 5.0
 """How long a killed fork server may take to be gone."""
+_MEASURE_S: Final = 30.0
+"""How long the fork server may take to measure a session."""
 
 
 class SandboxError(StarlingError):
@@ -145,7 +151,7 @@ class Sandbox:
             try:
                 mine.setblocking(False)
                 reader, connection = await asyncio.open_unix_connection(sock=mine)
-                yield SandboxSession(reader, connection)
+                yield SandboxSession(reader, connection, partial(asyncio.to_thread, fork_server.measure, number))
             finally:
                 fork_server.end(number)
                 connection.close()
@@ -202,10 +208,18 @@ class Sandbox:
 
 
 class SandboxSession:
-    """Connection to one process. Calls run one after another."""
+    """Connection to one process. Calls run one after another.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    Time limits do not count the time in which a call waits for a processor that others have (`waited_s`): what another
+    episode runs could otherwise make it fail. The limit of the episode ends it in any case.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, measure: Callable[[], Awaitable[Usage]]
+    ) -> None:
+        """`measure` returns how the session's processes have used processors since its start."""
+        self._reader, self._writer, self._measure = reader, writer, measure
+        self._had_call = False
 
     async def make(self, target: int, options: dict[str, Any], *, timeout_s: float) -> None:
         """Create the session's object by calling name number `target` with `options`. Raises SandboxError."""
@@ -232,23 +246,15 @@ class SandboxSession:
         except (OverflowError, ValueError, TypeError, RecursionError) as error:  # models write any number and text
             raise SandboxError(f"its arguments cannot be passed on ({type(error).__name__}: {error})") from None
         try:
-            async with asyncio.timeout(timeout_s):
-                self._writer.write(request)
-                await self._writer.drain()
-                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if length > FRAME_LIMIT_BYTES:
-                    raise SandboxError(f"it returned {length >> 20} MiB; return less")
-                body = await self._reader.readexactly(length)
-        except TimeoutError:
-            assert timeout_s is not None, "without a limit there is no timeout"
-            raise SandboxTimeoutError(f"it took longer than {timeout_s:g} s") from None
+            exchange = self._exchange(request)
+            body = await (exchange if timeout_s is None else self._in_time(exchange, timeout_s))
         except (OSError, EOFError):
             raise SandboxError("it ended its process") from None
         try:
             answer = decode_from_session(body)
         except (msgspec.MsgspecError, RecursionError, ValueError):
-            if length > VALUES_LIMIT_BYTES:
-                raise SandboxError(f"it returned {length >> 20} MiB that are not one text; return less") from None
+            if len(body) > VALUES_LIMIT_BYTES:
+                raise SandboxError(f"it returned {len(body) >> 20} MiB that are not one text; return less") from None
             raise SandboxError("it sent something that is no answer") from None
         if isinstance(answer, CallReturned | TextReturned):
             return answer.value
@@ -257,12 +263,46 @@ class SandboxSession:
             return EpisodeOutcome(answer.reward, answer.metrics, answer.status, problem)
         raise SandboxError(answer.problem[:PROBLEM_CHARS])
 
+    async def _exchange(self, request: bytes) -> bytes:
+        self._writer.write(request)
+        await self._writer.drain()
+        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > FRAME_LIMIT_BYTES:
+            raise SandboxError(f"it returned {length >> 20} MiB; return less")
+        return await self._reader.readexactly(length)
+
+    async def _in_time(self, exchange: Coroutine[Any, Any, bytes], timeout_s: float) -> bytes:
+        """Return what `exchange` does, within `timeout_s` without the time for which the call waits for a processor."""
+        begun, busy_before_s, before = time.monotonic(), busy_s(unknown=0.0), Usage()
+        task = asyncio.create_task(exchange)
+        try:
+            if self._had_call and not await _is_done(task, begun + min(timeout_s, MEASURED_EVERY_S)):
+                before = await self._measure()  # of the calls before; short ones are not measured
+            self._had_call, end = True, begun + timeout_s
+            while not await _is_done(task, end):
+                usage, now = (await self._measure()).since(before), time.monotonic()
+                end = begun + timeout_s
+                end += waited_s(usage, limit_s=timeout_s, wall_s=now - begun, busy_before_s=busy_before_s)
+                if end <= now and not task.done():
+                    raise SandboxTimeoutError(f"it took longer than {timeout_s:g} s")
+                end = max(end, now + MEASURED_EVERY_S)
+            return task.result()
+        finally:
+            task.cancel()
+
+
+async def _is_done(task: asyncio.Task[bytes], until: float) -> bool:
+    """Return whether a task is done, at the latest at `until` (monotonic seconds)."""
+    done, _ = await asyncio.wait([task], timeout=max(0.0, until - time.monotonic()))
+    return bool(done)
+
 
 class _ForkServer:
     """The fork server's process, and the control socket to it."""
 
     def __init__(self, connection: socket.socket, process: BoxProcess) -> None:
         self._connection, self.process = connection, process
+        self._measuring = threading.Lock()
 
     def open(self, number: int, theirs: socket.socket) -> None:
         """Start a process that serves the socket `theirs`. Raises OSError when the fork server has ended."""
@@ -286,6 +326,18 @@ class _ForkServer:
                 if time.monotonic() > until:
                     raise SandboxError(f"no process can be started for it: {error}") from None
             await asyncio.sleep(SEND_AGAIN_S)
+
+    def measure(self, number: int) -> Usage:
+        """Return how the processes of a session have used processors; nothing if the fork server does not say it."""
+        until, poller = time.monotonic() + _MEASURE_S, select.poll()
+        with self._measuring, contextlib.suppress(OSError, msgspec.MsgspecError):
+            self._connection.send(encode(MeasureSession(number)))
+            poller.register(self._connection, select.POLLIN)
+            while poller.poll(max(0.0, until - time.monotonic()) * 1000):
+                answer = decode_usage.decode(self._connection.recv(MESSAGE_BYTES))
+                if answer.session == number:  # else it is late
+                    return answer.usage
+        return Usage()
 
     def end(self, number: int) -> None:
         """Kill the process of a session; if the fork server has ended, its processes have too."""
