@@ -117,18 +117,19 @@ def test_plan_transfers_only_adapters(engine: EngineDriver, publisher: Publisher
     }
 
 
+@pytest.mark.parametrize("num_adoptions", [8, pytest.param(40, marks=pytest.mark.campaign)])
 def test_adoptions_under_load(
-    running: EngineDriver, publisher: PublisherProcess, models: list[Any], folders: list[Path]
+    running: EngineDriver, publisher: PublisherProcess, models: list[Any], folders: list[Path], num_adoptions: int
 ) -> None:
     first = running.engine.version + 1
-    outcome = adopt_under_load(running, publisher, 40, "recompute", first=first)
-    check(outcome, first + 39)
+    outcome = adopt_under_load(running, publisher, num_adoptions, "recompute", first=first)
+    check(outcome, first + num_adoptions - 1)
     assert largest_difference(outcome.results, models) < 1e-4
     assert largest_difference(outcome.results[:1], [read_model(folders[0])]) > 0.1, (
         "the adapters must change the log-probabilities"
     )
     versions = np.concatenate([c.versions for result in outcome.results for c in result.completions])
-    assert set(range(first, first + 40)) <= {*versions.tolist()}
+    assert set(range(first, first + num_adoptions)) <= {*versions.tolist()}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, BFLOAT16_ONLY, COMPUTED, OTHER_NUMERICS, QUICK, UNRECORDED
+from architectures import ARCHITECTURES, BFLOAT16_ONLY, COMPUTED, ON_TWO_WORKERS, OTHER_NUMERICS, QUICK, UNRECORDED
 from engines import DEADLINE_S, EngineDriver, engine_driver, forward_logprobs, random_prompt
 
 from starling.algo.architecture import auto_class
@@ -129,7 +129,7 @@ def test_logprobs_of_further_architectures_equal_transformers(kind: str, tmp_pat
     "kind",
     [
         kind if kind == "gemma3_text" else pytest.param(kind, marks=pytest.mark.campaign)
-        for kind in QUICK
+        for kind in ON_TWO_WORKERS
         if kind != "persimmon"  # vLLM computes it on one worker only
     ],
 )

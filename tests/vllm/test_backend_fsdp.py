@@ -27,6 +27,7 @@ def check_logprobs(url: str, model: Any) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0.0, atol=1e-4)
 
 
+@pytest.mark.campaign
 def test_fsdp_ranks_send_their_shards_to_tensor_parallel_workers_and_gather_nothing(tmp_path: Path) -> None:
     (folder,) = make_checkpoints(tmp_path, 1)
     model = read_model(folder)

@@ -176,7 +176,7 @@ def test_request_aborted_by_vllm_fails_its_group(running: EngineDriver) -> None:
     assert engine.num_running == 0
 
 
-@pytest.mark.parametrize("num_adoptions", [20, pytest.param(200, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("num_adoptions", [8, pytest.param(200, marks=pytest.mark.campaign)])
 def test_adoptions_under_load(
     running: EngineDriver, publisher: PublisherProcess, models: list[Any], num_adoptions: int
 ) -> None:

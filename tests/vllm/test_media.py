@@ -37,7 +37,7 @@ MAX_TOKENS = 80
 NEAR_TIE = 1e-4
 """Difference of two experts' probabilities, between the last that is used and the next, that rounding may turn."""
 """Tokens of a completion under load."""
-CAMPAIGN = ("qwen2_vl on two", "qwen3_vl in two stages")
+CAMPAIGN = ("qwen2_vl on two", "qwen3_vl in two stages", "qwen3_vl_moe on two")
 
 
 def _param(name: str) -> Any:

@@ -56,6 +56,7 @@ def client(served: Service) -> openai.OpenAI:
     return served.client()
 
 
+@pytest.mark.campaign
 def test_rollout_of_a_run_without_policy_tells_its_checkpoint_and_no_layout(tmp_path: Path) -> None:
     folders = make_checkpoints(tmp_path)
     with closing(FakeHub()) as hub, replica(hub, NAME, tmp_path / "run", *settings("serve", folders[0]), fresh=True):

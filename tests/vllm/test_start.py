@@ -215,7 +215,7 @@ def stop() -> Iterator[StopSignal]:
 
 
 @pytest.mark.usefixtures("cold_processes")
-@pytest.mark.parametrize("poll_s", [async_llm.POLL_S, DEADLINE_S])
+@pytest.mark.parametrize("poll_s", [async_llm.POLL_S, pytest.param(DEADLINE_S, marks=pytest.mark.campaign)])
 def test_cancelled_start_leaves_no_process(
     tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch, poll_s: float
 ) -> None:
