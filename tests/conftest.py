@@ -1,7 +1,8 @@
 """What all tests share: how hypothesis searches, and a summary of faults that could not be injected.
 
-What must be green before a change lands draws the same examples each time, so that it fails for what the change did.
-`make explore` draws others, and more of them; what it finds becomes an `@example`.
+What must be green before a change lands draws the same examples each time, so that it fails for what the change did:
+some in `make test` (the profile `quick`), and all in the campaigns (`full`). `make explore` draws others, and more of
+them; what it finds becomes an `@example`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 
 from hypothesis import settings
 
-settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("full", derandomize=True, deadline=None, max_examples=100)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

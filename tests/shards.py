@@ -1,8 +1,9 @@
 """The test suite as a list of shards, each of which runs alone in at most some ten minutes on two cores.
 
-`make test` runs the shards that prove behaviour. `make test-all` adds the campaigns (many seeds, many models, full
-chaos); after an interruption it continues with the shards that are not green yet. `.ci/run` runs `make test`, then as
-many campaigns as fit its time: those whose files a change touches, then those that ran longest ago.
+`make test` runs the shards that prove behaviour, with some examples of each property test. `make test-all` adds the
+campaigns (many seeds, many models, full chaos, and all examples of the property tests); after an interruption it
+continues with the shards that are not green yet. `.ci/run` runs `make test`, then as many campaigns as fit its time:
+those whose files a change touches, then those that ran longest ago.
 
 A shard is *green* while no file that it depends on differs from those that it passed with. A test file depends on the
 files that it imports, directly or not; a shard whose tests start services depends on all of `libs` and `services`.
@@ -45,34 +46,55 @@ class Shard:
     minutes: float
     """Usual duration on two cores."""
     campaign: bool = False
-    """Runs the tests that are marked `campaign`, and is not part of `make test`."""
+    """Runs the tests that are marked `campaign` and all examples of property tests, and is not part of `make test`."""
     services: bool = False
     """Its tests start services, so any file of theirs may matter."""
     workers: int = 2
+    dist: str = "loadfile"
+    """How tests are distributed: by file, as fixtures of a file are made once, or one by one where there are none."""
     environment: tuple[tuple[str, str], ...] = ()
 
     def command(self) -> list[str]:
         """Return the call of pytest."""
-        marker = "campaign" if self.campaign else "not campaign"
-        parallel = ["--numprocesses", str(self.workers), "--dist", "loadfile"] if self.workers > 1 else []
+        marker = "campaign or hypothesis" if self.campaign else "not campaign"
+        parallel = ["--numprocesses", str(self.workers), "--dist", self.dist] if self.workers > 1 else []
         return [sys.executable, "-m", "pytest", *parallel, "-m", marker, "--durations", "8", *self.paths]
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of the call."""
+        profile = "full" if self.campaign else "quick"
+        return {**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": profile, **dict(self.environment)}
+
+
+def _besides(folder: str, *parts: str) -> tuple[str, ...]:
+    """Return the folders and test files in `folder` other than `parts`."""
+    found = [path for path in sorted((ROOT / folder).iterdir()) if path.is_dir() or path.name.startswith("test_")]
+    names = [f"{folder}/{path.name}" for path in found if path.name[0] not in "._"]
+    return tuple(name for name in names if name not in parts)
 
 
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
+_ARCHITECTURES = "tests/vllm/test_architectures.py"
+_OF_STEPS = tuple(
+    f"tests/parallel/test_{axis}_steps.py" for axis in ("adapter", "context", "expert", "pipeline", "sharded", "tensor")
+)
 
 SHARDS = (
-    Shard("unit", ("tests/unit", "tests/scenarios"), 10.5),
-    Shard("processes", ("tests/processes",), 2.0, services=True),
-    Shard("sim", ("tests/sim",), 1.3),
-    Shard("parallel", ("tests/parallel",), 3.4),
-    Shard("system", ("tests/system",), 7.0, services=True),
-    Shard("vllm", ("tests/vllm",), 5.4, services=True, environment=_VLLM),
-    Shard("unit-campaign", ("tests/unit", "tests/scenarios"), 10.0, campaign=True),
-    Shard("processes-campaign", ("tests/processes",), 0.2, campaign=True, services=True),
-    Shard("sim-campaign", ("tests/sim",), 0.2, campaign=True),
-    Shard("parallel-campaign", ("tests/parallel",), 14.0, campaign=True),
-    Shard("system-campaign", ("tests/system",), 8.0, campaign=True, services=True),
-    Shard("vllm-campaign", ("tests/vllm",), 13.0, campaign=True, services=True, environment=_VLLM),
+    Shard("unit", ("tests/unit", "tests/scenarios"), 6.5),
+    Shard("processes", ("tests/processes",), 1.5, services=True, workers=3),
+    Shard("sim", ("tests/sim",), 0.8),
+    Shard("parallel", ("tests/parallel",), 1.8, dist="worksteal"),
+    Shard("system", ("tests/system",), 4.5, services=True),
+    Shard("vllm", ("tests/vllm",), 3.0, services=True, environment=_VLLM),
+    Shard("unit-campaign", (*_besides("tests/unit", "tests/unit/weightsync"), "tests/scenarios"), 12.0, campaign=True),
+    Shard("weightsync-campaign", ("tests/unit/weightsync",), 5.0, campaign=True),
+    Shard("processes-campaign", ("tests/processes",), 1.0, campaign=True, services=True),
+    Shard("sim-campaign", ("tests/sim",), 1.0, campaign=True),
+    Shard("steps-campaign", _OF_STEPS, 9.0, campaign=True, dist="worksteal"),
+    Shard("parallel-campaign", _besides("tests/parallel", *_OF_STEPS), 8.0, campaign=True, dist="worksteal"),
+    Shard("system-campaign", ("tests/system",), 10.0, campaign=True, services=True),
+    Shard("architectures-campaign", (_ARCHITECTURES,), 7.0, True, True, dist="worksteal", environment=_VLLM),
+    Shard("vllm-campaign", _besides("tests/vllm", _ARCHITECTURES), 9.0, True, True, environment=_VLLM),
 )
 
 
@@ -142,7 +164,9 @@ def dependencies(shard: Shard) -> frozenset[str]:
     below = tuple(f"{path}/" for path in shard.paths)
     if shard.services:
         below += ("libs/", "services/", "recipes/", "examples/", "bench/")
-    found = {name for name in tracked_files() if name.startswith(below)} | (set(EVERYWHERE) & tracked_files())
+    found = {name for name in tracked_files() if name.startswith(below)}
+    fixtures = {f"{folder}/conftest.py" for path in shard.paths for folder in Path(path).parents}
+    found |= {*shard.paths, *fixtures, *EVERYWHERE} & tracked_files()
     queue = [name for name in found if name.endswith(".py")]
     while queue:
         new = {name for name in imports_of(queue.pop()) if name not in found}
@@ -206,9 +230,7 @@ def run(shard: Shard) -> bool:
     """Run a shard and keep its result."""
     digest, start = digest_of(dependencies(shard)), time.monotonic()
     print(f"\n=== {shard.name}: {shlex.join(shard.command()[2:])}", flush=True)
-    done = subprocess.run(
-        shard.command(), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **dict(shard.environment)}
-    )
+    done = subprocess.run(shard.command(), cwd=ROOT, env=shard.variables())
     seconds = time.monotonic() - start
     passed = done.returncode in (0, 5)  # 5: no test was selected
     print(f"=== {shard.name}: {'green' if passed else 'FAILED'} after {seconds:.0f} s", flush=True)
@@ -252,7 +274,7 @@ def show(shards: tuple[Shard, ...]) -> None:
         state = "green" if is_green(shard, results) else "to run"
         last = f"{results[shard.name].seconds:5.0f} s last" if shard.name in results else ""
         kind = "test-all" if shard.campaign else "test"
-        print(f"{shard.name:18} {60 * shard.minutes:5.0f} s  {kind:9} {state:7} {last}")
+        print(f"{shard.name:22} {60 * shard.minutes:5.0f} s  {kind:9} {state:7} {last}")
 
 
 def main(arguments: list[str]) -> int:

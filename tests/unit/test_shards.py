@@ -33,6 +33,19 @@ def test_dependencies_follow_imports_through_modules_and_helpers() -> None:
     assert not any(name.startswith("services/rollout/starling/rollout/engine/vllm/") for name in found)
 
 
+def test_dependencies_of_single_test_files_have_their_fixtures() -> None:
+    found = shards.dependencies(BY_NAME["architectures-campaign"])
+    assert {"tests/vllm/test_architectures.py", "tests/vllm/architectures.py", "tests/vllm/conftest.py"} <= found
+    assert "tests/vllm/test_service.py" not in found
+
+
+def test_property_tests_have_all_examples_in_a_campaign() -> None:
+    profiles = {shard.campaign: shard.variables()["HYPOTHESIS_PROFILE"] for shard in shards.SHARDS}
+    assert profiles == {False: "quick", True: "full"}
+    markers = {shard.campaign: shard.command()[shard.command().index("-m", 3) + 1] for shard in shards.SHARDS}
+    assert markers == {False: "not campaign", True: "campaign or hypothesis"}
+
+
 def test_dependencies_of_service_tests_are_all_services() -> None:
     found = shards.dependencies(BY_NAME["system"])
     assert {name for name in shards.tracked_files() if name.startswith("services/")} <= found
