@@ -21,33 +21,43 @@ from starling.sim.scenario.scenario import answering_scenario_of, scenario_of
 
 SEEDS = range(30)
 FEW_SEEDS = range(10)
+EACH_SEED = pytest.mark.parametrize(
+    "seeds",
+    [FEW_SEEDS, pytest.param(range(10, 30), marks=pytest.mark.campaign)],
+    ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
+)
+"""Parametrises a test by seeds; most of them are in the campaign."""
 
 
+@EACH_SEED
 @pytest.mark.parametrize("mix", ALL)
-def test_guarantees_hold_under_every_mix(mix: str) -> None:
-    violations = [result for seed in SEEDS if (result := run_seed((mix, seed, 0))).violation]
+def test_guarantees_hold_under_every_mix(mix: str, seeds: range) -> None:
+    violations = [result for seed in seeds if (result := run_seed((mix, seed, 0))).violation]
     assert violations == []
 
 
-@pytest.mark.parametrize("mix", ["calm", "everything"])
+@pytest.mark.parametrize("mix", [pytest.param("calm", marks=pytest.mark.campaign), "everything"])
 def test_guarantees_hold_with_100_replicas(mix: str) -> None:
     assert run_seed((mix, 0, 100)).violation == ""
 
 
+@EACH_SEED
 @pytest.mark.parametrize("mix", ALL)
-def test_run_without_policy_answers_each_prompt_once(mix: str) -> None:
-    clusters = [SimulatedCluster(answering_scenario_of(seed, mix)).run() for seed in SEEDS]
+def test_run_without_policy_answers_each_prompt_once(mix: str, seeds: range) -> None:
+    clusters = [SimulatedCluster(answering_scenario_of(seed, mix)).run() for seed in seeds]
     answered = [group for cluster in clusters for groups in cluster.guarantees.files.values() for group in groups]
     assert any(group.trajectories for group in answered)
 
 
-def test_stop_of_run_without_policy_ends_in_order() -> None:
-    for seed in SEEDS:
+@EACH_SEED
+def test_stop_of_run_without_policy_ends_in_order(seeds: range) -> None:
+    for seed in seeds:
         SimulatedCluster(replace(answering_scenario_of(seed, "everything"), stop_at=0.2 * seed)).run()
 
 
-def test_stop_at_any_time_ends_in_order() -> None:
-    for seed in SEEDS:
+@EACH_SEED
+def test_stop_at_any_time_ends_in_order(seeds: range) -> None:
+    for seed in seeds:
         cluster = SimulatedCluster(replace(scenario_of(seed, "everything"), stop_at=0.7 * seed))
         cluster.run()
 
@@ -127,7 +137,8 @@ def test_seed_determines_the_whole_run() -> None:
     assert len(outputs) == 1
 
 
-def test_dirty_flags_of_an_event_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+@EACH_SEED
+def test_dirty_flags_of_an_event_are_complete(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lazy equals eager: running all derivations after an event finds nothing that its handler had not flagged.
 
     Derivations that depend on time alone are run by ticks, so there is one before each event.
@@ -145,7 +156,7 @@ def test_dirty_flags_of_an_event_are_complete(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Controller, "step", eager)
     for mix in ("reorder", "crashes", "controller", "everything"):
-        for seed in SEEDS:
+        for seed in seeds:
             SimulatedCluster(scenario_of(seed, mix)).run()
 
 
