@@ -122,7 +122,9 @@ def check(found: list[tuple[float, ...]], fleet: Fleet, **options: Any) -> None:
         assert all(np.array_equal(other[name], one) for name, one in first.items()), "replicas differ"
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(name, marks=[pytest.mark.campaign] * (name == "pp")) for name in MESHES])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(name, marks=[pytest.mark.campaign] * (name in ("pp", "tp and fsdp"))) for name in MESHES]
+)
 def test_steps_of_several_replicas_are_those_of_one_process(mesh: str, tmp_path: Path) -> None:
     """Also with fewer microbatches than replicas have ranks."""
     with fleet(tmp_path, MESHES[mesh], 3 if mesh == "one rank" else 2) as replicas:

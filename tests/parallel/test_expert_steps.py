@@ -26,11 +26,12 @@ OTHERS = [("deepseek_v3", "rl"), ("gpt_oss", "rl")]
 @pytest.mark.parametrize(
     ("mesh", "steps"),
     [
-        ({"dp_shard": 2, "ep": 2}, [*STEPS, *OTHERS]),
+        ({"dp_shard": 2, "ep": 2}, STEPS),
         ({"dp_shard": 2, "tp": 2, "ep": 4}, STEPS[:1]),
         *(
             pytest.param(mesh, OTHERS, marks=pytest.mark.campaign)
             for mesh in (
+                {"dp_shard": 2, "ep": 2},
                 {"dp_shard": 2, "tp": 2, "ep": 4},
                 {"tp": 2, "ep": 2},
                 {"cp": 2, "ep": 2},

@@ -38,7 +38,7 @@ def campaign(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> Any:
     [
         ({"pp": 2}, ALL),
         ({"pp": 2, "dp_shard": 2, "schedule": "zbv"}, SOME),
-        ({"pp": 2}, OTHERS[:2]),
+        campaign({"pp": 2}, OTHERS[:2]),
         campaign({"pp": 2, "dp_shard": 2, "schedule": "interleaved"}, OTHERS),
         campaign({"pp": 4, "schedule": "1f1b"}, OTHERS),
         campaign({"pp": 2, "tp": 2}, OTHERS),

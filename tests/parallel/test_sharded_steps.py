@@ -39,10 +39,18 @@ STEPS = [(name, "rl") for name in ("qwen2", "qwen3", "qwen3-tied", "llama")] + [
 ]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_gradient_is_that_of_a_single_process(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "steps"),
+    [
+        ("fsdp", STEPS),
+        ("hsdp", [("qwen3", "rl"), ("qwen3-tied", "sft")]),
+        pytest.param("hsdp", STEPS, marks=pytest.mark.campaign),
+        pytest.param("ddp", STEPS, marks=pytest.mark.campaign),
+    ],
+)
+def test_every_gradient_is_that_of_a_single_process(mesh: str, steps: list[tuple[str, str]]) -> None:
     """In the first of two steps, and every weight after both; as are norm, loss and other metrics."""
-    check_mesh(MESHES[mesh], STEPS)
+    check_mesh(MESHES[mesh], steps)
 
 
 def sharded_details(_: int) -> dict[str, Any]:

@@ -68,16 +68,16 @@ embeddings, rotary embeddings by kind of layer, latent attention, and shared exp
     ("mesh", "steps"),
     [
         ("tp", STEPS),
-        ("tp", BY_PLAN[:5]),
-        ("two key heads on four ranks", STEPS[:2]),
-        ("fsdp and tp", STEPS[2:4]),
+        ("tp", BY_PLAN[:2]),
+        ("two key heads on four ranks", STEPS[:1]),
+        ("fsdp and tp", STEPS[2:3]),
         *(
             pytest.param(mesh, steps, marks=pytest.mark.campaign)
             for mesh, steps in (
-                ("two key heads on four ranks", STEPS[2:]),
-                ("fsdp and tp", [*STEPS[:2], *STEPS[4:]]),
+                ("two key heads on four ranks", STEPS[1:]),
+                ("fsdp and tp", [*STEPS[:2], *STEPS[3:]]),
                 ("ddp and tp", STEPS),
-                ("tp", BY_PLAN[5:]),
+                ("tp", BY_PLAN[2:]),
                 ("two key heads on four ranks", BY_PLAN),
                 ("fsdp and tp", BY_PLAN),
             )
@@ -92,7 +92,8 @@ def test_every_gradient_is_that_of_a_single_process(mesh: str, steps: list[tuple
 @pytest.mark.parametrize(
     ("mesh", "steps"),
     [
-        ("tp", [("qwen2", "rl"), ("qwen3", "rl")]),
+        ("tp", [("qwen2", "rl")]),
+        pytest.param("tp", [("qwen3", "rl")], marks=pytest.mark.campaign),
         pytest.param("two key heads on four ranks", BY_PLAN, marks=pytest.mark.campaign),
     ],
 )

@@ -23,7 +23,8 @@ def campaign(mesh: dict[str, Any], *models: str) -> Any:
     ("mesh", "models"),
     [
         ({"dp_shard": 2}, ("qwen2_5_vl", "qwen3_vl")),
-        ({"cp": 2, "tp": 2}, ("qwen2_5_vl", "qwen3_vl")),
+        ({"cp": 2, "tp": 2}, ("qwen3_vl",)),
+        campaign({"cp": 2, "tp": 2}, "qwen2_5_vl"),
         ({"pp": 2}, ("deep qwen2_5_vl",)),
         campaign({"dp_replicate": 2}, "qwen2_5_vl", "qwen3_vl"),
         campaign({"dp_replicate": 2, "dp_shard": 2}, "qwen2_5_vl"),
