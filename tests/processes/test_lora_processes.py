@@ -98,8 +98,16 @@ def test_only_adapters_are_transferred(hub: FakeHub, model: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--policy.init", "random"), "policy.init = 'random' is not compatible with [model.lora]"),
-        (("--policy.frozen", '["layers"]'), "policy.frozen is not compatible with [model.lora]"),
+        pytest.param(
+            ("--policy.init", "random"),
+            "policy.init = 'random' is not compatible with [model.lora]",
+            marks=pytest.mark.campaign,
+        ),
+        pytest.param(
+            ("--policy.frozen", '["layers"]'),
+            "policy.frozen is not compatible with [model.lora]",
+            marks=pytest.mark.campaign,
+        ),
         (("--weights.quantise", "fp8_row"), "weights.quantise = 'fp8_row' is not compatible with [model.lora]"),
     ],
 )

@@ -58,7 +58,11 @@ def policy_pid(hub: FakeHub) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "most"), [(MESH, 0.4), (("--policy.parallel.pp", "2", "--policy.parallel.dp-shard", "2"), 0.5)]
+    ("mesh", "most"),
+    [
+        (MESH, 0.4),
+        pytest.param(("--policy.parallel.pp", "2", "--policy.parallel.dp-shard", "2"), 0.5, marks=pytest.mark.campaign),
+    ],
 )
 def test_policy_of_four_ranks_makes_the_steps_of_one_process(
     hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path, mesh: tuple[str, ...], most: float
@@ -94,7 +98,7 @@ def test_policy_of_four_ranks_makes_the_steps_of_one_process(
     assert "role=policy-0.rank-1" in (tmp_path / "mesh/logs/policy-0.rank-1.log").read_text()
 
 
-@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_policy_ends_to_be_restarted_when_a_rank_is_killed(
     hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path, victim: int
 ) -> None:
@@ -204,7 +208,13 @@ def preferred(hub: FakeHub, objective: str, step: int) -> float:
     return trained.metrics["loss"]
 
 
-@pytest.mark.parametrize(("objective", "mesh"), [("dpo", MESH), ("reward_model", ("--policy.parallel.dp-shard", "2"))])
+@pytest.mark.parametrize(
+    ("objective", "mesh"),
+    [
+        pytest.param("dpo", MESH, marks=pytest.mark.campaign),
+        ("reward_model", ("--policy.parallel.dp-shard", "2")),
+    ],
+)
 def test_ranks_train_on_preferences(
     hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path, objective: str, mesh: tuple[str, ...]
 ) -> None:

@@ -44,12 +44,17 @@ def shrink_embedding(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "flags", "change", "expected"),
     [
-        ("rollout", CPU, lose_all, "has no tokenizer; add its tokenizer.json"),
         ("rollout", CPU, break_off, "has no tokenizer that can be read: "),
-        ("rollout", CPU, without_end, "has no end-of-sequence token, so every completion would go on to its token"),
-        ("rollout", CPU, shrink_embedding, " the id 8, and the model has embeddings for 8 tokens"),
         ("policy", POLICY, shrink_embedding, " the id 8, and the model has embeddings for 8 tokens"),
-        ("policy", SFT, without_end, "has no end-of-sequence token, so the model could not learn when to stop"),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in (
+                ("rollout", CPU, lose_all, "has no tokenizer; add its tokenizer.json"),
+                ("rollout", CPU, without_end, "no end-of-sequence token, so every completion would go on to its token"),
+                ("rollout", CPU, shrink_embedding, " the id 8, and the model has embeddings for 8 tokens"),
+                ("policy", SFT, without_end, "no end-of-sequence token, so the model could not learn when to stop"),
+            )
+        ),
     ],
 )
 def test_unusable_tokenizer_is_refused_before_the_process_joins(
