@@ -131,6 +131,7 @@ def test_infer_answers_prompts_and_reports_the_one_that_fails(tmp_path: Path, mo
     assert sentence(second).startswith("answers.jsonl exists; give another --out")
 
 
+@pytest.mark.campaign
 def test_evaluate_fails_if_no_prompt_has_an_answer(tmp_path: Path, model: Path) -> None:
     rows = [{"question": LONG_PROMPT, "answer": "a"}] * 2
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -197,6 +198,7 @@ def test_rollout_of_another_checkpoint_is_refused_also_after_a_restart(tmp_path:
     assert f"starling controller: the checkpoint in {other} is not that of this run: " in controller.errors
 
 
+@pytest.mark.campaign
 def test_first_rollout_is_refused_if_the_controller_has_another_checkpoint(tmp_path: Path, model: Path) -> None:
     (tmp_path / "serve.toml").write_text(SERVE_BY_HAND)
     config = ("--config", "serve.toml", "--dir", "run")

@@ -317,7 +317,15 @@ def assert_fails(folder: Path, expected: tuple[str, ...], *flags: str) -> None:
 
 
 @pytest.mark.system
-def test_services_reject_bad_settings_in_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("empty", "context", "algorithm", "scorer file"),
+        pytest.param(("missing", "row", "column", "scratch", "scorer function"), marks=pytest.mark.campaign),
+    ],
+    ids=["each service", "more"],
+)
+def test_services_reject_bad_settings_in_one_sentence(names: tuple[str, ...], tmp_path: Path) -> None:
     """The sentence names process, value and remedy; no process and no shared memory is left."""
     (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "gap.jsonl").write_text('{"question": "abc", "answer": "cba"}\n{"question": null, "answer": "cba"}\n')
@@ -341,9 +349,7 @@ def test_services_reject_bad_settings_in_one_sentence(tmp_path: Path) -> None:
         "scorer function": (("reward-0", "no 'rewrad' in there; did you mean 'reward'"),
                             ["--reward.scorers", '[{name = "../mine.py:rewrad"}]']),
     }  # fmt: skip
-    run_concurrently(
-        *(partial(assert_fails, tmp_path / name, expected, *flags) for name, (expected, flags) in cases.items())
-    )
+    run_concurrently(*(partial(assert_fails, tmp_path / name, cases[name][0], *cases[name][1]) for name in names))
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])

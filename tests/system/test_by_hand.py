@@ -84,6 +84,7 @@ def test_services_started_by_hand_train_and_refuse_unknown_keys(tmp_path: Path) 
     assert (folder / "run/checkpoints/step-11/model.safetensors").exists()
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another name of the host")
 def test_rollouts_on_other_hosts_read_each_second_version_from_each_other(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path)

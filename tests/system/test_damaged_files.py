@@ -68,11 +68,11 @@ def torn_line(content: bytes) -> bytes:
 
 
 RESUMED = {
-    "metrics": Damage("metrics.jsonl", torn_line),
     "state": Damage(f"{STATES}/state.json", cut(0.7)),
     "journal_log": Damage("journal.sqlite-wal", cut(0.7), is_older=True),
 }
 MORE = {
+    "metrics": Damage("metrics.jsonl", torn_line),
     "metrics_lost": Damage("metrics.jsonl", cut(0.0)),
     "samples": Damage("samples.jsonl", zeros(0.6)),
     "tensors": Damage(f"{STATES}/parts/*.distcp", zeros(0.5)),

@@ -12,7 +12,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("transport", ["ucx", "local", pytest.param("tcp", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "transport", ["ucx", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("local", "tcp"))]
+)
 def test_example_moves_weights_between_two_processes(transport: str) -> None:
     example = EXAMPLES / "weightsync_two_processes.py"
     assert len(example.read_text().splitlines()) <= 60

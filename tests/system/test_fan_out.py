@@ -195,6 +195,7 @@ def test_weights_of_s3_are_fetched_once_and_answer_as_those_of_the_folder(
     assert (loaded.name, loaded.digest) == ("policy-0", model_digest(model))
 
 
+@pytest.mark.campaign
 def test_policy_trains_from_the_weights_of_s3(tmp_path: Path, model: Path, bucket: tuple[str, ...]) -> None:
     empty = tmp_path / "empty"
     shutil.copytree(model, empty, ignore=shutil.ignore_patterns("*.safetensors"))

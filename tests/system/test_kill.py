@@ -186,11 +186,20 @@ def test_killed_services_are_restarted(tmp_path: Path) -> None:
     each_role_killed_once(tmp_path)
 
 
-def test_controller_restarts_from_a_compacted_journal_and_after_an_io_error(tmp_path: Path) -> None:
-    scenarios = [controller_killed_between_compactions, journal_write_fails]
-    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), max_workers=2)
+@pytest.mark.campaign
+def test_controller_restarts_from_a_compacted_journal(tmp_path: Path) -> None:
+    controller_killed_between_compactions(tmp_path)
+
+
+def test_controller_restarts_after_an_io_error(tmp_path: Path) -> None:
+    journal_write_fails(tmp_path)
 
 
 def test_run_fails_when_restarts_are_exhausted(tmp_path: Path) -> None:
-    scenarios = [supervisor_killed, only_rollout_killed_repeatedly, policy_killed, reward_killed, controller_killed]
+    scenarios = [supervisor_killed, only_rollout_killed_repeatedly, policy_killed]
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
+
+
+@pytest.mark.campaign
+def test_run_fails_when_no_other_service_may_be_restarted(tmp_path: Path) -> None:
+    run_concurrently(partial(reward_killed, tmp_path / "reward"), partial(controller_killed, tmp_path / "controller"))

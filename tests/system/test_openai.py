@@ -113,6 +113,7 @@ def nag():
 """
 
 
+@pytest.mark.campaign
 def test_verifiers_environment_is_trained(tmp_path: Path) -> None:
     environment = {"kind": "verifiers", "options": {"environment": "nagging.py:nag"}, "turn_max_tokens": 5}
     make_chat_workdir(tmp_path, rollout={"environment": environment}, reward={"scorers": [{"name": "environment"}]})

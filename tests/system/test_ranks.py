@@ -119,6 +119,7 @@ def test_rollouts_attest_the_adapters_of_ranks(merged: bool, tmp_path: Path) -> 
     assert [path.name for path in checkpoint.glob("*.safetensors")] == [saved]
 
 
+@pytest.mark.campaign
 def test_run_goes_on_when_any_rank_is_killed(tmp_path: Path) -> None:
     """In steps, and while states are written: the replica starts again as a whole, and no step is lost."""
     changes = {"controller": {"save_every": 4, "save_rest_s": 0.0}, "launch": {"num_rollouts": 1, "max_restarts": 9}}

@@ -146,12 +146,11 @@ def example_longer_than_the_context(folder: Path) -> None:
 
 
 def test_misbehaving_scorers_fail_only_their_groups(tmp_path: Path) -> None:
-    scenarios = [
-        impossible_prompts,
-        rewards_that_are_not_finite,
-        equal_rewards,
-        completions_up_to_the_context_length,
-        scorer_that_always_raises,
-        example_longer_than_the_context,
-    ]
+    scenarios = [impossible_prompts, equal_rewards, completions_up_to_the_context_length]
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
+
+
+@pytest.mark.campaign
+def test_unusable_rewards_and_examples_end_a_run_or_fail_their_groups(tmp_path: Path) -> None:
+    scenarios = [rewards_that_are_not_finite, scorer_that_always_raises, example_longer_than_the_context]
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

@@ -27,8 +27,13 @@ def test_run_publishes_by_any_policy_of_snapshots(tmp_path: Path) -> None:
     run_concurrently(
         partial(published, tmp_path / "device", "device"),
         partial(published, tmp_path / "pinned", "pinned"),
-        partial(published, tmp_path / "colocated", "device", "--launch.colocate", "true"),
     )
+
+
+@pytest.mark.system
+@pytest.mark.campaign
+def test_colocated_run_publishes_from_memory_of_the_device(tmp_path: Path) -> None:
+    published(tmp_path, "device", "--launch.colocate", "true")
 
 
 @pytest.mark.system

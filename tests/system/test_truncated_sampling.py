@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from system_runs import attempt, make_workdir, metrics, run, run_concurrently
+from system_runs import attempt, make_workdir, metrics, run
 
 from starling.controller.core.records import CompletionsStored
 from starling.controller.shell.journal.journal import Journal
@@ -47,8 +46,13 @@ def check_run(folder: Path, sampling: dict[str, Any], *, recorded: bool) -> None
     assert kept_tensors(folder) == ({("kept_counts", "kept_ids")} if recorded else {()})
 
 
-def test_truncated_runs_agree_with_their_rollouts(tmp_path: Path) -> None:
-    run_concurrently(
-        partial(check_run, tmp_path / "full", {}, recorded=False),
-        partial(check_run, tmp_path / "truncated", {"logprobs": "truncated", "top_k": 20}, recorded=True),
-    )
+@pytest.mark.parametrize(
+    ("sampling", "recorded"),
+    [
+        ({"logprobs": "truncated", "top_k": 20}, True),
+        pytest.param({}, False, marks=pytest.mark.campaign),
+    ],
+    ids=["truncated", "full"],
+)
+def test_truncated_runs_agree_with_their_rollouts(sampling: dict[str, Any], recorded: bool, tmp_path: Path) -> None:
+    check_run(tmp_path, sampling, recorded=recorded)
