@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from algo_batches import RAGGED, gradient, make_tokens, on_policy, rows
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
@@ -77,9 +78,9 @@ CASES: dict[str, tuple[Callable[[Tokens], LossTerms], Callable[[Row], Numbers]]]
 }
 
 
-@pytest.mark.parametrize("lengths", RAGGED)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean_token_mean"])
+@pytest.mark.parametrize(
+    ("lengths", "name", "kind"), covering(RAGGED, CASES, ["token_mean", "sequence_mean_token_mean"])
+)
 def test_values_and_gradients_equal_a_loop_in_double_precision(name: str, lengths: list[int], kind: str) -> None:
     loss, reference = CASES[name]
     tokens = make_tokens(lengths, seed=len(lengths))

@@ -40,7 +40,12 @@ print("exit code", child.wait(60.0))
 
 @pytest.mark.parametrize(
     ("number", "target", "delay_s"),
-    [(2, "terminal", 0.001), (2, "terminal", 0.3), (1, "terminal", 0.3), (9, "server", 0.3)],
+    [
+        pytest.param(2, "terminal", 0.001, marks=pytest.mark.campaign),
+        (2, "terminal", 0.3),
+        pytest.param(1, "terminal", 0.3, marks=pytest.mark.campaign),
+        (9, "server", 0.3),
+    ],
 )
 def test_signal_during_imports_costs_no_start(number: int, target: str, delay_s: float) -> None:
     command = [sys.executable, "-c", SCRIPT, str(number), target, str(delay_s)]

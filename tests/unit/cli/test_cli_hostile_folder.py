@@ -117,7 +117,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("put", [put_link, put_dangling, os.mkfifo], ids=["link", "dangling", "fifo"])
+@pytest.mark.parametrize(
+    "put",
+    [put_link, pytest.param(put_dangling, marks=pytest.mark.campaign), os.mkfifo],
+    ids=["link", "dangling", "fifo"],
+)
 @pytest.mark.parametrize(
     ("name", "argv"), [(name, argv) for name, several in COMMANDS.items() for argv in several], ids=str
 )
@@ -157,6 +161,10 @@ def changed() -> list[tuple[dict[str, Any], ...]]:
     return found
 
 
+EACH_STRIDE = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.campaign)])
+"""Every field with some values, and every value in some fields; all pairs in the campaign."""
+
+
 def write_lines(attempt: Path, lines: tuple[dict[str, Any], ...]) -> None:
     (attempt / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -171,9 +179,12 @@ def reported(attempt: Path) -> str:
     return "metrics.jsonl has a damaged line of a step"
 
 
-def test_hostile_metrics_end_a_report_with_a_sentence(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@EACH_STRIDE
+def test_hostile_metrics_end_a_report_with_a_sentence(
+    stride: int, attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("starling.cli.report.summary.draw_curve", lambda rewards, held_out, path: None)  # 0.2 s each
-    for lines in changed():
+    for lines in changed()[::stride]:
         write_lines(attempt, lines)
         assert "metrics.jsonl has a damaged line of a step" in reported(attempt)
 
@@ -184,12 +195,11 @@ def test_hostile_rewards_can_be_drawn_or_are_refused(bad: float, attempt: Path) 
     assert "metrics.jsonl has a damaged line of a step" in reported(attempt)
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.campaign)])
+@EACH_STRIDE
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_hostile_metrics_end_sync_report_with_a_sentence(
     flags: list[str], stride: int, attempt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every field with some values, and every value in some fields; all pairs in the campaign."""
     for lines in changed()[::stride]:
         write_lines(attempt, lines)
         if main(["sync-report", "run", *flags]):

@@ -26,7 +26,8 @@ RECIPE = (
     '[teacher]\npath = "t"\n[sft.data]\nsource = "p.jsonl"\n[preference.data]\nsource = "p.jsonl"\n'
 )
 NOT_NUMBERS = (math.nan, math.inf, -math.inf)
-ABSURD: tuple[float, ...] = (*NOT_NUMBERS, 1e300, -1e300, 10**30, -(10**30), 1 << 20_000)
+ABSURD: tuple[float, ...] = (math.nan, 1e300, 10**30)
+MORE_ABSURD: tuple[float, ...] = (math.inf, -math.inf, -1e300, -(10**30), 1 << 20_000)
 FREE = {
     "policy.algorithm.options": "the arguments of a loss, which checks them itself",
 }
@@ -143,8 +144,11 @@ def refuse(recipe: Path, key: str, number: float) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in NUMERIC if key not in FREE])
-def test_absurd_number_is_refused(key: str, recipe: Path) -> None:
-    for number in ABSURD:
+@pytest.mark.parametrize(
+    "numbers", [ABSURD, pytest.param(MORE_ABSURD, marks=pytest.mark.campaign)], ids=["some", "more"]
+)
+def test_absurd_number_is_refused(key: str, numbers: tuple[float, ...], recipe: Path) -> None:
+    for number in numbers:
         refuse(recipe, key, number)
     if key not in NEGATIVE:
         refuse(recipe, key, -1)

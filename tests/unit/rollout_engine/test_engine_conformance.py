@@ -17,6 +17,7 @@ class TestTransformers(EngineConformance):
     """The embedded engine, whose groups share batches."""
 
 
+@pytest.mark.campaign
 class TestExclusive(EngineConformance):
     """The embedded engine with one group per batch."""
 

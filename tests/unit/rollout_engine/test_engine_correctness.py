@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
@@ -235,8 +236,7 @@ def test_sampled_tokens_cover_the_vocabulary() -> None:
     assert len(seen) > VOCAB // 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("length", [9, 15, 16, 17])
+@pytest.mark.parametrize(("family", "length"), covering(FAMILIES, [9, 15, 16, 17]))
 def test_prompt_logprobs_of_a_long_prompt_are_computed_in_parts(
     family: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import CONTEXT, FAMILIES, VOCAB, make_model, random_prompt, reference_logprobs
@@ -36,8 +37,7 @@ def completions(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray[Any, Any]
     return np.split(tokens(lengths), np.cumsum(lengths)[:-1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize(("family", "temperature"), covering(FAMILIES, [1.0, 0.6, 0.0]))
 def test_logprobs_equal_a_forward_pass(family: str, temperature: float) -> None:
     found = score(scorer(family), temperature).logprobs
     model = make_model(family)

@@ -16,7 +16,7 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -39,6 +39,16 @@ DECK: Final[tuple[tuple[Transport, Kind | RelayKind], ...]] = (
 """Each kind over each transport that has it: a proxy flips bytes of tcp only."""
 
 
+def covering_deck() -> tuple[tuple[Transport, Kind | RelayKind], ...]:
+    """Return a part of the deck that has each kind once, over transports in turn, and each transport at least once."""
+    found: list[tuple[Transport, Kind | RelayKind]] = []
+    for kind in ALL_FAULTS:
+        transports = [transport for transport, other in DECK if other == kind]
+        uses = Counter(transport for transport, _ in found)
+        found.append((min(transports, key=lambda transport: uses[transport]), kind))  # type: ignore[arg-type]
+    return tuple(found)
+
+
 @dataclass
 class Report:
     """The result of a loop."""
@@ -57,8 +67,13 @@ class Report:
     seconds: float = 0.0
 
 
-def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lambda done: None) -> Report:
-    """Inject `num` faults; `report_progress` is called with the number done."""
+def run_faults(
+    num: int,
+    seed: int,
+    report_progress: Callable[[int], None] = lambda done: None,
+    faults: Sequence[tuple[Transport, Kind | RelayKind]] = DECK,
+) -> Report:
+    """Inject `num` of the `faults`, each once before any is repeated; `report_progress` gets the number done."""
     draw = random.Random(seed)
     report = Report()
     warm_up(draw)
@@ -70,7 +85,7 @@ def run_faults(num: int, seed: int, report_progress: Callable[[int], None] = lam
         deck: list[tuple[Transport, Kind | RelayKind]] = []
         for done in range(num):
             if not deck:
-                deck = list(DECK)
+                deck = list(faults)
                 draw.shuffle(deck)
             transport, kind = deck.pop()
             key = transport, FaultChain if kind in RELAY_FAULTS else FaultPair

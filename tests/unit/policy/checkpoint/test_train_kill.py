@@ -29,7 +29,13 @@ def run_until(line: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "moments",
-    [("made 1", "saving 3"), ("saving 1", "saved 4"), ("saving 2", "made 4", "saving 6"), ("saving 7",)],
+    [
+        ("made 1", "saving 3"),
+        *(
+            pytest.param(moments, marks=pytest.mark.campaign)
+            for moments in (("saving 1", "saved 4"), ("saving 2", "made 4", "saving 6"), ("saving 7",))
+        ),
+    ],
     ids=lambda moments: ", ".join(moments),
 )
 def test_killed_learner_makes_the_same_weights(tmp_path: Path, moments: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from forks import forked
 from state_writers import write_endlessly, write_to_full_disk
 from states_on_disk import resume, save
@@ -93,8 +94,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.05])
-@pytest.mark.parametrize("saved_at", [0, 1, NUM_SFT, NUM_SFT + 1, NUM_SFT + 3])
+@pytest.mark.parametrize(("kl", "saved_at"), covering([0.0, 0.05], [0, 1, NUM_SFT, NUM_SFT + 1, NUM_SFT + 3]))
 def test_resumed_learner_is_bitwise_equal(
     tiny: Make, make_groups: Make, tmp_path: Path, kl: float, saved_at: int
 ) -> None:
@@ -182,8 +182,10 @@ def empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [flip, cut, empty, Path.unlink])
-@pytest.mark.parametrize("name", ["state.json", "parts/.metadata", "parts/__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    covering([flip, cut, empty, Path.unlink], ["state.json", "parts/.metadata", "parts/__0_0.distcp"]),
+)
 def test_newest_state_skips_damaged(
     tiny: Make, make_groups: Make, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:

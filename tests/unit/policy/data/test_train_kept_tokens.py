@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_rl import (
@@ -76,8 +77,7 @@ def settings(algorithm: AlgorithmSettings, budget: int = 10_000, share: bool = T
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("name", "temperature"), covering(ALGORITHMS, [1.0, 0.7]))
 def test_kept_tokens_step_equals_loop_over_sequences(
     tiny: Make, make_groups: Make, name: str, temperature: float
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -104,10 +105,9 @@ def test_packing_places_trained_tokens_after_their_context(
     assert sorted(seen) == list(range(len(token_ids)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("budget", [40, 10_000])
+@pytest.mark.parametrize(
+    ("kind", "tied", "share", "budget"), covering(KINDS, [True, False], [True, False], [40, 10_000])
+)
 def test_packed_logprobs_equal_single_sequences(
     tiny: Callable[..., Any], kind: str, tied: bool, share: bool, budget: int
 ) -> None:
@@ -120,9 +120,7 @@ def test_packed_logprobs_equal_single_sequences(
         torch.testing.assert_close(packed_logprobs(model, batch), expected, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("budget", [60, 10_000])
+@pytest.mark.parametrize(("kind", "tied", "budget"), covering(KINDS, [True, False], [60, 10_000]))
 def test_packed_gradients_equal_single_sequences(tiny: Callable[..., Any], kind: str, tied: bool, budget: int) -> None:
     # Weights of the usual size: wider ones make the gradients themselves more sensitive to rounding than 2e-6.
     model = tiny(kind, tied=tied, initializer_range=0.05)
@@ -144,9 +142,7 @@ def test_packed_gradients_equal_single_sequences(tiny: Callable[..., Any], kind:
         assert torch.linalg.vector_norm(found - expected) <= 2e-6 * torch.linalg.vector_norm(expected), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["forest", "rows"])
-@pytest.mark.parametrize("lengths", [[5, 6], [40, 70]])
+@pytest.mark.parametrize(("kind", "layout", "lengths"), covering(KINDS, ["forest", "rows"], [[5, 6], [40, 70]]))
 def test_packing_isolates_sequences_bitwise(
     tiny: Callable[..., Any], kind: str, layout: Layout, lengths: list[int]
 ) -> None:

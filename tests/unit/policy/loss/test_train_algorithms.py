@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from plain_rl import (
     ALGORITHMS,
     CUT,
@@ -132,8 +133,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("term", TERMS)
-@pytest.mark.parametrize("name", ["dapo", "grpo"])
+@pytest.mark.parametrize(("term", "name"), covering(TERMS, ["dapo", "grpo"]))
 def test_regulariser_is_weighted_like_the_loss(tiny: Make, make_groups: Make, term: str, name: str) -> None:
     extra, chosen = TERMS[term]
     plain, other = double(tiny()), tiny(seed=9)
@@ -162,8 +162,7 @@ AGGREGATES = {
 }
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(("aggregate", "mask"), covering(AGGREGATES, [False, True]))
 def test_step_aggregates_equal_plain_reference(tiny: Make, make_groups: Make, aggregate: str, mask: bool) -> None:
     chosen, plainly = AGGREGATES[aggregate]
     plain = double(tiny())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
@@ -100,8 +101,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert distance <= tolerance, name
 
 
-@pytest.mark.parametrize("kind", FINISHES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("kind", "tied"), covering(FINISHES, [True, False]))
 def test_token_logprobs_equal_each_architectures_own_code(kind: str, tied: bool) -> None:
     model, inputs = make(kind, tie_word_embeddings=tied), make_inputs()
     temperature = torch.linspace(0.5, 1.5, 17)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from structlog.testing import capture_logs
 from torch import Tensor
 
@@ -46,9 +47,9 @@ def kept_bytes(model: Any) -> int:
     return size
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "every"), covering(["qwen3", "llama"], ["full", "selective"], [1, 2])
+)
 def test_checkpointing_keeps_gradients_and_names(
     tiny: Callable[..., Any], kind: str, checkpointing: Any, every: int
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from plain_rl import (
     RAGGED,
     Completion,
@@ -80,8 +81,7 @@ def penalty(one: Completion) -> list[Tensor]:
     return [KL * (torch.exp(known - new) - 1 + new - known) for new, known in zip(one.new, one.reference, strict=True)]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("reset", [0, 1, 2])
+@pytest.mark.parametrize(("lora", "reset"), covering([False, True], [0, 1, 2]))
 def test_reference_version_follows_setting(tiny: Make, make_groups: Make, lora: bool, reset: int) -> None:
     """Every step against the plain loop, with a copy of the right version as the reference."""
     model = adapted(tiny()) if lora else tiny()
@@ -101,8 +101,7 @@ def test_reference_version_follows_setting(tiny: Make, make_groups: Make, lora: 
         versions[step] = double(model)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
+@pytest.mark.parametrize(("lora", "saved_at"), covering([False, True], [1, 2, 3, 4]))
 def test_reference_after_reset_resumes(
     tiny: Make, make_groups: Make, tmp_path: Path, lora: bool, saved_at: int
 ) -> None:
@@ -127,8 +126,7 @@ def test_reference_after_reset_resumes(
     assert any(one["kl_reference"] > 1e-4 for one in metrics)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("reset", [0, 2])
+@pytest.mark.parametrize(("form", "reset"), covering(FORMS, [0, 2]))
 def test_reference_swapped_adapters_equal_separate_copy(tiny: Make, make_groups: Make, form: str, reset: int) -> None:
     """Bitwise, over steps of several updates with proximal log-probabilities."""
     found = []

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from covering import covering
 
 from starling.common.errors import WeightsError
 from starling.weightsync.layouts.families import model_of
@@ -136,8 +137,7 @@ PARALLELISMS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("parallelism", PARALLELISMS)
+@pytest.mark.parametrize(("config", "parallelism"), covering(CONFIGS, PARALLELISMS))
 def test_compact_and_shard_layouts_agree_and_cover_the_model(config: str, parallelism: str) -> None:
     symbolic = model_layout(CONFIGS[config], parallelism)
     places = [Place(host=f"h{rank}") for rank in range(symbolic.parallelism.num_ranks)]

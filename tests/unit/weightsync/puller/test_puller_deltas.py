@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from property_tests import examples
@@ -84,7 +85,7 @@ def travelled(report: PullReport) -> int:
     return sum(report.bytes_by_source.values())
 
 
-@pytest.fixture(params=[(transport, in_place) for transport in SERVED for in_place in (False, True)], ids=str)
+@pytest.fixture(params=[pytest.param(one.values, marks=one.marks) for one in covering(SERVED, (False, True))], ids=str)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     transport, in_place = request.param
     made = World(transport, in_place=in_place)
@@ -168,8 +169,7 @@ def test_interrupted_pull_resumes_from_the_versions_of_its_boxes(world: World) -
     assert report.num_deltas > 0
 
 
-@pytest.mark.parametrize("transport", SERVED)
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("transport", "in_place"), covering(SERVED, [False, True]))
 def test_deltas_of_direct_boxes_get_buffers(transport: Transport, in_place: bool) -> None:
     layout = matrix(1024, 512)
     plan = make_plan(layout, layout, bucket_bytes=256 << 10, buckets_in_flight=2)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from transport_peers import served_transports
 from weights_peers import blank, publish_while_training, weights
 
@@ -34,8 +35,7 @@ GPU = torch.device("cuda")
 TRANSPORTS: tuple[Transport, ...] = ("local", *served_transports())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("policy", ["auto", "device", "pinned", "host"])
+@pytest.mark.parametrize(("transport", "policy"), covering(TRANSPORTS, ["auto", "device", "pinned", "host"]))
 def test_training_goes_on_after_a_snapshot_of_any_policy(policy: SnapshotPolicy, transport: Transport) -> None:
     tensors, engine = weights(0), blank()
     layout, wanted = layout_of(tensors, "policy-0"), layout_of(engine, "rollout-0")

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from covering import covering
 from transport_peers import (
     AnyTransport,
     Reader,
@@ -339,8 +340,9 @@ def test_malformed_address_is_refused(source: ServedSource, transport: AnyTransp
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("stage", ["connected", "opened", "asked", "read"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("stage", "number"), covering(["connected", "asked", "opened", "read"], [signal.SIGKILL, signal.SIGSTOP])
+)
 def test_source_killed_or_stopped_at_any_stage_is_handled(
     transport: AnyTransport, stage: str, number: signal.Signals
 ) -> None:
