@@ -25,25 +25,45 @@ def run_ranks(num_ranks: int, target: Callable[..., Any], *arguments: Any) -> li
     Raises:
         AssertionError: a rank raised, died, or the deadline passed; all of them are then killed.
     """
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(num_ranks):
-            pipe, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run, args=(rank, num_ranks, Path(folder) / "store", theirs, target, arguments), daemon=True
-            )
-            process.start()
-            theirs.close()
-            pipes.append(pipe)
-            processes.append(process)
-        try:
-            return _results(pipes)
-        finally:
-            for process in processes:
-                process.join(5.0)
-                process.kill()
-                process.join()
+        store = Path(folder) / "store"
+        return _run_all([(rank, num_ranks, store, target, arguments) for rank in range(num_ranks)])
+
+
+def run_replicas(num_replicas: int, num_ranks: int, target: Callable[..., Any], *arguments: Any) -> list[list[Any]]:
+    """Return what `target(rank, replica, *arguments)` returns in each rank of each replica; see `run_ranks`.
+
+    Each replica has a default process group of its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found = _run_all(
+            [
+                (rank, num_ranks, Path(folder) / f"store-{replica}", target, (replica, *arguments))
+                for replica in range(num_replicas)
+                for rank in range(num_ranks)
+            ]
+        )
+    return [found[first : first + num_ranks] for first in range(0, len(found), num_ranks)]
+
+
+def _run_all(ranks: list[tuple[int, int, Path, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Return the results of processes; for what they do see `_run`."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in ranks:
+        pipe, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_run, args=(theirs, *rank), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(pipe)
+        processes.append(process)
+    try:
+        return _results(pipes)
+    finally:
+        for process in processes:
+            process.join(5.0)
+            process.kill()
+            process.join()
 
 
 def _results(pipes: list[Connection]) -> list[Any]:
@@ -66,7 +86,7 @@ def _results(pipes: list[Connection]) -> list[Any]:
 
 
 def _run(
-    rank: int, num_ranks: int, store: Path, pipe: Connection, target: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection, rank: int, num_ranks: int, store: Path, target: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     import torch
     import torch.distributed as dist

@@ -114,6 +114,7 @@ class LocalShards:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.group(DATA))
         if self._peers is not None:
             self._peers.max_(found)
+            self._peers.check()  # ranks that have found different ones would add up different tensors
         for tensor, is_known in zip(tensors, found.tolist(), strict=True):
             if not is_known:
                 tensor.grad = None
