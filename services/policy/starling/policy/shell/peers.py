@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from starling.policy.shell.loading import PolicyProcess
 
 _POLL_S: Final = 0.2
-_NUM_ASKED: Final = "num_asked"
+_REQUESTS: Final = "state_requests"
+"""Queue in the store of a replica."""
 _OF_THIS_PROCESS: Final = {
     "alarms",
     "delta_versions",
@@ -56,13 +57,11 @@ class PeerServer:
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
     def _listen(self) -> None:
-        answered = 0
         while True:
             time.sleep(_POLL_S)
-            if self._store.check([_request(answered)]):
-                peer, _, group = self._store.get(_request(answered)).decode().partition(" ")
+            while self._store.queue_len(_REQUESTS):
+                peer, _, group = self._store.queue_pop(_REQUESTS, False).decode().partition(" ")
                 self._asked(StateRequest(peer, group))
-                answered += 1
 
 
 def request_state(address: str, own: str, group: str) -> None:
@@ -74,12 +73,8 @@ def request_state(address: str, own: str, group: str) -> None:
     """
     from starling.policy.train.parallel.replicas.peers import REACH_S, connect_store
 
-    store = connect_store(address, REACH_S)
-    store.set(_request(store.add(_NUM_ASKED, 1) - 1), f"{own} {group}")
-
-
-def _request(number: int) -> str:
-    return f"asked/{number}"
+    # One message: a replica that ends while it asks must leave nothing that others would wait behind.
+    connect_store(address, REACH_S).queue_push(_REQUESTS, f"{own} {group}")
 
 
 def settings_digest(settings: PolicyProcess) -> str:
