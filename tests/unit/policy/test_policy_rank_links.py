@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     fails: tuple[int, ...] = ()
     error: Literal["ConfigError", "StepBrokenError", "WeightsError", "none"] = "ConfigError"
+    batch: bytes = b""
 
 
 def work(rank: int, task: Task) -> bytes:
@@ -38,6 +40,11 @@ def serve(rank: int, link: RankLink) -> None:
     while (request := link.receive()) is not None:
         number, command = request
         link.answer(number, partial(work, rank, msgspec.msgpack.decode(command, type=Task)))
+
+
+def ignore(_: int, __: RankLink) -> None:
+    """Read nothing."""
+    threading.Event().wait()
 
 
 @pytest.fixture
@@ -94,6 +101,16 @@ def test_failed_operation_of_all_ranks_asks_for_a_restart(ranks: Ranks, monkeypa
     with pytest.raises(RestartError, match="cannot go on together: Connection closed by peer; it has to start again"):
         ranks.together(Task(), fail)
     assert ranks.is_broken
+
+
+def test_rank_that_reads_nothing_asks_for_a_restart(tmp_path: Path) -> None:
+    """As one that hangs between two steps, whose next batch is larger than the buffer of its pipe."""
+    ranks = Ranks(NAME, 0.5)
+    ranks.start(2, tmp_path, "text", ignore)
+    with pytest.raises(RestartError, match=r"cannot go on together: rank 1 has read nothing for 0\.5 s; it has to"):
+        do(ranks, Task(batch=bytes(1 << 24)))
+    assert ranks.is_broken
+    ranks.close(lambda: pytest.fail("a rank that hangs does not leave"))
 
 
 def test_policy_of_one_rank_raises_errors_as_they_are() -> None:

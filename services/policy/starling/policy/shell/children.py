@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -103,11 +104,26 @@ class RankProcesses:
         for child in self._children:
             threading.Thread(target=self._listen, args=(child,), name=f"rank-{child.rank}", daemon=True).start()
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame to all of them."""
+    def send(self, frame: bytes, timeout_s: float | None = None) -> None:
+        """Send a frame to all of them.
+
+        Args:
+            frame: to be sent.
+            timeout_s: how long a child may read nothing while the buffer of its pipe is full; None for no limit.
+
+        Raises:
+            TimeoutError: a child has read nothing for that long. Nothing more can be sent to it.
+        """
         for child in self._children:
-            with suppress(OSError):  # it has ended, which is noticed elsewhere
+            if timeout_s is not None:
+                _limit_writes(child.connection, timeout_s)
+            try:
                 child.connection.send_bytes(frame)
+            except BlockingIOError as error:
+                if timeout_s is not None:
+                    raise TimeoutError(f"rank {child.rank} has read nothing for {timeout_s:g} s") from error
+            except OSError:
+                pass  # it has ended, which is noticed elsewhere
 
     def expect_end(self) -> None:
         """From now on, children that end are not lost."""
@@ -151,6 +167,14 @@ class RankProcesses:
                 if pid:
                     child.status = os.waitstatus_to_exitcode(status)
             return child.status
+
+
+def _limit_writes(connection: Connection, timeout_s: float) -> None:
+    """Let a write to a pipe that takes nothing for `timeout_s` fail with BlockingIOError."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:  # the two directions of a pipe are one socket
+        seconds = int(timeout_s)
+        limit = struct.pack("@ll", seconds, int((timeout_s - seconds) * 1e6))
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _open_log(path: Path) -> int:

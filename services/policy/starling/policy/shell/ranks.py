@@ -148,8 +148,7 @@ class Ranks:
             RanksDisagreeError: it failed on some of them only, with `agree`.
             RestartError: a collective operation failed, or a rank does not answer.
         """
-        number, futures = self._send(command)
-        self._running.add(number)
+        number, futures = self._send(command, joins=True)
         try:
             result = own()
         except StarlingError as error:
@@ -180,17 +179,26 @@ class Ranks:
         return found
 
     def ask(self, command: msgspec.Struct) -> list[Future[bytes]]:
-        """Send a command that takes place in the background of the other ranks. Returns the future answers, by rank."""
-        return self._send(command)[1]
+        """Send a command that takes place in the background of the other ranks. Returns the future answers, by rank.
 
-    def _send(self, command: msgspec.Struct) -> tuple[int, list[Future[bytes]]]:
-        """Send a command to the other ranks. Returns its number, and the future answers, by rank."""
+        Raises:
+            RestartError: a rank reads nothing.
+        """
+        return self._send(command, joins=False)[1]
+
+    def _send(self, command: msgspec.Struct, *, joins: bool) -> tuple[int, list[Future[bytes]]]:
+        """Send a command to the other ranks. Returns its number, and the future answers, by rank.
+
+        `joins`: rank 0 executes it, too, from now on. Raises RestartError if a rank reads nothing.
+        """
         if not self._replies:
             return 0, []
         encoded = msgspec.msgpack.encode(command)
         with self._sending:  # all ranks get all requests in the same order
             self._number += 1
             number = self._number
+            if joins:  # before any answer can come, see `_end_if_alone`
+                self._running.add(number)
             futures = [Future[bytes]() for _ in self._replies]
             with self._lock:
                 for replies, future in zip(self._replies, futures, strict=True):
@@ -198,7 +206,10 @@ class Ranks:
             frame = msgspec.msgpack.encode(_Request(number=number, command=msgspec.Raw(encoded)))
             if self._nodes is not None:
                 self._nodes.send(frame)
-            self._children.send(frame)
+            try:
+                self._children.send(frame, self._timeout_s)
+            except TimeoutError as error:
+                raise self._breakage(str(error)) from error
         return number, futures
 
     def _breakage(self, reason: str) -> RestartError:
