@@ -149,8 +149,8 @@ class NodeAgent:
                 raise RestartError(f"{self._title} was stopped by {stop.name}, and the replica starts again without it")
             return outcome == "over"
         finally:
-            writer.shutdown(wait=deadline > time.monotonic())
-            ranks.end(deadline)
+            ranks.end(deadline)  # first: what is left to be sent to a rank that reads nothing fails once it has ended
+            writer.shutdown()
 
     def _relay(
         self,
