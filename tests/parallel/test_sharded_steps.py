@@ -19,12 +19,14 @@ from small_steps import (
     make_settings,
     make_steps,
 )
+from torch.distributed.tensor import DTensor
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.learner import Learner
 from starling.policy.train.metrics.step import StepMetrics
+from starling.policy.train.parallel.fsdp import end_pass, shard_parameters
 from starling.policy.train.parallel.mesh import Mesh
 
 MESHES = {
@@ -109,6 +111,37 @@ def test_settings_of_sharding() -> None:
         texts = ("compile",)
         for refusal, text in zip(found["refused"], texts, strict=True):
             assert text in refusal
+
+
+def freed_weights(_: int) -> dict[str, Any]:
+    """Compute without gradients, complete the pass, and change the weights, on one of two ranks."""
+    model, ids = make_model("qwen3", False), torch.arange(6)[None]
+    shard_parameters(model, Mesh(ParallelSettings(dp_shard=2)))
+    with torch.no_grad():
+        model(input_ids=ids)
+        gathered = {name: one for name, one in model.named_parameters() if not isinstance(one, DTensor)}
+        held = {name: one.untyped_storage().nbytes() for name, one in gathered.items()}
+        end_pass(model)
+        left = sum(one.untyped_storage().nbytes() for one in gathered.values())
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().mul_(1.25)
+        return {"held": held, "left": left, "logits": model(input_ids=ids).logits.numpy()}
+
+
+def test_end_of_a_pass_frees_what_it_has_gathered() -> None:
+    """Also so that the next pass computes with the weights of an update in between."""
+    model = make_model("qwen3", False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+        expected = model(input_ids=torch.arange(6)[None]).logits.numpy()
+    for found in run_ranks(2, freed_weights):
+        ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        assert ends < found["held"].keys()
+        assert all(found["held"].values())
+        assert found["left"] == 0
+        assert np.allclose(found["logits"], expected, rtol=1e-5, atol=1e-6)
 
 
 def update_norm_alone() -> float:
