@@ -361,12 +361,13 @@ def make_shell(settings: PolicyProcess, arguments: ServiceArguments) -> Shell | 
     path = find_model(settings)
     transport = choose_transport(settings)
     # Imported before the ranks are forked, each time; and only now, see `Shell`.
-    from starling.policy.shell.rank import serve_rank, shared_files
+    from starling.policy.shell.rank import RankSetup, shared_files
+    from starling.policy.shell.rank_process import serve_rank
 
-    files = shared_files()
+    setup = RankSetup(settings, arguments, path, transport, shared_files())
 
     def serve(rank: int, first_rank: int, pipe: Connection) -> None:
-        serve_rank(settings, arguments, path, transport, files, rank, first_rank, RankLink(pipe))
+        serve_rank(setup, rank, first_rank, RankLink(pipe))
 
     return NodeAgent(settings, arguments, facts_of(settings, arguments, path, transport), serve)
 

@@ -1,34 +1,25 @@
 """One rank of a policy: its part of the model, and the operations that all ranks of the replica make together.
 
-Rank 0, in the policy's own process, calls the methods; the other ranks execute the commands of `serve_rank`, each of
-which stands for one of them. A policy of one rank is the same without the others.
+Rank 0, in the policy's own process, calls the methods; the other ranks execute commands, each of which stands for one
+of them (`starling.policy.shell.rank_process`). A policy of one rank is the same without the others.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
-import structlog
 
 from starling.algo.tokenizer import check_end_token, load_tokenizer
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.common.kinds import KINDS
-from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
-from starling.policy.shell.facts import share_of
 from starling.policy.shell.loading import PolicyProcess, create_learner, load_fixed
-from starling.policy.shell.ranks import RankLink
 from starling.policy.train.checkpoint.header import VerifiedState, read_header
-from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.checkpoint.shared_export import ExportFiles
 from starling.policy.train.checkpoint.state import PartsSnapshot, SavedState, StateSnapshot
 from starling.policy.train.checkpoint.storage import Storage
@@ -37,7 +28,7 @@ from starling.policy.train.data.groups import groups_from_wire
 from starling.policy.train.metrics.step import StepMetrics
 from starling.policy.train.parallel.group import RankHost, SharedFiles, control_group, join_ranks, leave_ranks
 from starling.weightsync.offers.offer import LayoutPart, Transport
-from starling.weightsync.plan.layout import Layout, decode_layout, encode
+from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.planner import Plan, decode_plan
 from starling.weightsync.publisher.published import PublishedSnapshot
 from starling.weightsync.publisher.publisher import Publisher
@@ -49,179 +40,47 @@ if TYPE_CHECKING:
     from starling.policy.train.parallel.mesh import Mesh
     from starling.policy.train.parallel.replicas.peers import PeerGroup
 
-log = structlog.get_logger(__name__)
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the model. The answer is the layout of this rank's part."""
-
-    store: str = ""
-    """Of ranks on several hosts, see `RankHost`."""
-
-
-class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
-    """Prepare to publish."""
-
-    layout: bytes
-    """Of all ranks."""
-
-
-class Train(msgspec.Struct, frozen=True, kw_only=True, tag="train"):
-    """Make a step."""
-
-    message: wire.TrainStep
-    buffers: tuple[bytes, ...]
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """Copy the present weights, as a version, into a snapshot."""
-
-    version: int
-    layouts: tuple[str, ...]
-    plans: tuple[bytes, ...]
-    """To the layouts of rollouts, by their keys in `layouts`."""
-
-
-class AddRoots(msgspec.Struct, frozen=True, kw_only=True, tag="add_roots"):
-    """Compute these layout roots of the newest snapshot, too."""
-
-    layouts: tuple[str, ...]
-    plans: tuple[bytes, ...]
-
-
-class Roots(msgspec.Struct, frozen=True, kw_only=True, tag="roots"):
-    """Answer with this rank's parts of the layout roots of a version; other commands are executed meanwhile."""
-
-    version: int
-    timeout_s: float
-
-
-class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
-    """Answer with the offer of this rank's newest snapshot, once it is digested; other commands are executed
-    meanwhile."""
-
-    timeout_s: float
-
-
-class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
-    """Leave the device to others."""
-
-
-class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
-    """Return to the device."""
-
-
-class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
-    """Restore a saved state, which rank 0 has verified."""
-
-    url: str
-    next_kind: TrainerKind | None
-
-
-class SendState(msgspec.Struct, frozen=True, kw_only=True, tag="send_state"):
-    """Send the present state to the same rank of another replica."""
-
-    peers: tuple[str, str]
-    """Addresses of the stores of this replica and of the other one."""
-    group: str
-    version: int
-
-
-class ReceiveState(msgspec.Struct, frozen=True, kw_only=True, tag="receive_state"):
-    """Copy the state of the same rank of another replica."""
-
-    peers: tuple[str, str]
-    """Addresses of the stores of the other replica and of this one."""
-    group: str
-
-
-class TakeState(msgspec.Struct, frozen=True, kw_only=True, tag="take_state"):
-    """Copy the present state into host memory."""
-
-    version: int
-
-
-class WriteState(msgspec.Struct, frozen=True, kw_only=True, tag="write_state"):
-    """Write the copied state. Executed while other commands are."""
-
-    path: str
-    """Of the folder of its tensors, on the file system of the states."""
-
-
-class TakeExport(msgspec.Struct, frozen=True, kw_only=True, tag="take_export"):
-    """Copy the weights of an export into host memory."""
-
-    merged: bool
-    """See `ExportFiles`."""
-
-
-class WriteExport(msgspec.Struct, frozen=True, kw_only=True, tag="write_export"):
-    """Write the copied weights into files that rank 0 has created. Executed while other commands are."""
-
-    folder: str
-    shard_mb: int
-    merged: bool
-    node: int
-    """Whose ranks write; those of others have nothing to do."""
-
-
-Command = (
-    Load
-    | Serve
-    | Train
-    | Snapshot
-    | Offer
-    | AddRoots
-    | Roots
-    | Sleep
-    | Wake
-    | Resume
-    | SendState
-    | ReceiveState
-    | TakeState
-    | WriteState
-    | TakeExport
-    | WriteExport
-)
 LayoutParts = dict[str, LayoutPart]
 """By key of the layout."""
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What all ranks of a replica on one host begin with."""
+
+    settings: PolicyProcess
+    arguments: ServiceArguments
+    """Command line of the policy."""
+    path: Path
+    """Of the model's folder."""
+    transport: tuple[Transport, bool]
+    """Of the weights, and whether it encrypts them."""
+    files: SharedFiles | None = None
+    """None for a policy of one rank."""
 
 
 class PolicyRank:
     """The model of one rank, with its publisher."""
 
-    def __init__(
-        self,
-        settings: PolicyProcess,
-        arguments: ServiceArguments,
-        path: Path,
-        transport: tuple[Transport, bool],
-        *,
-        rank: int = 0,
-        files: SharedFiles | None = None,
-        host: RankHost | None = None,
-    ) -> None:
+    def __init__(self, setup: RankSetup, *, rank: int = 0, host: RankHost | None = None) -> None:
         """Connect with the other ranks, and load the model.
 
         Args:
-            settings: of the policy.
-            arguments: its command line.
-            path: of the model's folder.
-            transport: of the weights, and whether it encrypts them.
+            setup: of the ranks of this host.
             rank: of this process.
-            files: of all ranks of this host; None for a policy of one rank.
             host: this one, of several; None for the only one.
 
         Raises:
             ConfigError: the model cannot be loaded, or the ranks do not fit it.
         """
-        self._transport = transport
+        settings, arguments, path = setup.settings, setup.arguments, setup.path
+        self._transport = setup.transport
         self._settings, self._name, self._rank = settings, arguments.name, rank
         self._folder, self.node = arguments.folder, 0 if host is None else host.node
         self.trains = KINDS[settings.run.kind].trains
         self._mesh: Mesh | None = None
-        if files is not None:
-            self._mesh = join_ranks(settings.policy.parallel, rank, settings.model.device, files, host)
+        if setup.files is not None:
+            self._mesh = join_ranks(settings.policy.parallel, rank, settings.model.device, setup.files, host)
         # Now: after the load, ranks could have to wait longer for each other than an operation may take.
         self._writers = None if self._mesh is None else control_group(settings.policy.saving.patience_s)
         """The ranks' threads that write."""
@@ -430,144 +289,3 @@ class PolicyRank:
 def shared_files() -> SharedFiles:
     """Return files for the ranks that this process forks: anonymous ones, which no other process can open."""
     return SharedFiles(*(Path(f"/proc/self/fd/{os.memfd_create(name)}") for name in SharedFiles._fields))
-
-
-def serve_rank(
-    settings: PolicyProcess,
-    arguments: ServiceArguments,
-    path: Path,
-    transport: tuple[Transport, bool],
-    files: SharedFiles | None,
-    rank: int,
-    first_rank: int,
-    link: RankLink,
-) -> None:
-    """Be a rank until rank 0, at the other end of `link`, ends.
-
-    Args:
-        settings: of the policy.
-        arguments: its command line.
-        path: of the model's folder.
-        transport: of the weights, and whether it encrypts them.
-        files: of all ranks of this host.
-        rank: of this process.
-        first_rank: of this host.
-        link: to rank 0.
-    """
-
-    def load(command: Load) -> PolicyRank:
-        host, nodes = None, arguments.nodes
-        if nodes is not None:
-            num_ranks = share_of(nodes, settings.policy.parallel.num_ranks)
-            host = RankHost(nodes.number, first_rank, num_ranks, command.store)
-        return PolicyRank(settings, arguments, path, transport, rank=rank, files=files, host=host)
-
-    work = _RankWork(load)
-    decoder = msgspec.msgpack.Decoder(Command)
-    while (request := link.receive()) is not None:
-        number, encoded = request
-        command = decoder.decode(encoded)
-        if isinstance(command, Offer):
-            work.offers.submit(_answer, link, number, work.offer(command))
-        elif isinstance(command, Roots):
-            work.offers.submit(_answer, link, number, work.roots(command))
-        elif isinstance(command, WriteState | WriteExport):
-            work.writer.submit(_answer, link, number, partial(work.write, command))
-        else:
-            link.answer(number, partial(work.execute, command))
-    work.close()
-
-
-def _answer(link: RankLink, number: int, work: Callable[[], bytes]) -> None:
-    """Answer a request in a background thread, where nothing else would notice an unexpected error."""
-    try:
-        link.answer(number, work)
-    except Exception:  # the edge of the thread: the traceback is the report, and the process ends
-        log.exception("failed")
-        end_process(EXIT_FAILED)
-
-
-class _RankWork:
-    """Executes commands on a rank that is not rank 0."""
-
-    def __init__(self, load: Callable[[Load], PolicyRank]) -> None:
-        self._load = load
-        self._rank: PolicyRank | None = None
-        self._snapshot: PublishedSnapshot | None = None
-        self._state: StateSnapshot | None = None
-        self._export: dict[str, Part] = {}
-        self.offers, self.writer = ThreadPoolExecutor(1, "offers"), ThreadPoolExecutor(1, "writer")
-
-    def execute(self, command: Command) -> bytes:
-        """Return the answer to a command. Raises StarlingError, or any error of a collective operation."""
-        if isinstance(command, Load):
-            self._rank = self._load(command)
-            gc.freeze()
-            gc.enable()
-            return encode(self._rank.layout())
-        rank = self._rank
-        assert rank is not None, "rank 0 ends where a model cannot be loaded"
-        match command:
-            case Serve():
-                rank.serve(decode_layout(command.layout))
-                log.info("ready", transport=rank.publisher.transport)
-            case Train():
-                rank.train(command.message, command.buffers)
-            case Snapshot():
-                self._snapshot = rank.snapshot(command.version, command.layouts, command.plans)
-            case AddRoots():
-                rank.add_layout_roots(command.layouts, command.plans)
-            case Sleep():
-                rank.sleep()
-            case Wake():
-                rank.learner.wake()
-            case Resume():
-                rank.resume(rank.open_state(command.url), command.next_kind)
-            case SendState():
-                rank.send_state(command.peers, command.group, command.version)
-            case ReceiveState():
-                rank.receive_state(command.peers, command.group)
-            case TakeState():
-                self._state = rank.learner.take_state(command.version)
-            case TakeExport():
-                self._export = rank.learner.exported_parts(merged=command.merged)
-        return b""
-
-    def offer(self, command: Offer) -> Callable[[], bytes]:
-        """Return a function that waits for the offer of the present snapshot."""
-        snapshot = self._snapshot
-
-        def wait() -> bytes:
-            assert snapshot is not None, "a snapshot comes before its offer"
-            return encode(snapshot.offer(command.timeout_s).ranks[0])
-
-        return wait
-
-    def roots(self, command: Roots) -> Callable[[], bytes]:
-        """Return a function that waits for the parts of the layout roots; there are none of an older version."""
-        snapshot = self._snapshot
-
-        def wait() -> bytes:
-            is_newest = snapshot is not None and snapshot.version == command.version
-            return msgspec.msgpack.encode(snapshot.layout_parts(command.timeout_s) if is_newest and snapshot else {})
-
-        return wait
-
-    def write(self, command: WriteState | WriteExport) -> bytes:
-        """Write this rank's parts of the state, or of the export, that was copied."""
-        assert self._rank is not None
-        if isinstance(command, WriteExport):
-            if command.node != self._rank.node:
-                return b""
-            files = self._rank.export_files(command.shard_mb, merged=command.merged)
-            files.write(Path(command.folder), self._export)
-            return b""
-        assert self._state is not None, "a state is copied before it is written"
-        self._rank.write_state(self._state, self._rank.storage, command.path)
-        return b""
-
-    def close(self) -> None:
-        """End everything."""
-        if self._rank is not None:
-            self._rank.publisher.close()
-            self._rank.leave()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,15 +21,10 @@ from starling.common.kinds import KINDS
 from starling.common.offers import OFFER_TIMEOUT_S
 from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
-from starling.policy.shell.facts import facts_of, mark, share_of
-from starling.policy.shell.loading import PolicyProcess
-from starling.policy.shell.nodes import Nodes
-from starling.policy.shell.rank import (
+from starling.policy.shell.commands import (
     AddRoots,
-    LayoutParts,
     Load,
     Offer,
-    PolicyRank,
     ReceiveState,
     Resume,
     Roots,
@@ -43,10 +38,13 @@ from starling.policy.shell.rank import (
     Wake,
     WriteExport,
     WriteState,
-    serve_rank,
-    shared_files,
 )
-from starling.policy.shell.ranks import RankLink, Ranks
+from starling.policy.shell.facts import facts_of, mark, share_of
+from starling.policy.shell.loading import PolicyProcess
+from starling.policy.shell.nodes import Nodes
+from starling.policy.shell.rank import LayoutParts, PolicyRank, RankSetup, shared_files
+from starling.policy.shell.rank_process import serve_rank
+from starling.policy.shell.ranks import Ranks
 from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.checkpoint.shared_export import ExportedWeights
 from starling.policy.train.checkpoint.state import SavedState, StateSnapshot
@@ -78,22 +76,24 @@ class PolicyReplica:
         Raises:
             ConfigError: the model cannot be loaded, or the ranks do not fit it.
         """
-        parallel, files, host, on_host = settings.policy.parallel, None, None, 1
+        parallel, host, on_host = settings.policy.parallel, None, 1
+        setup = RankSetup(settings, arguments, path, transport)
         self._ranks = Ranks(arguments.name, parallel.timeout_s)
         if (parallel.num_ranks > 1 or parallel.elastic) and KINDS[settings.run.kind].trains:
-            files = shared_files()
-
-            def serve(rank: int, link: RankLink) -> None:
-                serve_rank(settings, arguments, path, transport, files, rank, 0, link)
-
+            setup = replace(setup, files=shared_files())
             on_host = parallel.num_ranks if arguments.nodes is None else share_of(arguments.nodes, parallel.num_ranks)
-            self._ranks.start(on_host, arguments.folder, settings.run.log_format, serve)
+            self._ranks.start(
+                on_host,
+                arguments.folder,
+                settings.run.log_format,
+                lambda rank, link: serve_rank(setup, rank, 0, link),
+            )
         self._num_nodes = 1
         if arguments.nodes is not None:
             self._gather(settings, arguments, path, transport)
             self._store, address = serve_store(arguments.nodes.host)  # as long as there are ranks
             host = RankHost(0, 0, on_host, address)
-        load = partial(PolicyRank, settings, arguments, path, transport, files=files, host=host)
+        load = partial(PolicyRank, setup, host=host)
         command = Load(store="" if host is None else host.store)
         with self.ending_nodes():
             self.rank, layouts = self._ranks.together(command, load, timeout_s=LOAD_S)
