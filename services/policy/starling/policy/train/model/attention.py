@@ -144,10 +144,8 @@ def packed_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if structure is None or not causal:
         assert share is None, "only models that attend by segments are divided over ranks"
-        special = softcap is not None or s_aux is not None
-        rowwise = causal and attention_mask is None and query.shape[2] == key.shape[2]
-        windowed = sliding_window is not None and sliding_window < key.shape[2]
-        if not rowwise or not (special or windowed or query.shape[-1] != value.shape[-1]):
+        special, rowwise = softcap is not None or s_aux is not None, causal and attention_mask is None
+        if not (rowwise and _needs_segments(query, key, value, sliding_window, special=special)):
             if special:
                 raise NotImplementedError("its attention has soft caps or sinks, which are not computed with a mask")
             _note(sliding_window)
@@ -172,6 +170,17 @@ def packed_attention(
         backend=attention_backend,
     )
     return output.view(query.shape[0], -1, *output.shape[1:]), None
+
+
+def _needs_segments(query: Tensor, key: Tensor, value: Tensor, window: int | None, *, special: bool) -> bool:
+    """Whether causal rows are computed as documents, by segments: SDPA would be slower, or cannot compute them.
+
+    `special`: the layer has a soft cap or sinks.
+    """
+    if query.shape[2] != key.shape[2]:
+        return False
+    is_windowed = window is not None and window < key.shape[2]
+    return special or is_windowed or query.shape[-1] != value.shape[-1]
 
 
 def _note(window: int | None) -> None:

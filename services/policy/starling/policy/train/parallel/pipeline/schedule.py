@@ -31,6 +31,7 @@ from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.memory.blocks import replace_forward
 from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.lm_head import final_layer
+from starling.policy.train.parallel.fsdp import end_pass
 from starling.policy.train.parallel.media import vision_tower
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.pipeline.stages import Received, embedding_name, keep_stages
@@ -155,14 +156,8 @@ class Pipeline:
         for work, _ in sent:
             assert work is not None
             work.wait()
-        self.reshard()
-
-    def reshard(self) -> None:
-        """Free what passes without gradients leave gathered."""
         for stage in self.stages:
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            end_pass(stage)
 
     def _peer(self, stage: int) -> int | None:
         """Return the place along pp of a stage; None for this one, or if there is no such stage."""
