@@ -19,7 +19,7 @@ from starling.policy.train.learner import Learner
 from starling.policy.train.loss.logprobs import KeptSets, head_logprobs
 from starling.policy.train.model.lm_head import LmHead, LogitTransform, VocabularyShard
 from starling.policy.train.parallel.mesh import Mesh
-from starling.policy.train.parallel.tensor import check_tensors
+from starling.policy.train.parallel.tensor.styles import check_tensors
 
 MESHES = {
     "tp": {"tp": 2},

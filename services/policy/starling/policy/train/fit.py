@@ -36,7 +36,7 @@ def check_fit(
     if settings.router_bias_rate:
         check_biases(model)
     if settings.parallel.tp > 1:
-        from starling.policy.train.parallel.tensor import check_tensors  # torch's distributed tensors
+        from starling.policy.train.parallel.tensor.styles import check_tensors  # torch's distributed tensors
 
         check_tensors(model, settings.parallel.tp)
     # A model with memory has been checked by `use_precision`, when it was whole.

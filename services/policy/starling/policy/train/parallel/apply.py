@@ -27,7 +27,7 @@ from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
 from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
-from starling.policy.train.parallel import expert, fsdp, tensor
+from starling.policy.train.parallel import expert, fsdp
 from starling.policy.train.parallel.collectives import sum_over
 from starling.policy.train.parallel.context.share import check_context, check_segments, divide_tokens
 from starling.policy.train.parallel.media import MediaForward, vision_tower
@@ -36,6 +36,9 @@ from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.pipeline.schedule import Pipeline
 from starling.policy.train.parallel.pipeline.stages import check_stages, observe_stages
 from starling.policy.train.parallel.replicas.peers import StepPeers
+from starling.policy.train.parallel.tensor.divide import divide_tensors
+from starling.policy.train.parallel.tensor.probe import TensorProbe
+from starling.policy.train.parallel.tensor.styles import check_tensors
 from starling.policy.train.parallel.weights.adapters import check_adapters, merged_parts
 from starling.policy.train.parallel.weights.parts import cuts_blocks, hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.weights.shards import LocalShards, TiedWeights, local_part, owned
@@ -65,8 +68,8 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     partial: Sequence[str] = ()
     if mesh.size("tp") > 1:
         check_segments(model, plan, "tp", mesh)
-        probe = tensor.TensorProbe(model, plan, mesh, rounds=settings.precision.kind != "none")
-        partial = tensor.divide_tensors(model, mesh)
+        probe = TensorProbe(model, plan, mesh, rounds=settings.precision.kind != "none")
+        partial = divide_tensors(model, mesh)
         with mesh.between_turns():  # this rank keeps a part of the matrices already
             probe.check(model)
     if mesh.size("ep") > 1:
@@ -98,7 +101,7 @@ def _media_forward(model: PreTrainedModel, mesh: Mesh, pipeline: Pipeline | None
 def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
     """Raise ConfigError if the model or a setting is not available on `mesh`."""
     if mesh.size("tp") > 1:
-        tensor.check_tensors(model, mesh.size("tp"))
+        check_tensors(model, mesh.size("tp"))
     if mesh.size("ep") > 1:
         expert.check_experts(model, mesh.size("ep"))
     if mesh.size("pp") > 1:
