@@ -71,10 +71,13 @@ def request_state(address: str, own: str, group: str) -> None:
 
     Raises OSError or RuntimeError if it cannot be reached.
     """
-    from starling.policy.train.parallel.replicas.peers import REACH_S, connect_store
+    from starling.policy.train.parallel.replicas.peers import REACH_S, ask_store, connect_store
 
-    # One message: a replica that ends while it asks must leave nothing that others would wait behind.
-    connect_store(address, REACH_S).queue_push(_REQUESTS, f"{own} {group}")
+    def ask() -> None:
+        # One message: a replica that ends while it asks must leave nothing that others would wait behind.
+        connect_store(address, REACH_S).queue_push(_REQUESTS, f"{own} {group}")
+
+    ask_store(address, ask, REACH_S)
 
 
 def settings_digest(settings: PolicyProcess) -> str:

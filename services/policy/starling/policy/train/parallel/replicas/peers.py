@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 import torch
@@ -41,6 +43,8 @@ _CHECKED_BYTES: Final = 1 << 22
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 
 class PeerGroup:
     """One rank's process groups with its counterparts in other replicas: gloo, and NCCL between GPUs."""
@@ -60,14 +64,19 @@ class PeerGroup:
         """
         self.place, self.size = place, len(peers)
         size, timeout = len(peers), timedelta(seconds=timeout_s)
-        try:
+
+        def meet() -> tuple[PrefixStore, ProcessGroupGloo]:
             store = PrefixStore(name, connect_store(peers[0], timeout_s))
             _await_all(store, peers, place, timeout_s)
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
             options._devices = [ProcessGroupGloo.create_device(hostname=_own_host(peers[0]))]
-            self._gloo: Any = ProcessGroupGloo(store, place, size, options)
-            self._nccl: Any = None
+            return store, ProcessGroupGloo(store, place, size, options)
+
+        self._nccl: Any = None
+        try:
+            store, gloo = ask_store(peers[0], meet, timeout_s + REACH_S)
+            self._gloo: Any = gloo
             if device.type == "cuda":
                 from torch._C._distributed_c10d import ProcessGroupNCCL
 
@@ -227,6 +236,30 @@ def connect_store(address: str, timeout_s: float) -> TCPStore:
     host, port = _endpoint(address)
     socket.create_connection((host, port), REACH_S).close()  # the store itself would try again and again
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s))
+
+
+def ask_store(address: str, ask: Callable[[], T], timeout_s: float) -> T:
+    """Return what `ask` returns, which asks the store at `address`, from a thread of its own.
+
+    The client of a store waits for its answer without any limit, and a replica that hangs accepts connections: so a
+    thread is left behind, which ends with that replica.
+
+    Raises:
+        TimeoutError: it has not returned within the time.
+    """
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    wait([answer], timeout_s)
+    if not answer.done():
+        raise TimeoutError(f"the store at {address} did not answer within {timeout_s:g} s")
+    return answer.result()
 
 
 def _await_all(store: PrefixStore, peers: Sequence[str], place: int, timeout_s: float) -> None:
