@@ -245,8 +245,11 @@ def _axes(tensor: Tensor) -> dict[str, bool]:
 
 def _sum(gradients: list[Tensor], sum_: Callable[[Tensor], object]) -> None:
     for bucket in _buckets(gradients):
-        joined = torch.cat([gradient.flatten() for gradient in bucket])
+        parts = [gradient.flatten() for gradient in bucket]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)  # one may be as large as the vocabulary: no copy
         sum_(joined)
+        if joined.data_ptr() == bucket[0].data_ptr():
+            continue
         for gradient, part in zip(bucket, torch.split(joined, [one.numel() for one in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
