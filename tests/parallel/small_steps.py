@@ -229,12 +229,12 @@ def _with_tower(kind: str, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_groups(
-    num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0, images: bool = False, taught: bool = False
+    num_groups: int = 3, seed: int = 0, *, longer_prompts: int = 0, images: bool = False, scored: bool = False
 ) -> list[ScoredGroup]:
     """Return groups of prompts and completions of different lengths.
 
     Prompts that are `longer_prompts` = 16 tokens longer are computed once for several completions. With `images` all
-    but the first prompt have some. Those that are `taught` have the log-probabilities of a teacher.
+    but the first prompt have some. With `scored` they have log-probabilities of a teacher.
     """
     generator = np.random.default_rng(seed)
     found = []
@@ -242,7 +242,7 @@ def make_groups(
         lengths = tuple(int(one) for one in generator.integers(3, 14, size=3))
         prompt_tokens = longer_prompts + int(generator.integers(2, 9))
         teacher = None
-        if taught:
+        if scored:
             top = np.stack([generator.permutation(VOCABULARY)[:4] for _ in range(sum(lengths))]).astype(np.int32)
             logprobs = np.log(generator.dirichlet(np.ones(5), size=sum(lengths))).astype(np.float32)
             teacher = TeacherLogprobs(logprobs[:, 0].copy(), top, logprobs[:, :4].copy())
@@ -385,7 +385,7 @@ def make_steps(
     learner = Learner(load, settings, mesh=mesh)
     for number in (1, 2):
         if step in ("rl", "distill"):
-            groups = make_groups(seed=number, taught=step == "distill")
+            groups = make_groups(seed=number, scored=step == "distill")
             metrics = learner.reinforce(groups, step=number, num_steps=4)
         elif step == "trees":
             metrics = learner.reinforce(make_groups(seed=number, longer_prompts=16), step=number, num_steps=4)

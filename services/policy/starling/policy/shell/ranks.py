@@ -33,11 +33,11 @@ from starling.policy.train.errors import PeersLostError, StepBrokenError
 T = TypeVar("T")
 
 LOSS_S: Final = 10.0
-"""How long rank 0 waits, after an error of a collective operation, for the news that another one has ended."""
+"""How long rank 0 waits, after an error of a collective operation, for the report that another one has ended."""
 AGREE_S: Final = 30.0
 """How long after one rank has failed the others may go on before the replica ends: they wait for it in vain."""
-NEWS_S: Final = 1.0
-"""How long rank 0 waits, after a rank has exited, for the news from another host that one was killed before."""
+REPORT_S: Final = 1.0
+"""How long rank 0 waits, after a rank has exited, for the report of another host that one was killed before."""
 _ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, PeersLostError, StepBrokenError, WeightsError)}
 
 log = structlog.get_logger(__name__)
@@ -279,7 +279,7 @@ class Ranks:
     def _lost(self, loss: Loss) -> None:
         """A rank has ended: end this process, which is started again, and all children with it."""
         if self._nodes is not None and not loss.was_killed:
-            time.sleep(NEWS_S)  # it may have ended because another one was killed, which ends this process meanwhile
+            time.sleep(REPORT_S)  # it may have ended because another one was killed, which ends this process meanwhile
         if self._closing:
             return
         log = f"; see {loss.log}" if loss.log else ""

@@ -242,7 +242,7 @@ class Trainer:
             function(one)
 
     def _all_inputs(self, batch: PackedBatch, trained: Flags | None) -> tuple[list[MicrobatchInputs], list[bool]]:
-        """Return the inputs of all passes of this rank, and which only keep other ranks company."""
+        """Return the inputs of all passes of this rank, and which only take part in collectives."""
         assert self._parallel is not None
         own = self._parallel.passes(batch.plan)
         device, backend = self._model.device, self._plan.backend

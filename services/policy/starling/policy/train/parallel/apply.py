@@ -266,7 +266,7 @@ class ParallelModel:
         return merged_parts(self.model, self.owned)
 
     def passes(self, plan: Sequence[Microbatch]) -> list[Microbatch | None]:
-        """Return the microbatches of this rank; None for a pass that only keeps the other ranks company."""
+        """Return the microbatches of this rank; None for a pass that only takes part in collectives."""
         place, size = (0, 1) if self.peers is None else (self.peers.place, self.peers.size)
         ranks = self.mesh.size(DATA)
         divided = divide_passes([one.num_token_slots for one in plan], size * ranks)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 def divide_passes(sizes: Sequence[int], num_ranks: int) -> list[list[int | None]]:
     """Return the microbatch of each pass of each rank, [num_ranks][passes]; None for a pass without one.
 
-    Ranks wait for each other in every pass, so those of one pass are of about the same size: they are dealt from the
-    largest to the smallest, in rounds of one each, the larger ones of a round to the ranks with fewer tokens so far.
-    Only the last round may have fewer microbatches than ranks.
+    Ranks wait for each other in every pass, so the microbatches of one pass are of about the same size: they are
+    assigned from the largest to the smallest, one to each rank at a time, and the larger ones of a pass to the ranks
+    with fewer tokens so far. Only the last pass may have fewer microbatches than ranks.
 
     Args:
         sizes: tokens of each microbatch.
@@ -20,10 +20,10 @@ def divide_passes(sizes: Sequence[int], num_ranks: int) -> list[list[int | None]
     passes: list[list[int | None]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for start in range(0, len(order), num_ranks):
-        dealt = order[start : start + num_ranks]
+        of_pass = order[start : start + num_ranks]
         ranks = sorted(range(num_ranks), key=lambda rank: (tokens[rank], rank))
         for place, rank in enumerate(ranks):
-            number = dealt[place] if place < len(dealt) else None
+            number = of_pass[place] if place < len(of_pass) else None
             passes[rank].append(number)
             tokens[rank] += 0 if number is None else sizes[number]
     return passes
