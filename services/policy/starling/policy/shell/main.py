@@ -77,13 +77,13 @@ class Shell:
         self._replica = PolicyReplica(settings, arguments, path, transport)
         rank = self._replica.rank
         self._learner, self._clock = rank.learner, rank.clock
-        self._saver = self._create_saver(path, arguments.folder)
+        is_elastic = settings.policy.parallel.elastic and self._trains
         with self._replica.ending_nodes():
+            self._saver = self._create_saver(path, arguments.folder)
             version = self._saver.resume() if self._trains else 0
             self._replica.serve()
+            self._peers = PeerServer(settings.network.host, lambda asked: self._link.put(asked)) if is_elastic else None
         self._publisher = rank.publisher
-        is_elastic = settings.policy.parallel.elastic and self._trains
-        self._peers = PeerServer(settings.network.host, lambda asked: self._link.put(asked)) if is_elastic else None
         self._state = PolicyState(version=version, elastic=is_elastic)
         self._place = 0
         """Of this replica among those of the last step: the first one exports and saves for all."""
