@@ -61,9 +61,9 @@ def leave_early(peers: Sequence[str], rank: int) -> None:
     """Be the same rank of another replica, which has a gradient; the first one ends a little later than the other."""
     group = PeerGroup(peers, 1, f"step/{rank}", WAIT_S, CPU)
     for _ in range(2):  # the comparison of the states
-        group.sum_(torch.full((1,), -(1 << 62)), dist.ReduceOp.MAX)
+        group.all_reduce_(torch.full((1,), -(1 << 62)), dist.ReduceOp.MAX)
     if rank == 0:
-        group.sum_(torch.ones(1, dtype=torch.uint8), dist.ReduceOp.MAX)
+        group.all_reduce_(torch.ones(1, dtype=torch.uint8), dist.ReduceOp.MAX)
     group.close()
 
 

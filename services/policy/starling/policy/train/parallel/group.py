@@ -21,8 +21,6 @@ from starling.policy.train.parallel.mesh import AXES, Mesh, check_sizes
 from starling.weightsync.transports.devices import interface_to
 
 _LOOPBACK: Final = "lo"
-
-
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interfaces of the two libraries."""
 

@@ -152,11 +152,6 @@ class Mesh:
         assert self.experts is not None, "the experts are divided"
         return self.experts["dp_replicate", "efsdp"] if self.size("dp_replicate") > 1 else self.experts["efsdp"]
 
-    @property
-    def shards(self) -> bool:
-        """Whether a parameter is not whole on each rank."""
-        return self.size(SHARDS) * self.size("tp") * self.size("pp") > 1
-
 
 def check_sizes(sizes: Mapping[str, int], num_ranks: int) -> None:
     """Check that the product of the axes is the number of ranks.

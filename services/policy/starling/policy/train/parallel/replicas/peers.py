@@ -87,8 +87,8 @@ class PeerGroup:
         except (RuntimeError, OSError) as error:
             raise _lost(error) from error
 
-    def sum_(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Add up `tensor` over all, in place. Raises PeersLostError."""
+    def all_reduce_(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce `tensor` over all by `op`, in place. Raises PeersLostError."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self._run(tensor, lambda group, one: group.allreduce([one], options))
@@ -104,7 +104,7 @@ class PeerGroup:
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.place] = len(text)
-        self.sum_(sizes)
+        self.all_reduce_(sizes)
         texts = [torch.zeros(int(sizes.max()), dtype=torch.uint8) for _ in range(self.size)]
         padded = torch.nn.functional.pad(text, (0, len(texts[0]) - len(text)))
         self._run(padded, lambda group, one: group.allgather([texts], [one]))
@@ -169,11 +169,11 @@ class StepPeers:
 
     def sum_(self, tensor: Tensor) -> None:
         """Add up `tensor` over the replicas, in place."""
-        self._try(lambda group: group.sum_(tensor))
+        self._try(lambda group: group.all_reduce_(tensor))
 
     def max_(self, tensor: Tensor) -> None:
         """Take the maxima of `tensor` over the replicas, in place."""
-        self._try(lambda group: group.sum_(tensor, dist.ReduceOp.MAX))
+        self._try(lambda group: group.all_reduce_(tensor, dist.ReduceOp.MAX))
 
     def gather(self, values: Any) -> list[Any]:
         """Return the `values` of each replica, see `PeerGroup.gather`; those of this one where others are lost."""
@@ -220,8 +220,8 @@ class StepPeers:
         """Check that all replicas hold the same `state`, by a sum over its bits. Raises PeersLostError."""
         own = torch.tensor([_checksum(tensor) for _, tensor in sorted(state.items())], dtype=torch.int64)
         greatest, least = own.clone(), -own
-        group.sum_(greatest, dist.ReduceOp.MAX)
-        group.sum_(least, dist.ReduceOp.MAX)
+        group.all_reduce_(greatest, dist.ReduceOp.MAX)
+        group.all_reduce_(least, dist.ReduceOp.MAX)
         different = (greatest != -least).nonzero().flatten().tolist()
         if different:
             name = sorted(state)[different[0]]
