@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from small_steps import check_mesh, make_model
+from rank_processes import run_ranks
+from small_steps import Array, Variant, check_mesh, make_examples, make_model, make_settings, whole
 
 from starling.common.errors import ConfigError
 from starling.policy.plan.stages import balance_blocks, rank_of_stage, stages_of_rank
 from starling.policy.settings.parallel import ParallelSettings
+from starling.policy.train.learner import Learner
 from starling.policy.train.model.layout import attention_plan
+from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.pipeline.stages import check_stages, observe_stages
 
 TP_TOLERANCE = 6e-6
@@ -63,6 +67,30 @@ def campaign(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> Any:
 def test_every_gradient_is_that_of_a_single_process(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> None:
     """With microbatches of different lengths, passes of the reference, and an embedding that two stages have."""
     check_mesh(mesh, steps, TP_TOLERANCE if mesh.get("tp") else 2e-6)
+
+
+def tied_weights(_: int) -> tuple[Array, Array] | None:
+    """Make a supervised step with another rate of the embedding. Returns embedding and output layer of the first rank.
+
+    Its first and its last stage have them.
+    """
+    settings = make_settings(pp=2, schedule="zbv")
+    optimizer = settings.sft.optimizer.model_copy(update={"rates": {"embed_tokens": 0.1}, "weight_decay": 0.1})
+    settings = settings.model_copy(update={"sft": settings.sft.model_copy(update={"optimizer": optimizer})})
+    mesh = Mesh(settings.parallel)
+    learner = Learner(lambda: Variant.of("deep qwen3-tied").load(), settings, mesh=mesh)
+    learner.supervise(make_examples(), num_steps=4)
+    if mesh.place("pp"):
+        return None
+    model = learner.model
+    return whole(model.get_input_embeddings().weight), whole(model.get_output_embeddings().weight)
+
+
+def test_tied_weights_of_two_stages_stay_equal_with_a_rate_of_their_own() -> None:
+    """A pattern of names means both, although only one of them has the name."""
+    make_model("qwen3", True)  # imports what the forked ranks then have
+    first, _ = run_ranks(2, tied_weights)
+    assert np.array_equal(*first)
 
 
 def test_blocks_are_balanced_with_the_embedding_and_the_output_layer() -> None:

@@ -42,6 +42,10 @@ class Shards(Protocol):
     tensors: dict[str, Tensor]
     """By name, in the memory of the sharded ones."""
 
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Names of `tensors` that have to stay equal to another one, and those of the others."""
+
     def gather(self) -> None:
         """Complete the gradients of `tensors`. Raises PeersLostError if other replicas are lost."""
 
@@ -288,8 +292,12 @@ def _optimizers(
     shards: Shards | None,
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that together update the `trained` tensors."""
-    decays = weight_decays(trained, settings, names=names)
-    factors = rate_factors(trained, settings, names=names)
+    copies = {} if shards is None else shards.copies
+    originals = {name: tensor for name, tensor in trained.items() if name not in copies}
+    decays = weight_decays(originals, settings, names=names)
+    factors = rate_factors(originals, settings, names=names)
+    for copy, original in copies.items():
+        decays[copy], factors[copy] = decays[original], factors[original]
 
     def groups(names: Iterable[str]) -> list[dict[str, Any]]:
         members: dict[tuple[float, float], list[Tensor]] = {}

@@ -56,6 +56,14 @@ class LocalShards:
         self._axes = {name: sharded_axes(tensor) for name, tensor in trained.items()}
         self._numels = {self.tensors[name]: tensor.numel() for name, tensor in trained.items()}
 
+    @property
+    def copies(self) -> dict[str, str]:
+        """The copy of tied weights on this rank, by name, and its original."""
+        tied = self._tied
+        if tied is None or tied.original is None or tied.copied is None or not tied.is_among(self.tensors):
+            return {}
+        return {tied.copied: tied.original}
+
     @torch.no_grad()
     def gather(self) -> None:
         """Complete the gradients: sum those of replicas, and hand each shard its part.
