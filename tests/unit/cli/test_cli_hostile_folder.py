@@ -161,7 +161,7 @@ def changed() -> list[tuple[dict[str, Any], ...]]:
     return found
 
 
-EACH_STRIDE = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.campaign)])
+EACH_STRIDE = pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.campaign)])
 """Every field with some values, and every value in some fields; all pairs in the campaign."""
 
 
