@@ -7,7 +7,7 @@ of the base weights, so that planning between two replicas proves that both have
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -107,15 +107,27 @@ def base_digest(model: torch.nn.Module, spec: AdapterSpec | None) -> str:
 
     Reads all weights once, tensor by tensor, through host memory.
     """
+    return digest_of_base(base_tensors(model), spec)
+
+
+def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `model` that belong to no adapter, sorted by name."""
+    for name, tensor in sorted(model.state_dict().items()):
+        if not is_adapter(name):
+            yield name, tensor
+
+
+def digest_of_base(named: Iterable[tuple[str, Tensor]], spec: AdapterSpec | None) -> str:
+    """Return what `base_digest` does, from the `base_tensors` of a model; nothing is read without adapters."""
     if spec is None:
         return ""
     state = xxhash.xxh3_128(spec.model_dump_json(include=_SCALING).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if not is_adapter(name):
-            whole = tensor.detach().cpu().contiguous()
-            kind = (base_name(name), str(whole.dtype), tuple(whole.shape))
-            state.update(msgspec.msgpack.encode(kind))
-            state.update(whole.flatten().view(torch.uint8).numpy())
+    for name, tensor in named:
+        whole = tensor.detach().cpu().contiguous()
+        kind = (base_name(name), str(whole.dtype), tuple(whole.shape))
+        state.update(msgspec.msgpack.encode(kind))
+        content: Any = whole.flatten().view(torch.uint8).numpy()
+        state.update(content)
     return state.hexdigest()
 
 
