@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from starling.policy.train.learner import Learner
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.pipeline.stages import check_stages
 from starling.policy.train.parallel.weights.adapters import check_mergeable
-from starling.weightsync.tensors.adapters import add_adapters, base_digest
+from starling.weightsync.tensors.adapters import add_adapters, base_digest, digest_of_base
 
 TP_TOLERANCE = 6e-6
 """As in the steps with tensor parallelism, of four blocks."""
@@ -125,7 +126,7 @@ def base_of_rank(_: int) -> str:
     """Return the digest of the base weights that a rank knows."""
     mesh, variant = Mesh(ParallelSettings(tp=2)), Variant.of("adapted qwen3")
     settings = LoraSettings(rank=4)
-    return Learner(variant.load, make_settings(tp=2), mesh=mesh, base_of=lambda one: base_digest(one, settings)).base
+    return Learner(variant.load, make_settings(tp=2), mesh=mesh, base_of=partial(digest_of_base, spec=settings)).base
 
 
 def test_every_rank_has_the_digest_of_whole_base_weights() -> None:

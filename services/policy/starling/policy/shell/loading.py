@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +20,7 @@ from starling.policy.settings.policy import PolicySettings, check_adapters, chec
 
 if TYPE_CHECKING:  # they import torch, see `starling.policy.shell.main`
     from starling.policy.train.learner import Learner
+    from starling.policy.train.model.deferred import DeferredModel
     from starling.policy.train.parallel.mesh import Mesh
     from starling.weightsync.offers.offer import Transport
 
@@ -67,7 +70,7 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
     from starling.policy.train.fit import check_fit
     from starling.policy.train.learner import Learner
     from starling.policy.train.loss.objective import check_objective
-    from starling.weightsync.tensors.adapters import base_digest
+    from starling.weightsync.tensors.adapters import digest_of_base
 
     trainer = KINDS[settings.run.kind].trainer
     assert trainer is not None, "a run that trains nothing has no learner of its own"
@@ -76,7 +79,8 @@ def create_learner(path: Path, settings: PolicyProcess, fetch_to: Path, mesh: Me
     seed_random(settings.run.seed)
     device = settings.model.device if mesh is None else mesh.device(settings.model.device)
     load, lora = partial(load_version_0, path, settings, fetch_to, device), settings.model.lora
-    learner = Learner(load, settings.policy, mesh=mesh, base_of=partial(base_digest, spec=lora))
+    defer = None if mesh is None else partial(defer_version_0, path, settings, fetch_to, device, mesh)
+    learner = Learner(load, settings.policy, mesh=mesh, base_of=partial(digest_of_base, spec=lora), defer=defer)
     if mesh is not None and lora is not None and lora.merged:
         from starling.policy.train.parallel.weights.adapters import check_mergeable
 
@@ -94,7 +98,7 @@ def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Lea
     from starling.policy.train.checkpoint.source import whole_model
     from starling.policy.train.learner import Learner
     from starling.policy.train.model.load import load_model
-    from starling.weightsync.tensors.adapters import base_digest
+    from starling.weightsync.tensors.adapters import digest_of_base
 
     model, policy = settings.model, settings.policy
     with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
@@ -103,7 +107,7 @@ def load_fixed(path: Path, settings: PolicyProcess, fetch_to: Path) -> tuple[Lea
         thread.shutdown(wait=False)
         load = partial(load_model, folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
         alone = policy.model_copy(update={"parallel": ParallelSettings()})  # nothing is computed
-        return Learner(load, alone, base_of=partial(base_digest, spec=model.lora)), digest.result()
+        return Learner(load, alone, base_of=partial(digest_of_base, spec=model.lora)), digest.result()
 
 
 def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: str) -> Any:
@@ -120,14 +124,7 @@ def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: 
 
     policy = settings.policy
     with whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder:
-        model = load_model(
-            folder,
-            init=policy.init,
-            seed=settings.run.seed,
-            dtype=settings.model.dtype,
-            trust_remote_code=settings.model.trust_remote_code,
-            scores=KINDS[settings.run.kind].trainer == "reward_model",
-        )
+        model = load_model(folder, init=policy.init, **_form(settings))
     lora = settings.model.lora
     if lora is not None:
         add_adapters(model, lora, seed=settings.run.seed)
@@ -140,3 +137,53 @@ def load_version_0(path: Path, settings: PolicyProcess, fetch_to: Path, device: 
     apply_memory_settings(model, settings.policy.memory, settings.policy.attention)
     use_precision(model, settings.policy)
     return model
+
+
+@contextmanager
+def defer_version_0(
+    path: Path, settings: PolicyProcess, fetch_to: Path, device: str, mesh: Mesh
+) -> Iterator[DeferredModel | None]:
+    """Lend what `load_version_0` returns, without memory for its weights, which the ranks of `mesh` read in parts.
+
+    Lends None where they cannot: random weights, such as those of DoRA, and files that are no safetensors. Weights that
+    are fetched from elsewhere are on the disk of this host for one rank after another.
+
+    Raises ConfigError.
+    """
+    from starling.policy.train.checkpoint.source import whole_model
+    from starling.policy.train.memory.setup import apply_memory_settings
+    from starling.policy.train.model.deferred import defer_model
+    from starling.policy.train.model.load import find_device, freeze, use_liger
+    from starling.policy.train.parallel.weights.sample import observe
+    from starling.policy.train.precision.layers import use_precision
+
+    policy, lora, place = settings.policy, settings.model.lora, find_device(device)
+    if policy.init == "random" or (lora is not None and lora.dora):
+        yield None
+        return
+    with (
+        mesh.turn() if policy.weights_from else nullcontext(),
+        whole_model(path, policy.weights_from, policy.saving.storage_options, fetch_to) as folder,
+        defer_model(folder, place, **_form(settings)) as deferred,
+    ):
+        if deferred is not None:
+            model = deferred.model
+            if lora is not None:
+                deferred.add_adapters(lora, settings.run.seed)
+            freeze(model, policy.frozen)
+            if policy.liger:
+                use_liger(model, place)
+            observe(model, place, policy.attention)
+            apply_memory_settings(model, policy.memory, policy.attention, place)
+            use_precision(model, policy, place)
+        yield deferred
+
+
+def _form(settings: PolicyProcess) -> dict[str, Any]:
+    """Return the arguments that a whole model and an outline of it are loaded with."""
+    return {
+        "seed": settings.run.seed,
+        "dtype": settings.model.dtype,
+        "trust_remote_code": settings.model.trust_remote_code,
+        "scores": KINDS[settings.run.kind].trainer == "reward_model",
+    }

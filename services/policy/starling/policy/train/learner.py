@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -42,13 +42,14 @@ from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, Rewa
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
 from starling.policy.train.trainer import Trainer
-from starling.weightsync.tensors.adapters import is_adapted
+from starling.weightsync.tensors.adapters import base_tensors, is_adapted
 from starling.weightsync.tensors.modules import local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from starling.policy.train.checkpoint.parts import Part
+    from starling.policy.train.model.deferred import DeferredModel
     from starling.policy.train.parallel.apply import ParallelModel
     from starling.policy.train.parallel.mesh import Mesh
     from starling.policy.train.parallel.replicas.peer_state import ReceivedState
@@ -73,7 +74,8 @@ class Learner:
         settings: PolicySettings,
         *,
         mesh: Mesh | None = None,
-        base_of: Callable[[PreTrainedModel], str] = lambda _: "",
+        base_of: Callable[[Iterable[tuple[str, Tensor]]], str] = lambda _: "",
+        defer: Callable[[], AbstractContextManager[DeferredModel | None]] | None = None,
     ) -> None:
         """Start with version 0.
 
@@ -82,8 +84,9 @@ class Learner:
             settings: defaults of every step.
             mesh: of the ranks that make the steps together; each of them has a learner and calls the same methods with
                 the same arguments. None for a single rank.
-            base_of: returns the digest of the base weights of a model with adapters, which is called with the whole
-                model.
+            base_of: returns the digest of the base weights of a model with adapters, from its `base_tensors`.
+            defer: lends the same version without memory for its weights, of which each rank of `mesh` then reads its
+                parts, or None where ranks load it whole, one after another.
 
         Raises:
             ConfigError: the model cannot be loaded, or is not available on the mesh.
@@ -93,7 +96,7 @@ class Learner:
             raise ConfigError(
                 f"policy.parallel asks for {num_ranks} ranks, and this policy runs as a single one: set its sizes to 1"
             )
-        self._load, self._settings, self._mesh = load, settings, mesh
+        self._load, self._settings, self._mesh, self._defer = load, settings, mesh, defer
         self.base = ""
         """Digest of the base weights of adapters; empty without adapters."""
         self.model, self.parallel = self._on_mesh(base_of)
@@ -412,23 +415,37 @@ class Learner:
             return self._on_mesh()[0]
 
     def _on_mesh(
-        self, base_of: Callable[[PreTrainedModel], str] | None = None
+        self, base_of: Callable[[Iterable[tuple[str, Tensor]]], str] | None = None
     ) -> tuple[PreTrainedModel, ParallelModel | None]:
-        """Load version 0, and put it on the mesh: a rank keeps its parts before the next one loads the whole model.
+        """Load version 0, and put it on the mesh.
 
         `base_of`: see `__init__`; None for a model that is not trained.
         """
-        with nullcontext() if self._mesh is None else self._mesh.turn():
-            model = self._load()
-            if base_of is None:
-                model.requires_grad_(False)
-            else:
-                self.base = base_of(model)
-            if self._mesh is None:
-                return model, None
-            from starling.policy.train.parallel.apply import parallelise
+        mesh = self._mesh
+        if mesh is None:
+            return self._whole(base_of), None
+        from starling.policy.train.parallel.apply import parallelise
 
-            return model, parallelise(model, self._mesh, self._settings)
+        with nullcontext() if self._defer is None else self._defer() as deferred:
+            if deferred is not None:
+                model = deferred.model
+                if base_of is None:
+                    model.requires_grad_(False)
+                else:
+                    self.base = mesh.from_first(partial(base_of, deferred.base_tensors()))
+                return model, parallelise(model, mesh, self._settings, deferred)
+        with mesh.turn():  # A rank keeps its parts before the next one loads the whole model.
+            model = self._whole(base_of)
+            return model, parallelise(model, mesh, self._settings)
+
+    def _whole(self, base_of: Callable[[Iterable[tuple[str, Tensor]]], str] | None) -> PreTrainedModel:
+        """Load version 0 whole; for `base_of` see `_on_mesh`."""
+        model = self._load()
+        if base_of is None:
+            model.requires_grad_(False)
+        else:
+            self.base = base_of(base_tensors(model))
+        return model
 
 
 def _changed_reference(trainer: Trainer) -> Mapping[str, Tensor]:

@@ -24,22 +24,30 @@ else:
 log = structlog.get_logger(__name__)
 
 
-def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings, attention: BackendChoice = "auto") -> None:
+def apply_memory_settings(
+    model: PreTrainedModel,
+    settings: MemorySettings,
+    attention: BackendChoice = "auto",
+    device: torch.device | None = None,
+) -> None:
     """Change how `model` computes, in place; its tensors and their names stay the same.
 
-    Call it once, on the model's final device and after adapters have been added.
+    Call it once, on the model's final device and after adapters have been added. A model without memory has been
+    observed by then, see `starling.policy.train.parallel.weights.sample`.
 
     Args:
         model: to be trained.
         settings: to apply.
         attention: backend of the attention, which is tried before blocks are changed.
+        device: of a model without memory, once it has some.
 
     Raises:
         ConfigError: the model has no blocks to checkpoint or compile, there is no compiler, or the device lacks the
             attention backend.
     """
+    device = device or model.device
     if settings.compile:
-        check_compiler(model.device)
+        check_compiler(device)
         # The attention that `attention_plan` registers is then excluded from compilation.
         import_module("torch._dynamo")
     # Before blocks are compiled: these run the model on a few tokens, shapes that never come again. Before they are
@@ -47,7 +55,7 @@ def apply_memory_settings(model: PreTrainedModel, settings: MemorySettings, atte
     if model.get_output_embeddings() is not None:  # a reward model has none
         find_lm_head(model)
     attention_plan(model, attention)
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    on_cpu = device.type == "cpu"
     if settings.offload_activations and on_cpu:
         log.warning("policy.memory.offload_activations has no effect: the model is on the CPU")
     elif settings.offload_activations:

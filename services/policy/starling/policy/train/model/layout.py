@@ -74,6 +74,15 @@ def attention_plan(model: PreTrainedModel, choice: BackendChoice = "auto") -> At
     return _PLANS[model]
 
 
+def copy_plan(sample: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Let `model` have the plan, and the attention function, that `attention_plan` has found for a sample of it."""
+    _PLANS[model] = _PLANS[sample]
+    if sample.config._attn_implementation == PACKED:
+        use_packed(model)
+    elif model.config._attn_implementation != sample.config._attn_implementation:
+        model.set_attn_implementation(sample.config._attn_implementation)
+
+
 def _plan(model: PreTrainedModel, choice: BackendChoice) -> AttentionPlan:
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or 0

@@ -113,6 +113,11 @@ def find_lm_head(model: torch.nn.Module) -> LmHead | None:
     return LmHead(weight.to_local(), None if bias is None else bias.to_local(), transform, shard)
 
 
+def copy_lm_head(sample: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Let `find_lm_head` return for `model` what it has found for a sample of it."""
+    _TRANSFORMS[model] = _TRANSFORMS[sample]
+
+
 def shard_vocabulary(layer: torch.nn.Module, shard: VocabularyShard) -> None:
     """Record which rows of an output layer, which is a distributed tensor, are on this rank."""
     _SHARDS[layer] = shard

@@ -54,7 +54,7 @@ def load_model(
     Raises:
         ConfigError: the folder is missing or unusable; the text names it and the remedy.
     """
-    _check_folder(folder, init)
+    check_folder(folder, init)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -62,7 +62,7 @@ def load_model(
     except ConfigError:
         raise
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
-        raise _unloadable(folder, error, trust_remote_code) from error
+        raise unloadable(folder, error, trust_remote_code) from error
     return model.eval()
 
 
@@ -89,15 +89,17 @@ def find_device(device: str) -> torch.device:
         raise ConfigError(f"model.device = {device!r} cannot be used: {_sentence(error)}") from error
 
 
-def use_liger(model: PreTrainedModel) -> None:
+def use_liger(model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Replace norms, rotary embeddings and gated layers of `model` by Liger's fused kernels, in place.
+
+    `device`: of a model without memory, once it has some.
 
     Liger's fused losses are not used: they would replace the model's forward pass, and Starling has its own losses.
 
     Raises:
         ConfigError: `model` is not on a CUDA device, Liger is not installed, or does not support such a model.
     """
-    check_liger(model.config.model_type, model.device)
+    check_liger(model.config.model_type, device or model.device)
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
@@ -124,12 +126,12 @@ def outline(
 
     Arguments and errors are those of `load_model`; weights are not needed.
     """
-    _check_folder(folder, "random")
+    check_folder(folder, "random")
     try:
         with torch.device("meta"):
             return _load(folder, getattr(torch, dtype), trust_remote_code, random=True, scores=scores)
     except Exception as error:  # The folder is the user's, and its loaders raise anything.
-        raise _unloadable(folder, error, trust_remote_code) from error
+        raise unloadable(folder, error, trust_remote_code) from error
 
 
 def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
@@ -208,12 +210,13 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool, *, random: 
                 output_loading_info=True,
             )
         absent = {name for name in info["missing_keys"] if not (scores and name.startswith("score."))}
-        _check_complete(folder, absent, info["mismatched_keys"])
+        check_complete(folder, absent, info["mismatched_keys"])
         _check_tied(folder, model)
     return cast(PreTrainedModel, model)
 
 
-def _check_folder(folder: Path, init: str) -> None:
+def check_folder(folder: Path, init: str) -> None:
+    """Raise ConfigError unless `folder` has a configuration and, unless `init` is ``"random"``, weights."""
     if not folder.is_dir():
         raise ConfigError(f"the model folder {folder} does not exist: give the path of a Hugging Face model folder")
     path = folder / "config.json"
@@ -232,11 +235,12 @@ def _check_folder(folder: Path, init: str) -> None:
         )
 
 
-def _unloadable(folder: Path, error: Exception, trust_remote_code: bool) -> ConfigError:
+def unloadable(folder: Path, error: Exception, trust_remote_code: bool = True) -> ConfigError:
+    """Return the error for a loader that has failed; with a remedy where that did not run the folder's code."""
     return ConfigError(f"the model in {folder} cannot be loaded: {_sentence(error)}{remedy(folder, trust_remote_code)}")
 
 
-def _check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> None:
+def check_complete(folder: Path, missing: set[str], mismatched: set[str]) -> None:
     """Refuse weights that do not fill the model: the loader would leave the others random."""
     absent = sorted(str(name) for name in missing) or sorted(str(name) for name in mismatched)
     if absent:
@@ -252,10 +256,15 @@ def _check_tied(folder: Path, model: PreTrainedModel) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if parameters.get(target) is not parameters.get(source):
-            raise ConfigError(
-                f"the weights in {folder} have {target} and another {source}, and its config.json ties them: set "
-                f"tie_word_embeddings = false there, or remove {target} from the weights"
-            )
+            raise unequal_ties(folder, target, source)
+
+
+def unequal_ties(folder: Path, target: str, source: str) -> ConfigError:
+    """Return the error for weights with two different tensors that the configuration ties."""
+    return ConfigError(
+        f"the weights in {folder} have {target} and another {source}, and its config.json ties them: set "
+        f"tie_word_embeddings = false there, or remove {target} from the weights"
+    )
 
 
 def _sentence(error: Exception) -> str:

@@ -23,9 +23,10 @@ from starling.policy.train.data.packing import Index, Microbatch, MicrobatchInpu
 from starling.policy.train.loss.router import declared_routers
 from starling.policy.train.metrics.flops import ModelCost, model_cost
 from starling.policy.train.model.experts import find_experts, num_experts
-from starling.policy.train.model.layout import attention_plan
+from starling.policy.train.model.layout import AttentionPlan, attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
+from starling.policy.train.model.tensors import all_named
 from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 from starling.policy.train.parallel import expert, fsdp
 from starling.policy.train.parallel.collectives import sum_over
@@ -41,16 +42,28 @@ from starling.policy.train.parallel.tensor.probe import TensorProbe
 from starling.policy.train.parallel.tensor.styles import check_tensors
 from starling.policy.train.parallel.weights.adapters import check_adapters, merged_parts
 from starling.policy.train.parallel.weights.parts import cuts_blocks, hidden_masters, part_of, state_parts
+from starling.policy.train.parallel.weights.reading import read_weights
+from starling.policy.train.parallel.weights.sample import small_copy
 from starling.policy.train.parallel.weights.shards import LocalShards, TiedWeights, local_part, owned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from starling.policy.train.model.deferred import DeferredModel
 else:
     PreTrainedModel = torch.nn.Module
 
 
-def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> ParallelModel:
-    """Put `model` on `mesh`, in place. Every rank calls it with the same weights.
+def parallelise(
+    model: PreTrainedModel, mesh: Mesh, settings: PolicySettings, deferred: DeferredModel | None = None
+) -> ParallelModel:
+    """Put `model` on `mesh`, in place.
+
+    Args:
+        model: whole, with the same weights on every rank, which all call this.
+        mesh: of the ranks.
+        settings: of the policy.
+        deferred: the weights of a `model` that has no memory for them: each rank reads its parts at the end.
 
     Raises:
         ConfigError: the model or a setting is not available on a mesh; the text names it and the remedy.
@@ -62,16 +75,9 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     plan = attention_plan(model, settings.attention)
     if mesh.size("cp") > 1:
         check_context(model, plan, mesh)
-    if mesh.size("pp") > 1:
-        observe_stages(model, mesh.settings, plan)
+    dtypes = {name: tensor.dtype for name, tensor in all_named(model, each_name=True)}
     whole = WholeModel.of(model)
-    partial: Sequence[str] = ()
-    if mesh.size("tp") > 1:
-        check_segments(model, plan, "tp", mesh)
-        probe = TensorProbe(model, plan, mesh, rounds=settings.precision.kind != "none")
-        partial = divide_tensors(model, mesh)
-        with mesh.between_turns():  # this rank keeps a part of the matrices already
-            probe.check(model)
+    partial = _divide_blocks(model, mesh, settings, plan, deferred)
     if mesh.size("ep") > 1:
         divided = set(expert.divide_experts(model, mesh))
         partial = [name for name in partial if name not in divided]
@@ -85,7 +91,34 @@ def parallelise(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) ->
     media = None if vision_tower(model) is None else _media_forward(model, mesh, pipeline)
     if mesh.size(SHARDS) > 1:
         fsdp.shard_parameters(model, mesh, reshard, roots, codes=settings.precision.fsdp_all_gather)
+    if deferred is not None:
+        read_weights(deferred, roots, dtypes)
     return ParallelModel(model, mesh, whole, partial, pipeline, media)
+
+
+def _divide_blocks(
+    model: PreTrainedModel, mesh: Mesh, settings: PolicySettings, plan: AttentionPlan, deferred: DeferredModel | None
+) -> Sequence[str]:
+    """Try the code of `model` in stages and with divided matrices, and divide the matrices, where the mesh has ranks.
+
+    Returns the names of whole parameters of whose gradient each rank of tp has a part.
+    """
+    if mesh.size("pp") * mesh.size("tp") == 1:
+        return ()
+    # What has no memory is tried on a sample of it.
+    tried = model if deferred is None else small_copy(model, deferred.device, num_blocks=mesh.settings.num_stages)
+    if mesh.size("pp") > 1:
+        observe_stages(tried, mesh.settings, plan)
+    if mesh.size("tp") == 1:
+        return ()
+    check_segments(model, plan, "tp", mesh)
+    probe = TensorProbe(tried, plan, mesh, rounds=settings.precision.kind != "none")
+    partial = divide_tensors(model, mesh)
+    if tried is not model:
+        divide_tensors(tried, mesh)
+    with mesh.between_turns():  # this rank keeps a part of the matrices already
+        probe.check(tried)
+    return partial
 
 
 def _media_forward(model: PreTrainedModel, mesh: Mesh, pipeline: Pipeline | None) -> MediaForward:

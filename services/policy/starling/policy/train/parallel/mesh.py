@@ -16,12 +16,13 @@ efsdp is to a shard of experts what dp_shard is to other parameters.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -133,6 +134,13 @@ class Mesh:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_EX)
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """Return the text that `make` returns on rank 0, where alone it is called; every rank calls this."""
+        found: list[Any] = [make() if dist.get_rank() == 0 else ""]
+        with self.between_turns():
+            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        return str(found[0])
 
     def device(self, name: str) -> str:
         """Return the device of this rank, where `name` is that of all: `model.device`."""

@@ -66,11 +66,11 @@ class LinearLayers:
     """Of all linear layers."""
 
 
-def use_precision(model: PreTrainedModel, settings: PolicySettings) -> None:
+def use_precision(model: PreTrainedModel, settings: PolicySettings, device: torch.device | None = None) -> None:
     """Make `model` multiply in the precision of `settings`, in place; its parameters stay what they are.
 
     Call it after everything that observes how `model` computes (`apply_memory_settings`): in low precision the result
-    for a sequence may depend on those beside it, which share a scale with it.
+    for a sequence may depend on those beside it, which share a scale with it. `device`: see `apply_memory_settings`.
 
     Raises:
         ConfigError: as `check_precision`, or the format is not available on the device or for the type of `model`.
@@ -79,7 +79,7 @@ def use_precision(model: PreTrainedModel, settings: PolicySettings) -> None:
     if precision.kind == "none":
         return
     layers = check_precision(model, settings)
-    emulate = _emulates(precision.kind, model.device)
+    emulate = _emulates(precision.kind, device or model.device)
     _import_layers(precision.kind)(model, layers.low, precision.kind, emulate=emulate)
     _log_once(precision.kind, len(layers.low), layers.num_linear)
 
