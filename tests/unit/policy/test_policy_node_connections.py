@@ -17,12 +17,13 @@ from zmq.utils.monitor import recv_monitor_message
 from starling.common.errors import ConfigError
 from starling.common.net import curve
 from starling.common.net.keyring import make_keys
+from starling.common.nodes.children import Loss
+from starling.common.nodes.facts import NodeFacts
+from starling.common.nodes.nodes import DOWN, Answer, Down, Join, Lost, Nodes, Request, Up, Welcome
 from starling.common.service import NodeArguments
 from starling.common.settings import NetworkSettings
 from starling.policy.settings.parallel import ParallelSettings
-from starling.policy.shell.children import Loss
-from starling.policy.shell.facts import NodeFacts
-from starling.policy.shell.nodes import DOWN, Answer, Down, Join, Lost, Nodes, Request, Up, Welcome
+from starling.policy.shell.facts import gather_ranks
 
 NAME = "policy-0"
 WAIT_S = 60.0
@@ -115,7 +116,7 @@ def test_ranks_are_numbered_through_the_nodes_and_frames_pass(key: curve.KeyFile
         two = Agent(address, own)
         two.send(Join(facts=facts(2, 1)))
         one.send(Join(facts=facts(1, 3)))
-        nodes.gather(ParallelSettings(dp_shard=6, join_s=WAIT_S))
+        gather_ranks(nodes, ParallelSettings(dp_shard=6, join_s=WAIT_S))
         assert nodes.num_ranks == 4
         nodes.serve(take, lose)
         nodes.send(b"work")
@@ -144,7 +145,7 @@ def test_nodes_whose_ranks_are_not_those_of_the_mesh_are_refused() -> None:
         two.send(Join(facts=facts(2, 1)))
         sentence = r"the nodes have 1 \+ 1 \+ 1 = 3 ranks, and policy.parallel has 4; give --ranks-per-node that fit"
         with pytest.raises(ConfigError, match=sentence):
-            nodes.gather(ParallelSettings(tp=4, join_s=WAIT_S))
+            gather_ranks(nodes, ParallelSettings(tp=4, join_s=WAIT_S))
 
 
 @pytest.mark.parametrize(

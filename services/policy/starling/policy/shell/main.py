@@ -22,6 +22,7 @@ import structlog
 from starling.common.errors import ConfigError, RestartError, StarlingError, WeightsError
 from starling.common.kinds import KINDS
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
+from starling.common.nodes.agent import NodeAgent
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
 from starling.common.offers import OFFER_TIMEOUT_S, OfferSender, lease_failure
 from starling.common.service import (
@@ -33,8 +34,7 @@ from starling.common.service import (
 )
 from starling.common.wire import messages as wire
 from starling.policy.core.admission import PolicyCommand, PolicyState
-from starling.policy.shell.agent import NodeAgent
-from starling.policy.shell.facts import facts_of
+from starling.policy.shell.facts import facts_of, limit_of
 from starling.policy.shell.loading import PolicyProcess, choose_transport
 from starling.policy.shell.peers import PeerServer, StateRequest, request_state, settings_digest
 from starling.policy.shell.ranks import RankLink, RanksDisagreeError
@@ -369,7 +369,14 @@ def make_shell(settings: PolicyProcess, arguments: ServiceArguments) -> Shell | 
     def serve(rank: int, first_rank: int, pipe: Connection) -> None:
         serve_rank(setup, rank, first_rank, RankLink(pipe))
 
-    return NodeAgent(settings, arguments, facts_of(settings, arguments, path, transport), serve)
+    return NodeAgent(
+        settings,
+        arguments,
+        facts_of(settings, arguments, path, transport),
+        serve,
+        limit=limit_of(settings.policy.parallel),
+        leave_s=settings.policy.saving.leave_s,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from starling.policy.shell.facts import PACKAGES, version_of
+from starling.common.nodes.facts import version_of
+from starling.policy.shell.facts import PACKAGES
 
 if TYPE_CHECKING:
     from starling.policy.shell.loading import PolicyProcess

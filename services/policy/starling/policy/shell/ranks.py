@@ -1,7 +1,7 @@
 """The ranks of a replica: rank 0 is the policy's own process, the others do what it tells them.
 
 Those on its host are its children, each with a pipe; those on other hosts are children of an agent there, with which
-it has a connection (`starling.policy.shell.nodes`). Requests come, and each is answered. A request is executed by all
+it has a connection (`starling.common.nodes.nodes`). Requests come, and each is answered. A request is executed by all
 ranks, rank 0 included, whose collective operations then meet. Commands, batches, layouts and offers take this way;
 weights do not.
 
@@ -25,9 +25,9 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError, RestartError, StarlingError, WeightsError
+from starling.common.nodes.children import END, END_S, Loss, RankProcesses
+from starling.common.nodes.nodes import Nodes
 from starling.common.observe.process import EXIT_FAILED, EXIT_RESTART, EXIT_USAGE, end_process
-from starling.policy.shell.children import END, END_S, Loss, RankProcesses
-from starling.policy.shell.nodes import Nodes
 from starling.policy.train.errors import PeersLostError, StepBrokenError
 
 T = TypeVar("T")

@@ -18,6 +18,8 @@ import msgspec
 from starling.common.errors import ConfigError, StarlingError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.common.kinds import KINDS
+from starling.common.nodes.facts import mark
+from starling.common.nodes.nodes import Nodes
 from starling.common.offers import OFFER_TIMEOUT_S
 from starling.common.service import ServiceArguments
 from starling.common.wire import messages as wire
@@ -39,9 +41,8 @@ from starling.policy.shell.commands import (
     WriteExport,
     WriteState,
 )
-from starling.policy.shell.facts import facts_of, mark, share_of
+from starling.policy.shell.facts import facts_of, gather_ranks, share_of
 from starling.policy.shell.loading import PolicyProcess
-from starling.policy.shell.nodes import Nodes
 from starling.policy.shell.rank import LayoutParts, PolicyRank, RankSetup, shared_files
 from starling.policy.shell.rank_process import serve_rank
 from starling.policy.shell.ranks import Ranks
@@ -112,7 +113,7 @@ class PolicyReplica:
         key = arguments.key_file(settings.network.curve)
         nodes = Nodes(arguments.name, arguments.nodes, settings.network, key, facts)
         try:
-            nodes.gather(settings.policy.parallel)
+            gather_ranks(nodes, settings.policy.parallel)
         except StarlingError as error:
             nodes.close(str(error) if isinstance(error, ConfigError) else "")
             raise

@@ -1,4 +1,4 @@
-"""The agent of a node of a policy that is not node 0: forks the ranks of its host, and passes their frames on.
+"""The agent of a node of a replica that is not node 0: forks the ranks of its host, and passes their frames on.
 
 It outlives the ranks: when node 0 starts again, because any rank of any node has ended, the agent kills its own, joins
 the next incarnation of node 0, and forks new ones, for which everything is imported already. It never uses a device.
@@ -23,14 +23,9 @@ from zmq.utils.monitor import parse_monitor_message
 from starling.common.errors import ConfigError, RestartError, UnreachableError
 from starling.common.net import curve
 from starling.common.net.frames import receive
-from starling.common.observe.process import StopSignal
-from starling.common.service import NodeArguments, ServiceArguments
-from starling.common.settings import NetworkSettings
-from starling.common.wakeup import Wakeup
-from starling.policy.shell.children import END, END_S, Loss, RankProcesses
-from starling.policy.shell.facts import NodeFacts, read_mark
-from starling.policy.shell.loading import PolicyProcess
-from starling.policy.shell.nodes import (
+from starling.common.nodes.children import END, END_S, Loss, RankProcesses
+from starling.common.nodes.facts import NodeFacts, read_mark
+from starling.common.nodes.nodes import (
     ASK_S,
     DOWN,
     POLL_MS,
@@ -38,6 +33,7 @@ from starling.policy.shell.nodes import (
     Down,
     End,
     Join,
+    JoinLimit,
     Lost,
     Refusal,
     Request,
@@ -45,9 +41,13 @@ from starling.policy.shell.nodes import (
     Welcome,
     set_limits,
 )
+from starling.common.observe.process import StopSignal
+from starling.common.service import NodeArguments, ServiceArguments
+from starling.common.settings import NetworkSettings, ServiceSettings
+from starling.common.wakeup import Wakeup
 
 EXIT_S: Final = 5.0
-"""How long an agent may take to exit once its node was stopped, besides the time that the policy takes to save."""
+"""How long an agent may take to exit once its node was stopped, besides the time that node 0 takes to save."""
 LEAVE_S: Final = 5.0
 """How long node 0 may take to end after the news that a rank has ended."""
 RECONNECT_MS: Final = (100, 2000)
@@ -63,14 +63,27 @@ Serve = Callable[[int, int, Connection], None]
 class NodeAgent:
     """The process of a node."""
 
-    def __init__(self, settings: PolicyProcess, arguments: ServiceArguments, facts: NodeFacts, serve: Serve) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        arguments: ServiceArguments,
+        facts: NodeFacts,
+        serve: Serve,
+        *,
+        limit: JoinLimit,
+        leave_s: float = 0.0,
+        label: str = "rank",
+    ) -> None:
         """Prepare; nothing is connected yet.
 
         Args:
-            settings: of the policy.
+            settings: of the service.
             arguments: its command line.
             facts: of this node, without the marker.
             serve: called in each rank.
+            limit: how long to look for node 0.
+            leave_s: how long node 0 may need the ranks after this node was told to stop.
+            label: see `RankProcesses`.
 
         Raises:
             ConfigError: the key file cannot be used.
@@ -80,7 +93,7 @@ class NodeAgent:
         self._network, self._log_form = settings.network, settings.run.log_format
         self._key = arguments.key_file(settings.network.curve)
         self._facts, self._serve = facts, serve
-        self._join_s, self._leave_s = settings.policy.parallel.join_s, settings.policy.saving.leave_s
+        self._limit, self._leave_s, self._label = limit, leave_s, label
         self._title = f"node {arguments.nodes.number} of {arguments.name}"
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request to save is for node 0
 
@@ -103,14 +116,14 @@ class NodeAgent:
 
     def _join(self, link: _Link, stop: StopSignal) -> Welcome | None:
         """Return the welcome of node 0; None when this process is stopped before."""
-        deadline, asked = time.monotonic() + self._join_s, 0.0
+        deadline, asked = time.monotonic() + self._limit.seconds, 0.0
         log.info("joining", address=link.address)
         while not stop:
             now = time.monotonic()
             if now > deadline:
                 raise UnreachableError(
-                    f"{self._title} could not join node 0 at {link.address} within {self._join_s:g} s "
-                    f"(policy.parallel.join_s): {link.state}; check that all nodes run, with the same key file"
+                    f"{self._title} could not join node 0 at {link.address} within {self._limit.seconds:g} s "
+                    f"({self._limit.setting}): {link.state}; check that all nodes run, with the same key file"
                 )
             if link.is_connected and now >= asked + ASK_S:
                 facts = msgspec.structs.replace(self._facts, marker=read_mark(self._folder, self._name))
@@ -134,7 +147,7 @@ class NodeAgent:
             losses.append(loss)
             wakeup.set()
 
-        ranks = RankProcesses(self._name, link.pass_on, lose)
+        ranks = RankProcesses(self._name, link.pass_on, lose, label=self._label)
         first = welcome.first_rank
         numbers = range(first, first + self._facts.num_ranks)
         ranks.start(numbers, self._folder, self._log_form, lambda rank, pipe: self._serve(rank, first, pipe))

@@ -1,7 +1,7 @@
 """The ranks of a replica on one host: forked children of a process, each of which has a pipe for requests and answers.
 
 The kernel kills them when that process ends. When one of them ends by itself, all have to: the others could be waiting
-for it in a collective operation.
+for it in a collective operation. Where an engine forks its own workers, the child is not a rank but their parent.
 """
 
 from __future__ import annotations
@@ -61,14 +61,18 @@ class _Child:
 class RankProcesses:
     """Forks, watches and ends ranks."""
 
-    def __init__(self, name: str, received: Callable[[int, bytes], None], lost: Callable[[Loss], None]) -> None:
+    def __init__(
+        self, name: str, received: Callable[[int, bytes], None], lost: Callable[[Loss], None], *, label: str = "rank"
+    ) -> None:
         """Prepare for ranks of the replica `name`.
 
         Args:
             name: of the replica.
             received: called with a rank and a frame that it has sent, in a thread of that rank.
             lost: called when ranks have ended that were not to, in the threads of these ranks.
+            label: what titles, logs and losses call a child, before its number.
         """
+        self._label = label
         self._name, self._received, self._lost = name, received, lost
         self._children: list[_Child] = []
         self._lock = threading.Lock()
@@ -89,7 +93,7 @@ class RankProcesses:
             ConfigError: a log cannot be written.
         """
         for rank in ranks:
-            path = folder / "logs" / f"{self._name}.rank-{rank}.log"
+            path = folder / "logs" / f"{self._name}.{self._label}-{rank}.log"
             descriptor = _open_log(path)
             ours, theirs = Pipe()
             parent = os.getpid()
@@ -97,7 +101,9 @@ class RankProcesses:
             if pid == 0:
                 for connection in (ours, *(child.connection for child in self._children)):
                     connection.close()
-                _run_child(f"{self._name}.rank-{rank}", parent, descriptor, log_form, partial(serve, rank, theirs))
+                _run_child(
+                    f"{self._name}.{self._label}-{rank}", parent, descriptor, log_form, partial(serve, rank, theirs)
+                )
             theirs.close()
             os.close(descriptor)
             self._children.append(_Child(rank, pid, ours, path))
@@ -157,7 +163,7 @@ class RankProcesses:
         first = (killed or ended)[0]
         status = first.status or 0
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
-        self._lost(Loss(what=f"rank {first.rank} {how}", log=str(first.log), was_killed=status < 0))
+        self._lost(Loss(what=f"{self._label} {first.rank} {how}", log=str(first.log), was_killed=status < 0))
 
     def _poll(self, child: _Child) -> int | None:
         """Return the exit code of a child; None while it runs."""

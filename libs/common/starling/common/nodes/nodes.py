@@ -1,6 +1,6 @@
 """The nodes of a replica, as node 0 has them: it admits the agents of the others, and reaches their ranks by them.
 
-Each agent (`starling.policy.shell.agent`) connects to the address of `--rdzv`, says which node it is and with what
+Each agent (`starling.common.nodes.agent`) connects to the address of `--rdzv`, says which node it is and with what
 settings, model and folder, and is admitted once all nodes are there. Then requests and answers travel as through the
 pipes of ranks on this host. Connections are encrypted and authenticated by CURVE with the key of the replica, which
 all of its nodes have. Either end notices by ZeroMQ's pings that the other one is gone, within `network.lease_s`.
@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
@@ -22,19 +22,17 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from starling.common.counts import counted
 from starling.common.errors import ConfigError, UnreachableError
 from starling.common.net import curve
 from starling.common.net.binding import bind
 from starling.common.net.frames import receive, receive_routed
+from starling.common.nodes.children import Loss
+from starling.common.nodes.facts import NodeFacts
 from starling.common.observe.process import EXIT_FAILED, end_process
 from starling.common.service import NodeArguments
 from starling.common.settings import NetworkSettings
 from starling.common.wakeup import Wakeup
 from starling.common.wire.codec import MAX_BUFFER_BYTES
-from starling.policy.settings.parallel import ParallelSettings
-from starling.policy.shell.children import Loss
-from starling.policy.shell.facts import NodeFacts
 
 ASK_S: Final = 1.0
 """Interval at which an agent asks to be admitted."""
@@ -43,6 +41,28 @@ LINGER_MS: Final = 2000
 """How long the last messages may take to be sent."""
 
 log = structlog.get_logger(__name__)
+
+
+class JoinLimit(NamedTuple):
+    """How long the nodes of a replica wait for each other."""
+
+    seconds: float
+    setting: str
+    """That has this value."""
+
+
+@dataclass
+class NodeSetup:
+    """What a service listens with for the agents of its other nodes; see `Nodes`."""
+
+    name: str
+    arguments: NodeArguments
+    network: NetworkSettings
+    key: curve.KeyFile | None
+    facts: NodeFacts
+    limit: JoinLimit
+    is_over: bool = False
+    """This process is not started again, so the agents end with it."""
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
@@ -144,36 +164,32 @@ class Nodes:
         """Ranks on the other nodes."""
         return sum(member.facts.num_ranks for member in self._members.values())
 
-    def gather(self, parallel: ParallelSettings) -> None:
-        """Wait until all nodes have joined, and tell them to begin. `parallel`: of the replica.
+    @property
+    def shares(self) -> list[int]:
+        """Ranks of each node, node 0 first; all have joined."""
+        return [self._facts.num_ranks, *(self._members[node].facts.num_ranks for node in sorted(self._members))]
+
+    def gather(self, limit: JoinLimit) -> None:
+        """Wait until all nodes have joined. `limit`: for how long.
 
         Raises:
             UnreachableError: one has not joined in time.
-            ConfigError: they have another number of ranks.
         """
-        num_ranks, timeout_s = parallel.num_ranks, parallel.join_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + limit.seconds
         log.info("waiting_for_nodes", address=f"{self._arguments.host}:{self._arguments.port}", nodes=self._missing())
         while self._missing():
             if time.monotonic() > deadline:
                 refusal = f"; the last one that was refused: {self._last_refusal}" if self._last_refusal else ""
                 raise UnreachableError(
                     f"{_named(self._missing())} of {self._name} did not join at {self._arguments.host}:"
-                    f"{self._arguments.port} within {timeout_s:g} s (policy.parallel.join_s){refusal}"
+                    f"{self._arguments.port} within {limit.seconds:g} s ({limit.setting}){refusal}"
                 )
             self._step(self._admit, self._forget)
-        shares = [self._facts.num_ranks, *(self._members[node].facts.num_ranks for node in sorted(self._members))]
-        if sum(shares) != num_ranks:
-            problem = (
-                f"the nodes have {' + '.join(map(str, shares))} = {counted(sum(shares), 'rank')}, and policy.parallel "
-                f"has {num_ranks}; give --ranks-per-node that fit"
-            )
-            raise ConfigError(problem)
-        firsts = [sum(shares[:node]) for node in range(len(shares))]
-        if any(first % parallel.tp for first in firsts):
-            log.warning("tp_crosses_nodes", tp=parallel.tp, ranks_per_node=shares)
+
+    def welcome(self, first_ranks: Sequence[int]) -> None:
+        """Tell all nodes to begin. `first_ranks`: the first rank of each, node 0 first."""
         for node in sorted(self._members):
-            self._tell(node, Welcome(first_rank=firsts[node]))
+            self._tell(node, Welcome(first_rank=first_ranks[node]))
 
     def serve(self, received: Callable[[int, bytes], None], lost: Callable[[Loss], None]) -> None:
         """Exchange frames from now on, in a thread.
