@@ -132,11 +132,18 @@ def spec_of(
 class EngineDriver:
     """An engine that is stepped by the calling thread."""
 
-    def __init__(self, folder: Path, *, has_own_weights: bool = False, **rollout: Any) -> None:
+    def __init__(
+        self, folder: Path, *, has_own_weights: bool = False, make_spec: Any = spec_of, **rollout: Any
+    ) -> None:
         self._wake = threading.Event()
-        spec = spec_of(folder, self._wake.set, **rollout)
-        self.engine: Engine = VllmEngine(dataclasses.replace(spec, has_own_weights=has_own_weights))
+        spec = make_spec(folder, self._wake.set, **rollout)
+        self.spec: EngineSpec = dataclasses.replace(spec, has_own_weights=has_own_weights)
+        self.engine: Engine = VllmEngine(self.spec)
         self.results: dict[str, GroupResult | GroupFailed] = {}
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
 
     def step(self, timeout_s: float = 1.0) -> None:
         """Step the engine, waiting at most `timeout_s`, and collect finished groups."""

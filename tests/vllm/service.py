@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Service:
         offer = self.source.publish(self.version + 1)
         order = wire.AdoptWeights(lease=self.hub.lease("adopt"), version=offer.version, source="policy-0")
         adopted, _ = self.hub.ask(NAME, order, wire.WeightsAdopted, (encode(offer), encode(self.plan)))
-        assert adopted.version == offer.version
+        assert (adopted.version, adopted.root) == (offer.version, offer.root)
         self.version = offer.version
 
     def logprobs(self, version: int, prompt: list[int], ids: list[int], temperature: float = 1.0) -> Any:
@@ -129,17 +129,29 @@ def settings(kind: str, folder: Path) -> tuple[str, ...]:
     return ("--run.kind", kind, "--model.path", str(folder), "--model.dtype", "float32", *flags)
 
 
+def alone(hub: FakeHub, folder: Path, flags: tuple[str, ...]) -> AbstractContextManager[Any]:
+    """Start nothing beside the rollout."""
+    return nullcontext()
+
+
 @contextmanager
-def service(base: Path, *flags: str) -> Iterator[Service]:
-    """Start the rollout, with the first checkpoint as version 0."""
+def service(
+    base: Path, *flags: str, beside: Callable[[FakeHub, Path, tuple[str, ...]], AbstractContextManager[Any]] = alone
+) -> Iterator[Service]:
+    """Start the rollout, with the first checkpoint as version 0.
+
+    `beside`: started before it, with the hub, its folder and its flags, and ended after it.
+    """
     folders = make_checkpoints(base)
     run = base / "run"
     api = ("--rollout.api.enabled", "true", "--rollout.api.key", "a key of mine")
+    common = (*settings("rl", folders[0]), *api, *flags)
     hub = FakeHub()
     try:
         with (
             publisher_process(folders) as publisher,
-            replica(hub, NAME, run, *settings("rl", folders[0]), *api, *flags, fresh=True) as process,
+            beside(hub, run, common),
+            replica(hub, NAME, run, *common, fresh=True) as process,
         ):
             hello, (layout,) = hub.hello(NAME)
             assert hello.version == 0

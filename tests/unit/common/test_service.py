@@ -87,6 +87,12 @@ def test_policy_knows_its_node() -> None:
         assert parse_arguments("policy", [*ADDRESS, *alone], ServiceSettings).nodes is None
 
 
+def test_rollout_knows_its_node() -> None:
+    flags = ["--nnodes", "2", "--node-rank", "1", "--rdzv", "h:29500"]
+    assert parse_arguments("rollout", [*ADDRESS, *flags], ServiceSettings).nodes == NodeArguments(1, 2, "h", 29500, 0)
+    assert process_name("rollout", flags) == "rollout-0.node-1"
+
+
 def test_help_lists_flags_and_settings_by_section(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments("reward", ["--help"], ServiceSettings)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Final, NoReturn, Protocol, TypeVar
 
 import structlog
 from pydantic import BaseModel
@@ -51,15 +51,18 @@ SECTIONS = (
 
 OWN_FLAGS = ("--help", "--config", "--dir", "--key", "--name", "--controller")
 """Flags of every service that are not settings."""
-NODE_FLAGS = ("--nnodes", "--node-rank", "--rdzv", "--ranks-per-node")
-"""Further ones of a policy."""
+NODE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
+    "policy": ("--nnodes", "--node-rank", "--rdzv", "--ranks-per-node"),
+    "rollout": ("--nnodes", "--node-rank", "--rdzv"),
+}
+"""Further ones of services that may have several nodes."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 """Names of the weight files of a Hugging Face model folder."""
 
 
 @dataclass(frozen=True)
 class NodeArguments:
-    """Which of the nodes of a policy this process is: node 0 speaks with the controller, the others follow it."""
+    """Which of the nodes of a replica this process is: node 0 speaks with the controller, the others follow it."""
 
     number: int
     num_nodes: int
@@ -83,7 +86,7 @@ class ServiceArguments:
     key: Path | None
     flags: tuple[str, ...]
     nodes: NodeArguments | None = None
-    """Of a policy on several nodes."""
+    """Of a replica on several nodes."""
 
     def key_file(self, curve: bool) -> KeyFile | None:
         """Return this service's keys, or None for a run without CURVE. Raises ConfigError."""
@@ -116,16 +119,16 @@ def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> 
         controller="" if role == "controller" else known.controller,
         key=known.key,
         flags=tuple(flags),
-        nodes=_read_nodes(known) if role == "policy" else None,
+        nodes=_read_nodes(known) if role in NODE_FLAGS else None,
     )
 
 
 def _read_nodes(known: argparse.Namespace) -> NodeArguments | None:
-    """Return which node a policy is; None for the only one. Raises ConfigError."""
+    """Return which node a replica is; None for the only one. Raises ConfigError."""
     num_nodes, number, most = known.nnodes, known.node_rank, known.nnodes - 1
     if num_nodes < 1:
         raise ConfigError(f"--nnodes {num_nodes} is no number of nodes; give at least 1")
-    if known.ranks_per_node < 0:
+    if getattr(known, "ranks_per_node", 0) < 0:
         raise ConfigError(f"--ranks-per-node {known.ranks_per_node} is no number of ranks; give at least 1")
     if not (0 <= number <= most or (number < 0 and num_nodes == 1)):
         given = f"--node-rank {number} is not one of them" if number >= 0 else "--node-rank is missing"
@@ -136,7 +139,7 @@ def _read_nodes(known: argparse.Namespace) -> NodeArguments | None:
     if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         given = f"--rdzv {known.rdzv} is no address" if known.rdzv else "--rdzv is missing"
         raise ConfigError(f"{given}; give each node the address at which node 0 listens, host:port")
-    return NodeArguments(number, num_nodes, host, int(port), known.ranks_per_node)
+    return NodeArguments(number, num_nodes, host, int(port), getattr(known, "ranks_per_node", 0))
 
 
 class _ArgumentParser(argparse.ArgumentParser):
@@ -167,20 +170,27 @@ def _parser(role: str, schema: type[BaseModel] | None) -> argparse.ArgumentParse
         connection = parser.add_argument_group("connection")
         connection.add_argument("--name", default=f"{role}-0", help=f"name of this replica; default: {role}-0")
         connection.add_argument("--controller", required=True, metavar="ADDRESS", help="required: tcp://host:port")
+    if role in NODE_FLAGS:
+        _add_nodes(parser, role)
+    return parser
+
+
+def _add_nodes(parser: argparse.ArgumentParser, role: str) -> None:
+    """Add the flags of the nodes of a replica that may have several."""
+    parts = "ranks are" if role == "policy" else "vLLM workers are"
+    nodes = parser.add_argument_group(f"nodes, for a {role} whose {parts} on several hosts")
+    nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: 1")
+    nodes.add_argument("--node-rank", type=int, default=-1, metavar="I", help="which one this is, from 0")
+    nodes.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where node 0 listens for the others")
     if role == "policy":
-        nodes = parser.add_argument_group("nodes, for a policy whose ranks are on several hosts")
-        nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: 1")
-        nodes.add_argument("--node-rank", type=int, default=-1, metavar="I", help="which one this is, from 0")
-        nodes.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where node 0 listens for the others")
         nodes.add_argument(
             "--ranks-per-node", type=int, default=0, metavar="N", help="ranks on this node; default: an equal share"
         )
-    return parser
 
 
 def _check_flags(role: str, flags: Sequence[str], schema: type[BaseModel]) -> None:
     """Raise ConfigError for a flag that is neither the service's nor a setting, and like one of the service's."""
-    own = (*OWN_FLAGS, *NODE_FLAGS) if role == "policy" else OWN_FLAGS
+    own = (*OWN_FLAGS, *NODE_FLAGS.get(role, ()))
     for flag in (flag.partition("=")[0] for flag in flags if flag.startswith("--")):
         if flag in own or "." in flag:
             continue
@@ -277,7 +287,7 @@ def process_name(role: str, argv: Sequence[str]) -> str:
     for flag, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
         found.setdefault(name, value if equals else following)
-    node = found.get("--node-rank", "") if role == "policy" else ""
+    node = found.get("--node-rank", "") if role in NODE_FLAGS else ""
     return (found.get("--name") or f"{role}-0") + (f".node-{node}" if node.isdecimal() and int(node) else "")
 
 

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from starling.common.counts import counted
+from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COUNT, MAX_MIB, MAX_PROCESSES, MAX_ROWS, MAX_SLOTS, MAX_TOKENS, MAX_WHOLE
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import ModelSettings, Seconds, ServiceSettings, SettingsSection, WeightsSettings
@@ -35,6 +37,19 @@ class VllmSettings(SettingsSection):
     """Further arguments of vLLM's `AsyncEngineArgs`, by name."""
     start_timeout_s: Seconds = 600.0
     """Time limit of its start, in seconds."""
+    join_s: Seconds = 300.0
+    """How long the nodes of an engine on several hosts (`--nnodes`) wait for each other, at each start, in seconds."""
+
+    def workers_per_node(self, num_nodes: int) -> int:
+        """Return how many workers are on each of `num_nodes` nodes. Raises ConfigError if they cannot share them."""
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        share, left = divmod(tp * pp, num_nodes)
+        if left or not share:
+            raise ConfigError(
+                f"rollout.vllm.tensor_parallel_size = {tp} and pipeline_parallel_size = {pp} make "
+                f"{counted(tp * pp, 'worker')}, which {num_nodes} nodes cannot share equally; change one of them"
+            )
+        return share
 
 
 class EnvironmentSettings(SettingsSection):

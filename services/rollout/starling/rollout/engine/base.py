@@ -32,6 +32,7 @@ from starling.common.wire.messages import Sampling, Status
 from starling.rollout.settings import RolloutSettings
 
 if TYPE_CHECKING:
+    from starling.common.nodes.nodes import NodeSetup
     from starling.weightsync.offers.offer import Offer
     from starling.weightsync.plan.layout import Layout
     from starling.weightsync.plan.planner import Plan
@@ -188,6 +189,8 @@ class EngineSpec:
     """The engine calls this, from any thread, when `ready` becomes true."""
     serving: ServingOptions | None = None
     """How pulls that are announced are served to others; None: they are not."""
+    nodes: NodeSetup | None = None
+    """The other hosts of the engine, which this process is node 0 of; None for one host."""
     has_own_weights: bool = False
     """The weights of `path` are the run's only ones, because it has no policy: nothing will be pulled, and the layout
     of the engine may be empty."""

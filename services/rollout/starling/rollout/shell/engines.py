@@ -22,6 +22,7 @@ from starling.rollout.engine.base import EngineLostError, EngineSpec
 from starling.rollout.engine.registry import make_engine
 
 if TYPE_CHECKING:
+    from starling.common.nodes.nodes import NodeSetup
     from starling.common.observe.process import StopSignal
     from starling.rollout.engine.base import Engine
     from starling.rollout.settings import RolloutProcess, RolloutSettings
@@ -107,6 +108,7 @@ def make_spec(
     tokenizer: Any,
     wake: Callable[[], None],
     serving: ServingOptions | None = None,
+    nodes: NodeSetup | None = None,
 ) -> EngineSpec:
     """Return the specification of the replica's engine; `config` belongs to the model in `path`.
 
@@ -126,6 +128,7 @@ def make_spec(
         max_model_len=max_trainable_length(config, settings.rollout.max_model_len),
         wake=wake,
         serving=serving,
+        nodes=nodes,
     )
 
 

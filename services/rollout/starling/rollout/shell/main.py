@@ -14,7 +14,7 @@ from starling.algo.text import decode
 from starling.common.errors import StarlingError
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, end_process, end_within
-from starling.common.service import ServiceArguments, check_model_folder, link_settings, serve
+from starling.common.service import ServiceArguments, link_settings, serve
 from starling.common.wire import messages as wire
 from starling.rollout.api.start import start_api
 from starling.rollout.core import machine as core
@@ -27,11 +27,13 @@ from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.adoption import Adoptions, PullEnded
 from starling.rollout.shell.engines import EngineFactory, ThroughputMeter, hello_of, make_spec
 from starling.rollout.shell.groups import EngineGroups, EnvironmentGroups, HasLeases
+from starling.rollout.shell.nodes import find_model, make_agent, setup_of
 from starling.rollout.shell.publisher import RolloutPublisher, serving_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from starling.common.nodes.agent import NodeAgent
     from starling.rollout.api.server import ApiServer
     from starling.rollout.engine.base import Engine
 
@@ -51,11 +53,8 @@ class Shell:
             ConfigError: the settings do not allow it.
         """
         own = settings.rollout
-        path = check_model_folder(
-            settings.model.path,
-            weights=own.load_weights or settings.model.lora is not None,
-            runs_code=settings.model.trust_remote_code,
-        )
+        path = find_model(settings)
+        self._nodes = setup_of(settings, arguments, path)
         # Imported here: torch and transformers take seconds, which a wrong setting must not cost.
         from starling.algo.tokenizer import load_tokenizer
         from starling.rollout.engine.model_config import read_config
@@ -67,7 +66,8 @@ class Shell:
         self._tokenizer: Any = load_tokenizer(path, config, trust_remote_code=trusted)
         self._wake: Callable[[], None] = lambda: None  # until the link exists
         self._serving = serving_of(settings)
-        spec = make_spec(path, settings, arguments.name, config, self._tokenizer, lambda: self._wake(), self._serving)
+        wake = lambda: self._wake()  # noqa: E731 - it is set later
+        spec = make_spec(path, settings, arguments.name, config, self._tokenizer, wake, self._serving, self._nodes)
         self._engine_factory = EngineFactory(spec)
         self._engine: Engine = self._engine_factory.make()
         try:
@@ -152,6 +152,8 @@ class Shell:
                         self._run_once(stop)
             if stop:
                 reason = f"stopped by {stop.name}"
+            if self._nodes is not None:
+                self._nodes.is_over = True
             self._interrupt(reason)
             if self._environment_groups is not None:
                 for lease in self._environment_groups.interrupt(reason, self._link.answer):
@@ -409,9 +411,16 @@ class Shell:
         self._link.answer(lease, failed)
 
 
+def make_shell(settings: RolloutProcess, arguments: ServiceArguments) -> Shell | NodeAgent:
+    """Return what this process is: the service, on the only node or on node 0, or the agent of another node."""
+    if arguments.nodes is None or arguments.nodes.number == 0:
+        return Shell(settings, arguments)
+    return make_agent(settings, arguments)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a rollout replica."""
-    return serve("rollout", RolloutProcess, Shell, argv)
+    """Run a rollout replica, or the agent of one of its nodes."""
+    return serve("rollout", RolloutProcess, make_shell, argv)
 
 
 if __name__ == "__main__":

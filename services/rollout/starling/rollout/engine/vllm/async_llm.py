@@ -15,12 +15,13 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from starling.common.errors import StarlingError, WeightsError
+from starling.common.errors import ConfigError, StarlingError, WeightsError
 from starling.rollout.engine.base import EngineLostError, EngineSpec, PartialCompletion
-from starling.rollout.engine.vllm import adapters, cpu, launch, processes
+from starling.rollout.engine.vllm import adapters, launch, processes
 from starling.rollout.engine.vllm.groups import VllmCompletion, VllmGroup, sampling_arguments
+from starling.rollout.engine.vllm.nodes import EngineNodes
 from starling.rollout.engine.vllm.pull_progress import PullMessageReceiver
-from starling.rollout.engine.vllm.weight_files import check_weight_files
+from starling.weightsync.offers.offer import Offer
 from starling.weightsync.plan.layout import Layout, decode_layout, encode, join_ranks
 
 log = structlog.get_logger(__name__)
@@ -61,6 +62,9 @@ class AsyncLlmThread:
         self._lost: asyncio.Future[None] | None = None
         self._other_processes = processes.engine_processes()
         self._processes: set[Any] = set()
+        self._nodes: EngineNodes | None = None
+        """The other hosts of the engine, if it has several."""
+        self._node_loss = ""
         self._shared_memory: set[Path] = set()
         self._folder = Path(tempfile.mkdtemp(prefix="starling-vllm-"))
         self.pull_messages = PullMessageReceiver(self._folder)
@@ -80,14 +84,18 @@ class AsyncLlmThread:
         self._thread.start()
         try:
             self._start()
-        except BaseException:  # raised again: its thread and processes must not stay
-            self.close()
+        except BaseException as error:  # raised again: its thread and processes must not stay
+            self.close(str(error) if isinstance(error, ConfigError) else "")
             raise
 
     @property
     def model_config(self) -> Any:
         """vLLM's configuration of the model."""
         return self._llm.model_config
+
+    def encoded(self, offer: Offer) -> bytes:
+        """Return an offer as it travels to the workers, which call `WorkerPulls.pull` with it."""
+        return encode(offer) if self._nodes is None else self._nodes.seal(encode(offer))
 
     # --- called by the thread that owns the engine -----------------------------------------------------------------
 
@@ -113,11 +121,16 @@ class AsyncLlmThread:
         self.waiting.append(group)
         self._loop.call_soon_threadsafe(self._admit)
 
-    def close(self) -> None:
-        """Stop the engine and all of its processes, and remove their shared memory."""
+    def close(self, problem: str = "") -> None:
+        """Stop the engine and all of its processes, and remove their shared memory.
+
+        `problem`: with which other nodes end, as a restart does not mend it.
+        """
         if self.closed:
             return
         self.closed = True
+        if self._nodes is not None and self.lost_reason:
+            self._nodes.close()
         if self._llm is not None:
             done: Future[None] = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
             try:
@@ -125,6 +138,8 @@ class AsyncLlmThread:
             except Exception as error:  # noqa: BLE001 - whatever it is: the processes are killed below
                 log.warning("vLLM did not shut down cleanly", error=str(error))
         processes.kill_processes(self._processes, CLOSE_S)
+        if self._nodes is not None:
+            self._nodes.close(problem)
         self._loop.call_soon_threadsafe(self._loop.stop)
         end = time.monotonic() + START_ABORT_S
         self._thread.join(POLL_S)
@@ -231,28 +246,18 @@ class AsyncLlmThread:
     # --- start and shutdown ----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        from transformers import AutoConfig
-        from vllm.platforms import current_platform
-
-        from starling.rollout.engine.vllm import multimodal
-
-        settings = self._spec.rollout.vllm
-        self.on_cpu = bool(current_platform.is_cpu())
-        config = AutoConfig.from_pretrained(self._spec.path, trust_remote_code=self._spec.model.trust_remote_code)
-        multimodal.check_model(config)
-        if self._spec.rollout.load_weights or self._adapter_layout is not None:
-            check_weight_files(self._spec.path)
-        if self._spec.rollout.load_weights:
-            multimodal.check_files(self._spec.path, config)
-        multimodal.take_prepared_prompts()
-        if self.on_cpu:
-            cpu.check_heads(config)
-            cpu.check_experts(settings, config)
-            cpu.do_without_torchvision()
-        environment = launch.environment(self._spec, on_cpu=self.on_cpu)
+        settings, host = self._spec.rollout.vllm, None
+        self.on_cpu = launch.prepare(self._spec)
+        if self._spec.nodes is not None:
+            launch.check_nodes(self._spec, self._spec.nodes.arguments.num_nodes)
+            served_at = self._spec.nodes.network.host
+            self._nodes = EngineNodes(self._spec.nodes, self.pull_messages.pass_on, self._lose_node, served_at)
+            host = self._nodes.host
+        environment = launch.environment(self._spec, on_cpu=self.on_cpu, host=host)
         with launch.with_environment(environment):
             future = asyncio.run_coroutine_threadsafe(
-                self._make(launch.arguments(self._spec, self._adapter_layout, on_cpu=self.on_cpu)), self._loop
+                self._make(launch.arguments(self._spec, self._adapter_layout, on_cpu=self.on_cpu, host=host)),
+                self._loop,
             )
             try:
                 future.result(settings.start_timeout_s)
@@ -264,9 +269,22 @@ class AsyncLlmThread:
             except StarlingError:
                 raise
             except Exception as error:  # of vLLM, whose errors have no common type
+                if self._node_loss:
+                    raise EngineLostError(self._node_loss) from error
                 reason = str(error).strip().split("\n", 1)[0].rstrip(".")
                 raise EngineLostError(f"vLLM did not start: {reason}; see its output above") from error
         self._processes = processes.engine_processes() - self._other_processes
+
+    def _lose_node(self, reason: str) -> None:
+        """Lose the engine with one of its nodes, also while it starts. Called in a thread of its own."""
+        self._node_loss = reason
+        if self._nodes is not None:
+            self._nodes.close()  # the others join the next engine
+        while self._lost is None and not self.closed:  # workers here wait for those there
+            processes.kill_processes(processes.engine_processes() - self._other_processes, CLOSE_S)
+            time.sleep(POLL_S)
+        if not self.closed:
+            self._loop.call_soon_threadsafe(self.mark_lost, reason)
 
     async def _make(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -339,6 +357,8 @@ class AsyncLlmThread:
                 await asyncio.wait_for(self.call_workers("starling_close"), CLOSE_S / 2)
             except (TimeoutError, StarlingError) as error:
                 log.warning("vLLM workers did not shut down cleanly", error=str(error))
+            if self._nodes is not None:
+                self._nodes.end()  # before the workers here end, which those there would take for a loss
         for task in (self._watchdog, *(task for tasks in self._tasks.values() for task in tasks)):
             task.cancel()
         llm, self._llm = self._llm, None

@@ -57,8 +57,8 @@ class VllmEngine:
             if spec.rollout.load_weights:
                 thread.call(thread.set_version(0))
                 self._version = 0
-        except BaseException:  # raised again; no process of the engine may be left behind
-            thread.close()
+        except BaseException as error:  # raised again; no process of the engine may be left behind
+            thread.close(str(error) if isinstance(error, ConfigError) else "")
             raise
         self._vocab_size = int(self._model_config.get_vocab_size())
         config = self._model_config.hf_config
@@ -189,8 +189,8 @@ class VllmEngine:
         self._num_pulls += 1
         encoded_root_plan = b"" if root_plan is None else encode(root_plan)
         arguments = (
-            *(self._num_pulls, encode(offer), encode(plan), encoded_root_plan, deadline_s, in_place),
-            *([encode(relay) for relay in relays], announce is not None),
+            *(self._num_pulls, thread.encoded(offer), encode(plan), encoded_root_plan, deadline_s, in_place),
+            *([thread.encoded(relay) for relay in relays], announce is not None),
         )
         try:
             thread.call(thread.call_workers("starling_pull", *arguments))

@@ -23,6 +23,12 @@ from starling.common.settings import environment_variable
 SHARED_MEMORY: Final = Path("/dev/shm")
 REPLICA: Final = "STARLING_VLLM_REPLICA"
 """Environment variable of the engine's processes: the process id of the replica."""
+PULLS: Final = "STARLING_VLLM_PULLS"
+"""Environment variable of workers that are not on the replica's host: the socket for the messages of their pulls."""
+SERVED_AT: Final = "STARLING_VLLM_SERVED_AT"
+"""As well: the address of their own host, at which they serve weights to others."""
+OFFER_KEY: Final = "STARLING_VLLM_OFFER_KEY"
+"""Environment variable of workers whose engine is on several hosts: the key of sealed offers, in hexadecimal digits."""
 PYTHON_PREFIX: Final = "psm_"
 VLLM_PREFIXES: Final = (PYTHON_PREFIX, "vllm_")
 """Prefixes of vLLM's files in shared memory; other files there may be buffers of weight transports."""

@@ -1,7 +1,8 @@
 """Pull messages from vLLM's workers to the replica: what they serve, progress, and how each worker's pull ended.
 
 Workers send them unasked, one datagram each, to a Unix socket of the replica: a worker that were polled over vLLM's RPC
-could not generate meanwhile. `await_workers` joins the messages of all workers into one pull.
+could not generate meanwhile. Those on other hosts send them to their own parent, which passes them on (`nodes`).
+`await_workers` joins the messages of all workers into one pull.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +78,11 @@ class PullMessageReceiver:
             return self._decoder.decode(self._socket.recv(MAX_MESSAGE_BYTES))
         except TimeoutError:
             return None
+
+    def pass_on(self, message: bytes) -> None:
+        """Take a message that arrived otherwise, from a worker on another host. Any thread may call this."""
+        with closing(PullMessageSender(self.path)) as sender:
+            sender.send(msgspec.msgpack.decode(message, type=PullMessage))
 
     def close(self) -> None:
         """Close the socket."""

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from vllm.platforms import current_platform
 
 from starling.algo.architecture import placeholders
+from starling.common.settings import environment_variable
 from starling.rollout.engine.vllm import cpu, multimodal, processes
 from starling.rollout.engine.vllm.pull_progress import PullMessage, PullMessageSender
 from starling.rollout.engine.vllm.worker import cpu_kernels, sampler
@@ -25,6 +26,7 @@ from starling.weightsync.layouts.parameters import Table, in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import Offer, Transport, decode_offer
+from starling.weightsync.offers.sealed import unseal
 from starling.weightsync.plan.layout import Layout, decode_layout, encode
 from starling.weightsync.plan.planner import decode_plan
 from starling.weightsync.puller.report import PullProgress
@@ -62,6 +64,12 @@ def returns_errors(method: Callable[P, T]) -> Callable[P, Answer]:
     return answer
 
 
+def unsealed(offer: bytes) -> bytes:
+    """Return an encoded offer, which is sealed if the engine is on several hosts. Raises WeightsError."""
+    key = environment_variable(processes.OFFER_KEY)
+    return unseal(bytes.fromhex(key), offer) if key else offer
+
+
 class WorkerPulls:
     """The pulls of one worker, each in a thread that sends messages to the replica."""
 
@@ -94,13 +102,13 @@ class WorkerPulls:
         before, self._cancelled = self._thread, threading.Event()
         cancelled = self._cancelled
         arguments: dict[str, Any] = {
-            "offer": decode_offer(offer),
+            "offer": decode_offer(unsealed(offer)),
             "plan": decode_plan(plan),
             "root_plan": decode_plan(root_plan) if root_plan else None,
             "deadline_s": deadline_s,
             "in_place": in_place,
             "cancelled": cancelled.is_set,
-            "relays": [decode_offer(relay) for relay in relays],
+            "relays": [decode_offer(unsealed(relay)) for relay in relays],
         }
 
         def run() -> None:
@@ -218,8 +226,10 @@ class WorkerExtension:
         joined = decode_layout(layout)
         live = self._starling_live(joined, quantise)
         served = None if serving is None else ServingOptions(*serving)
+        if served is not None and (own := environment_variable(processes.SERVED_AT)):
+            served = served._replace(host=own)
         weights = WorkerWeights(live, joined, self.rank, digests, served)
-        self.starling_pulls = WorkerPulls(weights, self.rank, socket_path)
+        self.starling_pulls = WorkerPulls(weights, self.rank, environment_variable(processes.PULLS) or socket_path)
         return live.part_bytes
 
     def _starling_live(self, joined: Layout, quantise: str) -> LiveWeights:
