@@ -114,6 +114,13 @@ def test_teacher_without_a_use_is_refused(kind: str, sections: dict[str, Any], c
         ),
     ],
 )
-def test_nodes_of_a_policy_need_an_address_of_their_own(launch: dict[str, Any], complaint: str) -> None:
+def test_nodes_of_a_replica_need_an_address_of_their_own(launch: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         recipe("rl", teacher={"path": "big"}, launch={"policy_nodes": 2, **launch})
+
+    def of_rollout(text: str) -> str:
+        return text.replace("policy", "rollout").replace("policies", "rollouts")
+
+    changed = {of_rollout(name): value for name, value in launch.items()}
+    with pytest.raises(ValidationError, match=of_rollout(complaint)):
+        recipe("rl", teacher={"path": "big"}, launch={"rollout_nodes": 2, **changed})

@@ -59,6 +59,11 @@ class LaunchSettings(SettingsSection):
     the run says at its start (`docs/how-to/several-hosts.md`)."""
     policy_rdzv: str = ""
     """`host:port` at which the other hosts of the policy join it on this machine; needed with `policy_nodes`."""
+    rollout_nodes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Hosts that the workers of the rollout's vLLM are on, as `policy_nodes`; start `starling rollout` on each other
+    one (`docs/how-to/vllm.md`)."""
+    rollout_rdzv: str = ""
+    """`host:port` at which the other hosts of the rollout join it on this machine; needed with `rollout_nodes`."""
     colocate: bool = False
     """Policy and rollouts share their devices in turn: the inactive ones keep their tensors in the memory of the host.
     With `rl.max_staleness` above 0, rollouts hand back unfinished groups whenever a step is full."""
@@ -103,8 +108,9 @@ class Recipe(ControllerProcess):
                 "this run generates completions and nothing scores them; add [[reward.scorers]], or a [teacher] to "
                 "learn from"
             )
-        if self.launch.policy_nodes > 1:
-            self._check_nodes()
+        launch = self.launch
+        self._check_nodes("policy", launch.policy_nodes, launch.policy_rdzv, launch.num_policies, "num_policies")
+        self._check_nodes("rollout", launch.rollout_nodes, launch.rollout_rdzv, launch.num_rollouts, "num_rollouts")
         if self.launch.colocate:
             self._check_colocated()
         if self.launch.fan_out:
@@ -167,20 +173,19 @@ class Recipe(ControllerProcess):
                 "launch.fan_out = true"
             )
 
-    def _check_nodes(self) -> None:
-        """The nodes of the policy know where they meet."""
-        num, rdzv = self.launch.policy_nodes, self.launch.policy_rdzv
+    def _check_nodes(self, role: str, num: int, rdzv: str, num_replicas: int, name: str) -> None:
+        """The nodes of a replica know where they meet. `name`: of the setting with the number of replicas."""
         host, _, port = rdzv.rpartition(":")
-        if not (host and port.isdecimal()):
+        if num > 1 and not (host and port.isdecimal()):
             given = f"{rdzv!r} is no address" if rdzv else "is missing"
             raise ValueError(
-                f"launch.policy_nodes = {num}, and launch.policy_rdzv {given}; give host:port of this machine, where "
+                f"launch.{role}_nodes = {num}, and launch.{role}_rdzv {given}; give host:port of this machine, where "
                 "the other nodes join"
             )
-        if self.launch.num_policies > 1:
+        if num > 1 and num_replicas > 1:
             raise ValueError(
-                f"launch.policy_nodes = {num} is for one policy, and launch.num_policies = {self.launch.num_policies}; "
-                "set one of them to 1, and start further replicas by hand, each with an address of its own"
+                f"launch.{role}_nodes = {num} is for one {role}, and launch.{name} = {num_replicas}; set one of them "
+                "to 1, and start further replicas by hand, each with an address of its own"
             )
 
     def _check_fan_out(self) -> None:

@@ -154,11 +154,16 @@ class Supervisor:
         self._watch_controller()
 
     def _nodes_of(self, role: str, common: list[str], name: str, address: str) -> list[str]:
-        """Return the flags of a policy's first node, and say how the others are started."""
-        num, rdzv = self.recipe.launch.policy_nodes, self.recipe.launch.policy_rdzv
-        if role != "policy" or num == 1:
+        """Return the flags of a replica's first node, if it has several, and say how the others are started."""
+        launch = self.recipe.launch
+        of_role = {
+            "policy": (launch.policy_nodes, launch.policy_rdzv),
+            "rollout": (launch.rollout_nodes, launch.rollout_rdzv),
+        }
+        num, rdzv = of_role.get(role, (1, ""))
+        if num == 1:
             return []
-        command = ["starling", "policy", *common, "--name", name, "--controller", address]
+        command = ["starling", role, *common, "--name", name, "--controller", address]
         nodes = f"--nnodes {num} --node-rank {{}} --rdzv {rdzv}"
         self.screen.say(
             f"{name} waits for {counted(num - 1, 'node')}; on each host: {shlex.join(command)} {nodes.format('I')} "
