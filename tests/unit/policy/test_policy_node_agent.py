@@ -1,0 +1,81 @@
+"""The agent of a node, in a process of its own, with node 0 in the test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import zmq
+
+from starling.common.nodes import agent
+from starling.common.nodes.agent import NodeAgent
+from starling.common.nodes.facts import NodeFacts, mark
+from starling.common.nodes.nodes import JoinLimit, Nodes
+from starling.common.observe.process import StopSignal
+from starling.common.service import NodeArguments, ServiceArguments
+from starling.common.settings import NetworkSettings, ServiceSettings
+
+NAME = "policy-0"
+WAIT_S = 60.0
+LIMIT = JoinLimit(WAIT_S, "join_s")
+
+
+def facts(node: int, folder: Path) -> NodeFacts:
+    """Return the facts of one of two nodes, with a rank each."""
+    return NodeFacts(
+        node=node,
+        num_nodes=2,
+        num_ranks=1,
+        host=f"host-{node}",
+        settings={},
+        model="/model",
+        model_digest="1",
+        folder=str(folder),
+        marker="2",
+    )
+
+
+def ignore(_: int, __: int, ___: Connection) -> None:
+    """Be a rank that hangs: read nothing."""
+    threading.Event().wait()
+
+
+def be_agent(folder: Path, port: int) -> None:
+    """Be node 1."""
+    arguments = ServiceArguments(
+        name=NAME,
+        configs=(),
+        folder=folder,
+        controller="",
+        key=None,
+        flags=(),
+        nodes=NodeArguments(1, 2, "127.0.0.1", port, 0),
+    )
+    settings = ServiceSettings(network=NetworkSettings(curve=False))
+    NodeAgent(settings, arguments, facts(1, folder), ignore, limit=LIMIT).run(StopSignal())
+
+
+def test_agent_ends_with_a_rank_that_has_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last request does not fit into the buffer of the rank's pipe."""
+    monkeypatch.setattr(agent, "END_S", 0.5)
+    mark(tmp_path, NAME, "2")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
+    process = multiprocessing.get_context("fork").Process(target=be_agent, args=(tmp_path, port))
+    process.start()
+    nodes = Nodes(NAME, NodeArguments(0, 2, "127.0.0.1", port, 0), NetworkSettings(), None, facts(0, tmp_path))
+    try:
+        nodes.gather(LIMIT)
+        nodes.welcome([0, 1])
+        nodes.serve(lambda _, __: None, lambda _: None)
+        nodes.send(bytes(1 << 24))
+        nodes.end(is_over=True)
+        process.join(WAIT_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        nodes.close()
