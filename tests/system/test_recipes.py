@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from system_runs import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from starling.cli.recipe.schema import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+RUN_S = 600.0
+"""Deadline of a run whose policy emulates FP8, on a busy machine."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 pytestmark = pytest.mark.system
@@ -66,6 +70,24 @@ def test_quickstart_writes_its_results(tmp_path: Path) -> None:
         text = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0], skip_special_tokens=True)
     assert text.startswith("cat>")
     assert len(text) > len("cat>")
+
+
+@pytest.mark.campaign
+def test_fp8_recipe_trains_in_fp8(tmp_path: Path) -> None:
+    """The loss falls, the rollouts attest float32 weights, and they disagree with the trainer by little."""
+    command = Command(tmp_path, "run", str(RECIPES / "fp8.toml"), "--sft.num-steps", "80", "--rl.num-steps", "20")
+    assert command.wait(RUN_S) == 0, command.transcript()
+    attempt = tmp_path / "runs/fp8/attempt-1"
+    (line,) = re.findall(r"low_precision .*", (attempt / "logs/policy-0.log").read_text())
+    assert {"kind=fp8_rowwise", "num_layers=14", "num_linear=15"} <= set(line.split())
+    losses = [step["loss"] for step in metrics(attempt, "step")][:80]
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+    assert all(one["attested"] for one in metrics(attempt, "adopted"))
+    mismatch = [step["mismatch_kl"] for step in metrics(attempt, "step") if "mismatch_kl" in step]
+    assert mismatch
+    assert all(1e-8 < one < 0.02 for one in mismatch), "the bound of the alarm"
+    saved = load_file(attempt / "checkpoints/step-100/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 @pytest.mark.campaign
