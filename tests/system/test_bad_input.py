@@ -36,6 +36,10 @@ MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("reward.scorers = {'name': 'prefix_match'}", "write [[reward.scorers]] above each table"),
     ),
     "a value for a list": ([*RUN, "--policy.frozen", '"embed"'], ("policy.frozen = ", "write a list in brackets")),
+    "a value for a section": (
+        [*RUN, "--policy.precision", "fp8_rowwise"],
+        ("policy.precision = 'fp8_rowwise'", "set one of its keys: `starling settings policy.precision` lists them"),
+    ),
     "a name of two words": (
         [*RUN, "--run.name", "two words"],
         ("run.name: 'two words' names a folder", "use letters, digits, '.', '_' and '-'"),

@@ -287,6 +287,8 @@ def _remedy(kind: str, given: object, key: str) -> str:
             return "; write it in quotes"
         case "tuple_type":
             return f"; write [[{key}]] above each table" if isinstance(given, dict) else "; write a list in brackets"
+        case "model_type" | "dict_type":
+            return f"; it is a section, so set one of its keys: `starling settings {key}` lists them"
         case _:
             return ""
 
