@@ -39,6 +39,13 @@ def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         ((*MODEL, "--gpus", "8", "--gpu-gb", "0"), "--gpu-gb 0 is not a size"),
         ((*MODEL, "--gpus", "8", "--sequence-tokens", "-1"), "--sequence-tokens -1 is not a size"),
         ((*MODEL, "--gpus", "2000000"), "--gpus 2000000 is too many; give at most 1000000"),
+        ((*MODEL, "--gpus", "8", "--quantise", "fp8_row"), "--quantise fp8_row describes a weight synchronisation"),
+        (
+            (*MODEL, "--gpus", "8", "--picture", "x.svg"),
+            "--picture x.svg describes a weight synchronisation",
+        ),
+        ((*MODEL, "--gpus", "8", "--bucket-mib", "4"), "--bucket-mib 4.0 describes a weight synchronisation"),
+        (("plan", "fsdp8", "tp4", *MODEL[1:], "--gpu-gb", "40"), "--gpu-gb 40.0 describes a mesh, and SOURCE and"),
         ((*MODEL, "--gpus", "8", "--gpu-gb", "10"), "no mesh of 8 GPUs fits into 90% of 10 GB each"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -61,12 +63,30 @@ def plan(
     """Estimate a weight synchronisation, or meshes for training: bytes, time and memory, without a GPU."""
     from starling.cli.plan.forecast import print_forecast, read_config
 
+    for_weights = {
+        "dtype": dtype,
+        "quantise": quantise,
+        "topology": topology,
+        "bucket_mib": bucket_mib,
+        "picture": picture,
+    }
+    for_meshes = {
+        "gpus_per_host": gpus_per_host,
+        "gpu_gb": gpu_gb,
+        "gpu_tflops": gpu_tflops,
+        "host_gb_per_s": host_gb_per_s,
+        "network_gb_per_s": network_gb_per_s,
+        "step_tokens": step_tokens,
+        "microbatch_tokens": microbatch_tokens,
+        "sequence_tokens": sequence_tokens,
+    }
     if gpus:
         from starling.cli.plan.meshes import print_meshes
         from starling.policy.plan.proposals import Hardware, StepSize
 
         if source or not model:
             raise ConfigError("--gpus proposes meshes for a model: write `starling plan --model NAME --gpus NUMBER`")
+        _refuse(for_weights, "describes a weight synchronisation, and --gpus proposes meshes")
         print_meshes(
             read_config(model),
             gpus,
@@ -82,6 +102,7 @@ def plan(
         raise ConfigError(
             "give SOURCE and DESTINATION of a weight synchronisation, or --model and --gpus for meshes of a policy"
         )
+    _refuse(for_meshes, "describes a mesh, and SOURCE and DESTINATION a weight synchronisation")
     print_forecast(
         source,
         destination,
@@ -95,6 +116,14 @@ def plan(
         as_json=json,
     )
     return 0
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError for an option that was given and has no effect; `options`: values by parameter of `plan`."""
+    defaults = inspect.signature(plan).parameters
+    for name, value in options.items():
+        if value != defaults[name].default:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} {why}: leave it out")
 
 
 command = define(
