@@ -108,6 +108,9 @@ def test_teacher_without_a_use_is_refused(kind: str, sections: dict[str, Any], c
     [
         ({}, "launch.policy_nodes = 2, and launch.policy_rdzv is missing; give host:port of this machine"),
         ({"policy_rdzv": "h:x"}, "launch.policy_rdzv 'h:x' is no address"),
+        ({"policy_rdzv": "h:65536"}, "'h:65536' is no address; give host:port .* with a port from 1 to 65535"),
+        ({"policy_rdzv": "h:0"}, "'h:0' is no address"),
+        ({"policy_rdzv": "h:1", "policy_nodes": 1}, "launch.policy_rdzv = 'h:1' is not used with launch.policy_nodes"),
         (
             {"policy_rdzv": "h:1", "num_policies": 2},
             "launch.policy_nodes = 2 is for one policy, and launch.num_policies",
@@ -124,3 +127,28 @@ def test_nodes_of_a_replica_need_an_address_of_their_own(launch: dict[str, Any],
     changed = {of_rollout(name): value for name, value in launch.items()}
     with pytest.raises(ValidationError, match=of_rollout(complaint)):
         recipe("rl", teacher={"path": "big"}, launch={"rollout_nodes": 2, **changed})
+
+
+def test_nodes_of_a_policy_divide_its_ranks() -> None:
+    complaint = "launch.policy_nodes = 2 does not divide the 1 rank of policy.parallel; set sizes whose product is a"
+    with pytest.raises(ValidationError, match=complaint):
+        recipe("rl", teacher={"path": "big"}, launch={"policy_nodes": 2, "policy_rdzv": "h:1"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "right"),
+    [({}, {}, 1), ({"dp_shard": 2, "tp": 2}, {}, 4), ({"dp_shard": 4}, {"policy_nodes": 2, "policy_rdzv": "h:1"}, 2)],
+)
+def test_policy_has_a_gpu_for_each_of_its_ranks(sizes: dict[str, int], nodes: dict[str, Any], right: int) -> None:
+    def with_gpus(num: int) -> None:
+        launch = {"gpus_per_policy": num, "num_policies": 1 if nodes else 2, **nodes}
+        recipe("rl", teacher={"path": "big"}, launch=launch, policy={"parallel": sizes})
+
+    with_gpus(right)
+    for wrong in {1, 2, 3, 4, 8} - {right}:
+        with pytest.raises(
+            ValidationError,
+            match=f"launch.gpus_per_policy = {wrong}, and a policy has {right} ranks? on this machine.*set it to "
+            f"{right}, or sizes of policy.parallel.*product is {wrong * nodes.get('policy_nodes', 1)}",
+        ):
+            with_gpus(wrong)

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from starling.cli.model.scratch import ScratchSettings
 from starling.cli.recipe.chat_template import check_chat_template
+from starling.common.counts import counted
 from starling.common.errors import WeightsError
 from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
@@ -28,6 +29,7 @@ IMPORTS_S = 60.0
 """Time for the imports of an engine's process, before the engine starts."""
 MODEL_FOLDER = "model"
 """Folder of a [model.scratch] model, in the folder of an attempt."""
+MAX_PORT = 65535
 
 
 class RecipeModel(ModelSettings):
@@ -111,6 +113,8 @@ class Recipe(ControllerProcess):
         launch = self.launch
         self._check_nodes("policy", launch.policy_nodes, launch.policy_rdzv, launch.num_policies, "num_policies")
         self._check_nodes("rollout", launch.rollout_nodes, launch.rollout_rdzv, launch.num_rollouts, "num_rollouts")
+        self._check_ranks()
+        self._check_gpus()
         if self.launch.colocate:
             self._check_colocated()
         if self.launch.fan_out:
@@ -175,17 +179,42 @@ class Recipe(ControllerProcess):
 
     def _check_nodes(self, role: str, num: int, rdzv: str, num_replicas: int, name: str) -> None:
         """The nodes of a replica know where they meet. `name`: of the setting with the number of replicas."""
+        if num == 1 and rdzv:
+            raise ValueError(
+                f"launch.{role}_rdzv = {rdzv!r} is not used with launch.{role}_nodes = 1; set {role}_nodes to the "
+                f"number of hosts, or remove {role}_rdzv"
+            )
         host, _, port = rdzv.rpartition(":")
-        if num > 1 and not (host and port.isdecimal()):
+        if num > 1 and not (host and port.isdecimal() and len(port) <= 5 and 0 < int(port) <= MAX_PORT):
             given = f"{rdzv!r} is no address" if rdzv else "is missing"
             raise ValueError(
                 f"launch.{role}_nodes = {num}, and launch.{role}_rdzv {given}; give host:port of this machine, where "
-                "the other nodes join"
+                f"the other nodes join, with a port from 1 to {MAX_PORT}"
             )
         if num > 1 and num_replicas > 1:
             raise ValueError(
                 f"launch.{role}_nodes = {num} is for one {role}, and launch.{name} = {num_replicas}; set one of them "
                 "to 1, and start further replicas by hand, each with an address of its own"
+            )
+
+    def _check_ranks(self) -> None:
+        """The nodes of the policy have equal numbers of ranks."""
+        num, num_ranks = self.launch.policy_nodes, self.policy.parallel.num_ranks
+        if num_ranks % num:
+            raise ValueError(
+                f"launch.policy_nodes = {num} does not divide the {counted(num_ranks, 'rank')} of policy.parallel; "
+                f"set sizes whose product is a multiple of {num}, or start node 0 by hand, with --ranks-per-node"
+            )
+
+    def _check_gpus(self) -> None:
+        """A policy has a GPU for each of its ranks on this machine, and no others, which nothing would use."""
+        num_gpus, parallel = self.launch.gpus_per_policy, self.policy.parallel
+        num_ranks = parallel.num_ranks // self.launch.policy_nodes
+        if num_gpus and self.kind.trains and num_gpus != num_ranks:
+            raise ValueError(
+                f"launch.gpus_per_policy = {num_gpus}, and a policy has {counted(num_ranks, 'rank')} on this machine, "
+                f"with one GPU each; set it to {num_ranks}, or sizes of policy.parallel, such as dp_shard, whose "
+                f"product is {num_gpus * self.launch.policy_nodes}"
             )
 
     def _check_fan_out(self) -> None:
