@@ -122,6 +122,7 @@ def test_node_that_is_alone_ends_at_its_deadline(node: Node, tmp_path: Path) -> 
         found = sentence(agent, EXIT_FAILED)
         assert "node 1 of policy-0 could not join node 0 at 127.0.0.1:" in found
         assert "within 1 s (policy.parallel.join_s): there was no connection; check that all nodes run" in found
+        assert "with the same --rdzv and key file" in found
 
 
 @pytest.mark.campaign

@@ -123,7 +123,8 @@ class NodeAgent:
             if now > deadline:
                 raise UnreachableError(
                     f"{self._title} could not join node 0 at {link.address} within {self._limit.seconds:g} s "
-                    f"({self._limit.setting}): {link.state}; check that all nodes run, with the same key file"
+                    f"({self._limit.setting}): {link.state}; check that all nodes run, with the same --rdzv and key "
+                    "file"
                 )
             if link.is_connected and now >= asked + ASK_S:
                 facts = msgspec.structs.replace(self._facts, marker=read_mark(self._folder, self._name))
