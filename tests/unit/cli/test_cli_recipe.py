@@ -12,6 +12,9 @@ from starling.common.errors import ConfigError
 RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
 
 
+NODES = ["--launch.policy-nodes=2", "--launch.policy-rdzv=h:1", "--policy.parallel.dp-shard=2"]
+
+
 @pytest.mark.parametrize(
     ("flags", "start_s"),
     [
@@ -19,9 +22,11 @@ RECIPE = Path(__file__).parents[3] / "tests/system/recipes/tiny.toml"
         (["--rollout.engine", "vllm"], 600.0 + IMPORTS_S),
         (["--rollout.engine", "vllm", "--rollout.vllm.start-timeout-s", "20"], 120.0),
         (["--rollout.engine", "vllm", "--controller.start-s", "1000"], 1000.0),
+        (NODES, 300.0 + IMPORTS_S),
+        ([*NODES, "--policy.parallel.join-s", "20"], 120.0),
     ],
 )
-def test_start_timeout_covers_the_start_of_the_engine(flags: list[str], start_s: float) -> None:
+def test_start_timeout_covers_the_start_of_engines_and_nodes(flags: list[str], start_s: float) -> None:
     assert load_recipe([RECIPE], flags).controller.start_s == start_s
 
 

@@ -26,7 +26,7 @@ from starling.rollout.settings import RolloutSettings, TeacherSettings
 from starling.weightsync.transports.endpoints import choose_transport
 
 IMPORTS_S = 60.0
-"""Time for the imports of an engine's process, before the engine starts."""
+"""Time for the imports of an engine's or a policy's process, before it starts."""
 MODEL_FOLDER = "model"
 """Folder of a [model.scratch] model, in the folder of an attempt."""
 MAX_PORT = 65535
@@ -353,6 +353,8 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     start_s = recipe.controller.start_s
     if rollout.engine == "vllm":  # it may take longer to start than the run would wait for its rollouts
         start_s = max(start_s, rollout.vllm.start_timeout_s + IMPORTS_S)
+    if recipe.launch.policy_nodes > 1:  # and so may a policy whose first node waits for the others
+        start_s = max(start_s, recipe.policy.parallel.join_s + IMPORTS_S)
     follows: dict[str, Any] = {
         **counts,
         "start_s": start_s,
