@@ -60,7 +60,7 @@ def be_agent(folder: Path, port: int) -> None:
 
 def test_agent_ends_with_a_rank_that_has_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last request does not fit into the buffer of the rank's pipe."""
-    monkeypatch.setattr(agent, "END_S", 0.5)
+    monkeypatch.setattr(agent, "END_S", 2.0)
     mark(tmp_path, NAME, "2")
     with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
         port = probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
