@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from system_runs import attempt, make_workdir, metrics, run, run_concurrently, starling_command
 
@@ -83,11 +84,13 @@ def computed(folder: Path, precision: dict[str, Any], **parallel: int) -> None:
 
 @pytest.mark.system
 def test_dry_run_finds_torchao(tmp_path: Path) -> None:
-    """Which it otherwise hides from transformers."""
+    """Which it otherwise hides from transformers. Nothing is said of kernels for GPUs that a CPU cannot load."""
     make_workdir(tmp_path, model=MODEL)
     flags = ("--policy.precision.kind", "fp8_rowwise", "--policy.optimizer.kind", "adamw_8bit")
-    with starling_command(tmp_path, "run", "tiny.toml", "--dry-run", *flags) as command:
+    with starling_command(tmp_path, "run", "tiny.toml", "--dry-run", "--model.device=cpu", *flags) as command:
         assert command.wait() == 0, command.transcript()
+        assert "precision: fp8_rowwise in 14 of 15 linear layers, emulated on cpu" in command.output
+        assert torch.cuda.is_available() or "torchao" not in command.errors
 
 
 @pytest.mark.system

@@ -135,6 +135,57 @@ def test_dry_run_refuses_what_the_policy_would_refuse_in_the_same_sentence(mista
     assert str(foretold.value) == str(refused.value)
 
 
+MESHES = {
+    "tp=3": "policy.parallel.tp = 3 does not divide the 4 attention heads: set tp = 1, 2 or 4",
+    "cp=3": "policy.parallel.cp = 3 does not divide the 4 attention heads: set it to one of 1, 2, 4, or "
+    'policy.parallel.context to "ring" or "all_gather"',
+    "tp=2 cp=4": "policy.parallel.cp = 4 does not divide the 2 attention heads of each rank of tp: set it to",
+    "dp-shard=2 ep=2": "policy.parallel.ep = 2 needs a mixture of experts",
+    "pp=3": "policy.parallel.pp = 3 makes 3 stages, and Qwen3ForCausalLM has 2 blocks: use at most 2",
+}
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_dry_run_refuses_a_mesh_that_cannot_divide_the_model(sizes: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(MESHES[sizes])):
+        dry_run("quickstart.toml", *(f"--policy.parallel.{size}" for size in sizes.split()))
+
+
+@pytest.mark.parametrize("mesh", ["--policy.parallel.dp-shard=2", "--policy.parallel.elastic=true"])
+def test_dry_run_refuses_a_setting_that_is_not_available_on_a_mesh(mesh: str) -> None:
+    with pytest.raises(ConfigError, match="offload_activations = true is not available on a mesh yet"):
+        dry_run("quickstart.toml", mesh, "--policy.memory.offload-activations=true")
+
+
+def test_dry_run_takes_a_ring_of_any_number_of_ranks() -> None:
+    lines = dry_run("quickstart.toml", "--policy.parallel.cp=3", "--policy.parallel.context=ring")
+    assert any(line.startswith("mesh: cp 3 = 3 ranks; each needs about ") for line in lines)
+
+
+def test_dry_run_says_how_many_layers_multiply_in_low_precision() -> None:
+    """Those of keys and values, with 56 rows, are not multiples of 16, nor is the output layer one of a block."""
+    flags = ("--policy.precision.kind=fp8_rowwise", "--model.device=cpu")
+    lines = dry_run("quickstart.toml", *flags)
+    assert "precision: fp8_rowwise in 10 of 15 linear layers, emulated on cpu; float32 elsewhere" in lines
+    lines = dry_run("quickstart.toml", *flags, '--policy.precision.skip=["down_proj"]', "--policy.parallel.dp-shard=2")
+    assert "precision: fp8_rowwise in 8 of 15 linear layers, emulated on cpu; float32 elsewhere" in lines
+    assert not any(line.startswith("precision") for line in dry_run("quickstart.toml"))
+
+
+def test_dry_run_says_how_many_bytes_of_codes_are_published() -> None:
+    """A code takes one byte instead of four, and a row of codes a scale of four."""
+    layers = [(128, 128), (64, 128), (64, 128), (128, 128), (320, 128), (320, 128), (128, 320)] * 2
+    codes, scales = sum(rows * columns for rows, columns in layers), sum(rows for rows, _ in layers)
+    (line,) = (line for line in dry_run("fp8.toml") if line.startswith("weight sync: "))
+    whole = int(line.split(" = ")[1].split()[0].replace(",", ""))
+    lines = dry_run("fp8.toml", "--weights.quantise=fp8_row")
+    num_parameters, num_bytes = whole // 4, whole - 3 * codes + 4 * scales
+    assert (
+        f"weight sync: {num_parameters:,} parameters, as fp8_row in linear layers = {num_bytes:,} bytes to each of 2 "
+        "rollouts, after every step" in lines
+    )
+
+
 def test_unknown_algorithm_is_refused_by_the_dry_run() -> None:
     with pytest.raises(ConfigError, match="there is no algorithm 'grop': give one of grpo, "):
         dry_run("quickstart.toml", "--policy.algorithm.name", "grop")

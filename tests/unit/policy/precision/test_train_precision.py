@@ -16,6 +16,7 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.common.settings import LoraSettings, ModelSettings, WeightsSettings
+from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.settings.policy import PolicySettings, check_adapters
 from starling.policy.train.checkpoint.header import find_state
 from starling.policy.train.checkpoint.state import SavedState
@@ -336,6 +337,11 @@ def test_models_without_a_layer_that_fits_are_refused(tiny: Make) -> None:
         ConfigError, match=r"'oproj', which matches the weight of no linear .* first of 14 is model\.lay"
     ):
         check_precision(tiny(), settings_of(skip=["oproj"]))
+    with pytest.raises(ConfigError, match=r"leaves none of the 14 linear layers in .* remove a pattern"):
+        check_precision(tiny(), settings_of(skip=["layers"]))
+    ranks = PolicySettings(precision=settings.precision, parallel=ParallelSettings(tp=2))
+    with pytest.raises(ConfigError, match=r"multiples of 32 \(16 on each of 2 ranks of tp\), such as model\.layers"):
+        check_precision(tiny(**odd), ranks)
 
 
 def test_mx_formats_refuse_float16(tiny: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         ConfigError: there is no such algorithm or option of it, or no such model.
     """
     if not recipe.kind.trains:
-        size, _ = _size_and_memory(recipe)
+        size = _outlined(recipe).size
         return [*_answering(recipe), f"model: {size}, in {_each(recipe.launch.num_rollouts, 'instance')}"]
     lines = []
     steps, what, kind = recipe.examples, "example", "supervised"
@@ -51,13 +52,13 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
     if recipe.kind.objective == "reward_model":
         lines.append(_optimizer_line(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
-    size, memory = _size_and_memory(recipe)
-    lines += _mesh(recipe) or memory
+    outlined = _outlined(recipe)
+    lines += outlined.precision + (_mesh(recipe) or outlined.memory)
     travels = recipe.generates
     if recipe.model.lora is not None or not travels:
-        lines.append(f"model: {size}")
+        lines.append(f"model: {outlined.size}")
     if travels:
-        what = size if recipe.model.lora is None else "the adapters alone"
+        what = outlined.published if recipe.model.lora is None else "the adapters alone"
         to = _each(recipe.launch.num_rollouts, "rollout")
         lines.append(f"weight sync: {what} to {to}, {_when_published(recipe)}")
     if recipe.policy.weights_from:
@@ -173,8 +174,20 @@ def _trained(recipe: Recipe) -> str:
     return f"trained: all parameters but {', '.join(frozen)}" if frozen else "trained: all parameters"
 
 
-def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
-    """Return the size of the recipe's model in words, and lines on the memory of its policy.
+@dataclass(frozen=True, slots=True)
+class _Outlined:
+    """What is known of a recipe's model without its weights, in words."""
+
+    size: str
+    published: str
+    """What a rollout pulls of a version without adapters."""
+    precision: list[str] = field(default_factory=list)
+    memory: list[str] = field(default_factory=list)
+    """Lines on the policy."""
+
+
+def _outlined(recipe: Recipe) -> _Outlined:
+    """Return what is known of the recipe's model.
 
     Nothing is allocated. The policy's settings are checked against the model. Raises ConfigError, as the policy does.
     """
@@ -193,7 +206,7 @@ def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
     parameters, item_bytes = model.num_parameters(), ITEM_BYTES[recipe.model.dtype]
     size = f"{parameters:,} parameters x {item_bytes} bytes = {parameters * item_bytes:,} bytes"
     if trainer is None:
-        return size, []
+        return _Outlined(size, size)
     if lora is not None:
         add_adapters(model, lora, seed=recipe.run.seed)
         if lora.adapter:
@@ -205,14 +218,46 @@ def _size_and_memory(recipe: Recipe) -> tuple[str, list[str]]:
     if recipe.policy.memory.compile:
         check_compiler(device)
     check_fit(model, recipe.policy, trainer)
-    return size, _memory(recipe, model, trainer, device)
+    published = _codes(model, recipe.weights.quantise) if recipe.weights.quantise and recipe.generates else size
+    precision, memory = _precision(recipe, model, device), _memory(recipe, model, trainer, device)
+    return _Outlined(size, published, precision, memory)
+
+
+def _codes(model: Any, form: str) -> str:
+    """Return the size of a version with quantised linear layers, in words. Raises ConfigError if one cannot be."""
+    from starling.policy.train.model.load import version_tensors
+    from starling.weightsync.plan.layout import TensorSpec, item_bytes
+    from starling.weightsync.quantise.layouts import quantisation_of
+    from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
+
+    tensors = version_tensors(model).items()
+    specs = [
+        TensorSpec(name=name, shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."))
+        for name, one in tensors
+    ]
+    try:
+        made = quantisation_of(specs, linear_weights(form, FUSED_BY_VLLM)).tensors
+    except WeightsError as error:
+        raise ConfigError(f"weights.quantise = {form!r}: {error}") from error
+    num_bytes = sum(item_bytes(one) * math.prod(one.shape) for one in made)
+    return f"{model.num_parameters():,} parameters, as {form} in linear layers = {num_bytes:,} bytes"
+
+
+def _precision(recipe: Recipe, model: Any, device: Any) -> list[str]:
+    """Return which layers of `model`, an outline, multiply in low precision. Raises ConfigError, as the policy does."""
+    from starling.policy.train.precision.layers import check_precision, emulates
+
+    kind = recipe.policy.precision.kind
+    if kind == "none":
+        return []
+    layers = check_precision(model, recipe.policy)
+    how = f", emulated on {device.type}" if emulates(kind, device) else ""
+    num = f"{len(layers.low)} of {counted(layers.num_linear, 'linear layer')}"
+    return [f"precision: {kind} in {num}{how}; {recipe.model.dtype} elsewhere"]
 
 
 def _mesh(recipe: Recipe) -> list[str]:
-    """Return the mesh of a policy, and what each of its ranks holds and sends; nothing if it has one rank.
-
-    Raises ConfigError if there is no configuration of the model.
-    """
+    """Return the mesh of a policy, and what each of its ranks holds and sends; nothing if it has one rank."""
     from starling.policy.plan.memory import memory_of
     from starling.policy.plan.proposals import written
     from starling.policy.plan.sizes import model_sizes
@@ -229,11 +274,6 @@ def _mesh(recipe: Recipe) -> list[str]:
         sizes = model_sizes(config)
     except (ConfigError, WeightsError) as error:
         return [f"{mesh}; its memory and traffic are not known beforehand: {error}"]
-    if parallel.num_stages > max(1, sizes.num_blocks):
-        raise ConfigError(
-            f"policy.parallel.pp = {parallel.pp} makes {parallel.num_stages} stages, and the model has "
-            f"{sizes.num_blocks} blocks: set it lower"
-        )
     item = ITEM_BYTES[recipe.model.dtype]
     num_microbatches = num_passes(parallel, 1)
     update = Update(num_microbatches, policy.tokens_per_microbatch, item, policy.memory.checkpointing != "none")

@@ -69,6 +69,11 @@ class ParallelSettings(SettingsSection):
         return self.dp_replicate * self.dp_shard * self.tp * self.cp * self.pp
 
     @property
+    def has_mesh(self) -> bool:
+        """Whether the policy's process computes as a rank of a mesh, or together with other replicas."""
+        return self.num_ranks > 1 or self.elastic
+
+    @property
     def num_shards(self) -> int:
         """Ranks over which parameters are sharded besides `tp`."""
         return self.dp_shard * self.cp

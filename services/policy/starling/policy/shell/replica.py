@@ -80,7 +80,7 @@ class PolicyReplica:
         parallel, host, on_host = settings.policy.parallel, None, 1
         setup = RankSetup(settings, arguments, path, transport)
         self._ranks = Ranks(arguments.name, parallel.timeout_s)
-        if (parallel.num_ranks > 1 or parallel.elastic) and KINDS[settings.run.kind].trains:
+        if parallel.has_mesh and KINDS[settings.run.kind].trains:
             setup = replace(setup, files=shared_files())
             on_host = parallel.num_ranks if arguments.nodes is None else share_of(arguments.nodes, parallel.num_ranks)
             self._ranks.start(

@@ -29,17 +29,19 @@ def check_fit(
 
     Raises:
         ConfigError: `model` has no routers for the loss or bias that `settings` ask for, no parameters for a pattern
-            of an optimizer, sizes that the ranks cannot divide, or no layer that computes in low precision.
+            of an optimizer, sizes that the ranks cannot divide, a setting that they do not have, or no layer that
+            computes in low precision.
     """
     if settings.router_aux_coefficient:
         find_routers(model)
     if settings.router_bias_rate:
         check_biases(model)
-    if settings.parallel.tp > 1:
-        from starling.policy.train.parallel.tensor.styles import check_tensors  # torch's distributed tensors
+    # A model with memory has been checked when it was whole, by `use_precision` and `parallelise`.
+    if model.device.type == "meta":
+        if settings.parallel.has_mesh:
+            from starling.policy.train.parallel.available import check_available  # torch's distributed tensors
 
-        check_tensors(model, settings.parallel.tp)
-    # A model with memory has been checked by `use_precision`, when it was whole.
-    if settings.precision.kind != "none" and model.device.type == "meta":
-        check_precision(model, settings)
+            check_available(model, settings)
+        if settings.precision.kind != "none":
+            check_precision(model, settings)
     check_optimizers(model, settings, trainer, names)

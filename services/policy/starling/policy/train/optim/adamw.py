@@ -11,6 +11,7 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
+from starling.policy.train.torchao_log import quiet_torchao
 
 if TYPE_CHECKING:
     from starling.policy.train.optim.adamw_8bit import AdamW8bit
@@ -68,6 +69,7 @@ def import_adamw_8bit(key: str) -> type[AdamW8bit]:
     Raises:
         ConfigError: torchao is not installed, and the settings `key` need it.
     """
+    quiet_torchao()
     try:
         from starling.policy.train.optim.adamw_8bit import AdamW8bit
     except ImportError as error:

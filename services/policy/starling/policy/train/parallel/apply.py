@@ -29,18 +29,18 @@ from starling.policy.train.model.load import version_tensors
 from starling.policy.train.model.tensors import all_named
 from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 from starling.policy.train.parallel import expert, fsdp
+from starling.policy.train.parallel.available import check_available
 from starling.policy.train.parallel.collectives import sum_over
-from starling.policy.train.parallel.context.share import check_context, check_segments, divide_tokens
+from starling.policy.train.parallel.context.share import check_segments, divide_tokens
 from starling.policy.train.parallel.media import MediaForward, vision_tower
 from starling.policy.train.parallel.mesh import DATA, RESULTS, SHARDS, Mesh
 from starling.policy.train.parallel.passes import divide_passes
 from starling.policy.train.parallel.pipeline.schedule import Pipeline
-from starling.policy.train.parallel.pipeline.stages import check_stages, observe_stages
+from starling.policy.train.parallel.pipeline.stages import observe_stages
 from starling.policy.train.parallel.replicas.peers import StepPeers
 from starling.policy.train.parallel.tensor.divide import divide_tensors
 from starling.policy.train.parallel.tensor.probe import TensorProbe
-from starling.policy.train.parallel.tensor.styles import check_tensors
-from starling.policy.train.parallel.weights.adapters import check_adapters, merged_parts
+from starling.policy.train.parallel.weights.adapters import merged_parts
 from starling.policy.train.parallel.weights.parts import cuts_blocks, hidden_masters, part_of, state_parts
 from starling.policy.train.parallel.weights.reading import read_weights
 from starling.policy.train.parallel.weights.sample import small_copy
@@ -68,13 +68,13 @@ def parallelise(
     Raises:
         ConfigError: the model or a setting is not available on a mesh; the text names it and the remedy.
     """
-    check_available(model, mesh, settings)
+    check_available(model, settings)
     # These run the whole model on a few tokens, and remember what they found.
     if model.get_output_embeddings() is not None:
         find_lm_head(model)
     plan = attention_plan(model, settings.attention)
     if mesh.size("cp") > 1:
-        check_context(model, plan, mesh)
+        check_segments(model, plan, "cp", mesh)
     dtypes = {name: tensor.dtype for name, tensor in all_named(model, each_name=True)}
     whole = WholeModel.of(model)
     partial = _divide_blocks(model, mesh, settings, plan, deferred)
@@ -129,25 +129,6 @@ def _media_forward(model: PreTrainedModel, mesh: Mesh, pipeline: Pipeline | None
         is_first=(lambda: True) if pipeline is None else pipeline.is_first,
         always=mesh.size(SHARDS) > 1,
     )
-
-
-def check_available(model: PreTrainedModel, mesh: Mesh, settings: PolicySettings) -> None:
-    """Raise ConfigError if the model or a setting is not available on `mesh`."""
-    if mesh.size("tp") > 1:
-        check_tensors(model, mesh.size("tp"))
-    if mesh.size("ep") > 1:
-        expert.check_experts(model, mesh.size("ep"))
-    if mesh.size("pp") > 1:
-        check_stages(model, mesh.settings)
-        if mesh.settings.schedule == "zbv" and settings.memory.checkpointing != "none":
-            raise ConfigError(
-                f'policy.memory.checkpointing = "{settings.memory.checkpointing}" with policy.parallel.schedule = '
-                '"zbv" would compute each block three times: set the schedule to "1f1b", or checkpointing to "none"'
-            )
-    check_adapters(model, mesh)
-    for name in ("compile", "offload_optimizer", "offload_activations"):
-        if getattr(settings.memory, name):
-            raise ConfigError(f"policy.memory.{name} = true is not available on a mesh yet: set it to false")
 
 
 @dataclass(frozen=True, slots=True)

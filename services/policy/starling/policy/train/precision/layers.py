@@ -21,6 +21,7 @@ from starling.common.errors import ConfigError
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.settings.precision import PrecisionKind
 from starling.policy.train.memory.blocks import find_blocks
+from starling.policy.train.torchao_log import quiet_torchao
 from starling.weightsync.quantise.recipe import NOT_QUANTISED
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def use_precision(model: PreTrainedModel, settings: PolicySettings, device: torc
     if precision.kind == "none":
         return
     layers = check_precision(model, settings)
-    emulate = _emulates(precision.kind, device or model.device)
+    emulate = emulates(precision.kind, device or model.device)
     _import_layers(precision.kind)(model, layers.low, precision.kind, emulate=emulate)
     _log_once(precision.kind, len(layers.low), layers.num_linear)
 
@@ -121,21 +122,27 @@ def check_precision(model: PreTrainedModel, settings: PolicySettings) -> LinearL
         if not any(re.search(pattern, name) for pattern in (*_HIGH, *precision.skip))
     }
     fitting = [name for name, module in wanted.items() if not any(size % multiple for size in module.weight.shape)]
-    if not fitting:
-        sizes = "".join(
-            f", such as {name} of {' x '.join(str(size) for size in module.weight.shape)}"
-            for name, module in list(wanted.items())[:1]
+    if not wanted:
+        raise ConfigError(
+            f"policy.precision leaves none of the {len(inside)} linear layers in the blocks of "
+            f'{type(model).__name__} to compute in "{precision.kind}": remove a pattern from policy.precision.skip, or '
+            'set kind to "none"'
         )
+    if not fitting:
+        name, module = next(iter(wanted.items()))
+        size = " x ".join(map(str, module.weight.shape))
+        tp = settings.parallel.tp
+        of_rank = f" ({multiple // tp} on each of {tp} ranks of tp)" if tp > 1 else ""
         raise ConfigError(
             f'policy.precision.kind = "{precision.kind}" finds no layer in the blocks of {type(model).__name__}: of '
             f"{len(inside)} linear ones, {len(wanted)} are not skipped, and have no two dimensions that are multiples "
-            f'of {multiple}{sizes}; set it to "none"'
+            f'of {multiple}{of_rank}, such as {name} of {size}; set it to "none"'
         )
     _import_layers(precision.kind)
     return LinearLayers(tuple(name.removesuffix(".weight") for name in fitting), len(linear))
 
 
-def _emulates(kind: PrecisionKind, device: torch.device) -> bool:
+def emulates(kind: PrecisionKind, device: torch.device) -> bool:
     """Return whether products of `kind` are emulated on `device`. Raises ConfigError for a GPU that should not."""
     if device.type != "cuda":
         return True
@@ -151,6 +158,7 @@ def _emulates(kind: PrecisionKind, device: torch.device) -> bool:
 
 def _import_layers(kind: str) -> Callable[..., Any]:
     """Return `replace_layers` of torchao's layers, whose import takes seconds. Raises ConfigError."""
+    quiet_torchao()
     try:
         if kind.startswith("mx"):
             from starling.policy.train.precision.mx import replace_layers

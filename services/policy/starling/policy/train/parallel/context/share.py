@@ -46,24 +46,6 @@ _PIECES: Final[dict[Method, int]] = {"ulysses": 1, "all_gather": 2, "ring": 2}
 """Of the row on each rank."""
 
 
-def check_context(model: Any, plan: AttentionPlan, mesh: Mesh) -> None:
-    """Check that the ranks of the axis cp can divide the tokens of `model`.
-
-    Raises:
-        ConfigError: its attention does not take divided tokens, or they cannot divide its heads.
-    """
-    check_segments(model, plan, "cp", mesh)
-    size = mesh.size("cp")
-    heads = int(model.config.get_text_config().num_attention_heads) // mesh.size("tp")
-    if mesh.settings.context == "ulysses" and heads % size:
-        of_rank = " of each rank of tp" if mesh.size("tp") > 1 else ""
-        fitting = [str(number) for number in range(1, heads + 1) if not heads % number]
-        raise ConfigError(
-            f"policy.parallel.cp = {size} does not divide the {heads} attention heads{of_rank}: set it to one of "
-            f'{", ".join(fitting)}, or policy.parallel.context to "ring" or "all_gather"'
-        )
-
-
 def check_segments(model: Any, plan: AttentionPlan, axis: str, mesh: Mesh) -> None:
     """Check that `model` attends by segments, so that a row can be padded until ranks of `axis` can divide its tokens.
 

@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from starling.common.errors import ConfigError
+from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.checkpoint.parts import Part
 from starling.policy.train.memory.blocks import block_list
 from starling.policy.train.model.lm_head import SCORE
 from starling.policy.train.model.lora import merged_tensors
-from starling.policy.train.parallel.mesh import SHARDS, Mesh
 from starling.policy.train.parallel.weights.parts import part_of
 from starling.weightsync.tensors.adapters import ADAPTER, adapted_layers, base_name, is_adapted
 
 
-def check_adapters(model: torch.nn.Module, mesh: Mesh) -> None:
-    """Check that the ranks of `mesh` can divide the adapters of `model`, if it has any.
+def check_adapters(model: torch.nn.Module, settings: ParallelSettings) -> None:
+    """Check that the ranks of a mesh can divide the adapters of `model`, if it has any.
 
     Raises:
         ConfigError: names the axis, the layer and the remedy.
@@ -38,39 +38,39 @@ def check_adapters(model: torch.nn.Module, mesh: Mesh) -> None:
     if not is_adapted(model):
         return
     config: Any = model.peft_config[ADAPTER]  # type: ignore[index]
-    if mesh.size("tp") > 1 and config.use_dora:
+    if settings.tp > 1 and config.use_dora:
         raise ConfigError(
-            f"policy.parallel.tp = {mesh.size('tp')} divides rows whose lengths model.lora.dora = true needs: set tp "
+            f"policy.parallel.tp = {settings.tp} divides rows whose lengths model.lora.dora = true needs: set tp "
             "to 1 and use dp_shard, or remove dora"
         )
     blocks = block_list(model)
     inside, scores = {module for block in blocks for module in block.modules()}, getattr(model, SCORE, None)
     for name, layer in adapted_layers(model):
         if layer is not scores:  # which is whole on each rank, or in one stage
-            _check_layer(base_name(name), layer, mesh, is_inside=layer in inside)
+            _check_layer(base_name(name), layer, settings, is_inside=layer in inside)
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    if mesh.size(SHARDS) > 1 and len(kinds) > 1:
+    if settings.num_shards > 1 and len(kinds) > 1:
         raise ConfigError(
             f"model.lora.modules_to_save names modules of {next(iter(kinds - {torch.float32}))} beside adapters of "
             'float32, which dp_shard and cp cannot shard together: set model.dtype = "float32", or remove it'
         )
 
 
-def _check_layer(name: str, layer: Any, mesh: Mesh, *, is_inside: bool) -> None:
-    for axis in ("tp", "pp"):
-        if mesh.size(axis) > 1 and not is_inside:
+def _check_layer(name: str, layer: Any, settings: ParallelSettings, *, is_inside: bool) -> None:
+    for axis, size in (("tp", settings.tp), ("pp", settings.pp)):
+        if size > 1 and not is_inside:
             raise ConfigError(
-                f"policy.parallel.{axis} = {mesh.size(axis)} with [model.lora] is available for layers of the blocks, "
+                f"policy.parallel.{axis} = {size} with [model.lora] is available for layers of the blocks, "
                 f"and {name} is none: leave it out of model.lora, or set {axis} to 1"
             )
-    if mesh.size("tp") > 1 and hasattr(layer, "modules_to_save"):
+    if settings.tp > 1 and hasattr(layer, "modules_to_save"):
         raise ConfigError(
-            f"policy.parallel.tp = {mesh.size('tp')} divides {name}, which model.lora.modules_to_save trains in full: "
+            f"policy.parallel.tp = {settings.tp} divides {name}, which model.lora.modules_to_save trains in full: "
             "remove it there, or set tp to 1"
         )
-    if mesh.size("ep") > 1 and hasattr(layer, "parameter_name"):
+    if settings.ep > 1 and hasattr(layer, "parameter_name"):
         raise ConfigError(
-            f"policy.parallel.ep = {mesh.size('ep')} divides experts whose adapters are one tensor for all of them, "
+            f"policy.parallel.ep = {settings.ep} divides experts whose adapters are one tensor for all of them, "
             f"{name}: remove model.lora.parameters, or set ep to 1"
         )
 
