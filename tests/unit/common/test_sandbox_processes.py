@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -79,6 +81,47 @@ def test_descendants_are_found_of_all_threads(
     assert set(descendants(os.getpid())) >= set(trees)
     assert not set(descendants(os.getpid(), but=[trees[0]])) & set(trees[:2])
     assert set(descendants(os.getpid(), but=[trees[0]])) >= set(trees[2:])
+
+
+FIRST_THREAD_ENDS = """
+import ctypes, subprocess, sys, threading, time
+started = threading.Event()
+
+def go_on():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    started.set()
+    time.sleep(600)
+
+threading.Thread(target=go_on).start()
+started.wait()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@pytest.mark.parametrize("kernel_lists_children", [True, False])
+def test_process_whose_first_thread_has_ended_is_a_descendant(
+    kernel_lists_children: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel_lists_children:
+        monkeypatch.setattr("os.path.exists", lambda path: False)
+    with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (child,) = psutil.Process(process.pid).children()
+        deadline = time.monotonic() + LONG_S
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "its first thread has not ended"
+            time.sleep(0.01)
+        left = {process.pid, child.pid}
+        try:
+            assert left <= set(descendants(os.getpid()))
+            assert kill_all(lambda: left & set(descendants(os.getpid())))
+            assert process.wait(LONG_S) == -signal.SIGKILL
+        finally:
+            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # its parent may now be one that reaps it
+                child.kill()
 
 
 def in_new_process(body: Callable[[socket.socket], None]) -> str:

@@ -34,6 +34,21 @@ def leave_daemon(marker: str) -> bool:
     return True
 
 
+def leave_daemon_without_first_thread(marker: str) -> bool:
+    """Start a process in a session of its own whose first thread ends, and whose second one has the name `marker`."""
+    libc = ctypes.CDLL(None)
+
+    def sleep() -> None:
+        libc.prctl(15, marker.encode(), 0, 0, 0)  # PR_SET_NAME
+        time.sleep(600)
+
+    if os.fork() == 0:
+        os.setsid()
+        threading.Thread(target=sleep).start()
+        libc.pthread_exit(None)
+    return True
+
+
 def read_environments(marker: str) -> list[str]:
     """Find `marker` in the environment of any process."""
     found = []
@@ -179,6 +194,15 @@ def multiply_threads(limit: int, wait_s: float) -> int:
     finally:
         end.set()
     return len(threads)
+
+
+def multiply_threads_alone(limit: int, wait_s: float) -> int:
+    """Start threads, and end the one that has started them; the process then appears as a dead one."""
+    threading.stack_size(1 << 16)
+    for _ in range(limit):
+        threading.Thread(target=time.sleep, args=(wait_s,)).start()
+    ctypes.CDLL(None).pthread_exit(None)
+    return limit
 
 
 def leave_dead(limit: int, wait_s: float) -> int:

@@ -10,6 +10,7 @@ import pty
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -43,7 +44,7 @@ NAMES = [
     "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
     "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders", "open_kernel_settings",
     "attack_log", "read_terminal", "print_without_end", "add_files", "change_devices", "multiply_threads",
-    "leave_dead", "num_dead_beside", "scatter",
+    "leave_dead", "num_dead_beside", "scatter", "leave_daemon_without_first_thread", "multiply_threads_alone",
 ]  # fmt: skip
 TARGETS = [f"{SEARCH if name in ('keep', 'find_in_process') else HERE}:{name}" for name in NAMES]
 LONG_S = 60.0
@@ -198,6 +199,40 @@ def test_daemon_is_killed_with_its_session(hostile: Hostile) -> None:
     deadline = time.monotonic() + LONG_S
     while marked(marker):
         assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.05)
+
+
+def named(name: str) -> list[int]:
+    """Return the processes of which a living thread has a name."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/task/*/stat"):
+        with contextlib.suppress(OSError):
+            own, _, fields = path.read_bytes().partition(b"(")[2].rpartition(b")")
+            if own.decode(errors="replace") == name and fields.split()[0] not in b"ZX":
+                found.append(int(path.parts[2]))
+    return found
+
+
+@held("A process that it leaves behind lives on")
+def test_process_whose_first_thread_has_ended_is_killed_with_its_session(hostile: Hostile) -> None:
+    name = f"{hostile.level[:4]}-{os.getpid()}"
+    leave = NAMES.index("leave_daemon_without_first_thread")
+
+    async def run() -> None:
+        async with hostile.sandbox.session() as session:
+            await session.call(leave, {"marker": name}, timeout_s=LONG_S)
+            deadline = time.monotonic() + LONG_S
+            while not any(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in named(name)):
+                assert time.monotonic() < deadline, "its first thread has not ended"
+                await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    deadline = time.monotonic() + LONG_S
+    while left := named(name):
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail("it lives on")
         time.sleep(0.05)
 
 
@@ -400,7 +435,10 @@ def test_number_of_processes_is_limited(hostile: Hostile) -> None:
     assert hostile.attempt("limits") == 0, "and it costs no other session"
 
 
-@pytest.mark.parametrize("tool", each_in_campaign("multiply_threads", "multiply", "leave_dead"))
+TOO_MANY = each_in_campaign("multiply_threads", "multiply_threads_alone", "multiply", "leave_dead")
+
+
+@pytest.mark.parametrize("tool", TOO_MANY)
 @pytest.mark.parametrize("level", ["landlock", "process"])
 def test_only_the_session_with_too_many_tasks_is_killed(level: Mechanism, tool: str) -> None:
     if problem := problem_of(level):

@@ -7,12 +7,23 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 KILL_S: Final = 5.0
 """How long killed processes may take to be gone."""
 _BLOCK_BYTES: Final = 4096
+
+
+_STATE, _NUM_THREADS = 0, 17
+
+
+def is_dead(fields: Sequence[bytes]) -> bool:
+    """Return whether a process has ended, by the fields of `/proc/<pid>/stat` after its name.
+
+    The state is that of its first thread, which may have ended alone: then the process has other threads, and lives.
+    """
+    return fields[_STATE] in b"ZX" and int(fields[_NUM_THREADS]) <= 1
 
 
 def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
@@ -140,4 +151,4 @@ def _parent_of_living(name: str) -> int | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in b"ZX" else int(fields[1])
+    return None if is_dead(fields) else int(fields[1])

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Final, NamedTuple
 
-from starling.common.sandbox.processes import descendants, end_kept, kill_all
+from starling.common.sandbox.processes import descendants, end_kept, is_dead, kill_all
 
 LOOK_EVERY_S: Final = 0.1
 _COUNT_EVERY_S: Final = 1.0
@@ -154,7 +154,7 @@ def _read(pid: int) -> _Task | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return _Task(int(fields[1]), int(fields[3]), int(fields[17]), fields[0] in b"ZX")
+    return _Task(int(fields[1]), int(fields[3]), int(fields[17]), is_dead(fields))
 
 
 def _kill_session(pid: int, *, is_kept: bool) -> None:
