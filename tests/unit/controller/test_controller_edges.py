@@ -225,8 +225,9 @@ def test_policy_with_other_settings_is_refused() -> None:
     other = msgspec.structs.replace(hello, settings_digest="f" * 32)
     assert script.receive("policy-1", other, encoded_layout("policy-1")) == [
         "(refused policy-1)",
-        "policy-1 <- refused: policy-1 has other settings of [policy], [model] or run.seed than policy-0, whose steps "
-        "it would share; start it with the same recipe",
+        "policy-1 <- refused: policy-1 has other settings of [policy], [model] or run.seed, another config.json of its "
+        "model or other versions of packages than policy-0, whose steps it would share; start it with the same recipe, "
+        "model folder and installation",
     ]
     long = msgspec.structs.replace(hello, peer="h" * 300)
     assert "may have 261" in script.receive("policy-1", long, encoded_layout("policy-1"))[-1]

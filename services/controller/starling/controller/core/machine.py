@@ -76,7 +76,7 @@ from starling.controller.core.replicas.reclaim import reclaim
 from starling.controller.core.replicas.switching import on_switched, switch_devices
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.core.training.dispatch import commit, evict_silent, save, train
-from starling.controller.core.training.results import note_repeated, on_policy_version, on_saved, on_trained
+from starling.controller.core.training.results import note_digest, on_policy_version, on_saved, on_trained
 from starling.controller.core.weights.distribution import (
     adopt,
     catch_up,
@@ -292,7 +292,7 @@ def _ended(state: ControllerState, member: Member, message: Result, event: Recei
         RESULTS[kind](state, member, lease, message, event)
     elif isinstance(message, wire.StepTrained):
         # Whatever happened to its lease: this policy has made the step, and that cannot be undone.
-        note_repeated(state, member, message)
+        note_digest(state, member, message)
         on_policy_version(state, member, message.step)
 
 

@@ -14,6 +14,7 @@ from starling.controller.core.groups.validation import InvalidResultError, check
 from starling.controller.core.records import StepReopened
 from starling.controller.core.replicas.assignments import revoke
 from starling.controller.core.state import ControllerState
+from starling.controller.core.training.step import PolicyGroup
 
 
 def repair_restored_groups(state: ControllerState) -> None:
@@ -51,6 +52,9 @@ def reject_groups(state: ControllerState, step: int, prompts: Collection[str], r
     active, state.training.step = state.training.step, None
     for name, lease in active.shares.items() if active is not None else ():
         revoke(state, name, lease)
+    # The others may still compute the batch with these groups: in the same process groups its gradients would be added
+    # to those of the next one.
+    state.training.group = PolicyGroup((), "")
     _reopen(state, step, reason)
     for ordinal in rejected:
         _generate_again(state, ordinal, reason)

@@ -10,7 +10,7 @@ from typing import Final
 from starling.common.counts import counted
 from starling.common.ids import Role
 from starling.common.ranges import MAX_SLOTS
-from starling.common.wire.messages import Hello, LeaseProgress, Wait
+from starling.common.wire.messages import Hello, LeaseProgress, ModelLimits, Wait
 from starling.controller.core.allowance import Allowances
 from starling.controller.core.replicas.blame import PairCounts
 from starling.weightsync.plan.layout import Layout
@@ -56,6 +56,8 @@ class Member:
     """Policy: where others find it that make steps together with it; empty for one that trains alone."""
     settings_digest: str = ""
     """Policy: of the settings that decide what a step computes."""
+    limits: ModelLimits | None = None
+    """Policy: what its model can read of groups; None in a run without steps of groups."""
     layout: Layout | None = None
     """Layout of its weights; None for a replica without weights."""
     checkpoint: str = ""
@@ -236,8 +238,14 @@ class Membership:
         for member in others:
             if member.settings_digest != hello.settings_digest:
                 return (
-                    f"{name} has other settings of [policy], [model] or run.seed than {member.name}, whose steps it "
-                    "would share; start it with the same recipe"
+                    f"{name} has other settings of [policy], [model] or run.seed, another config.json of its model or "
+                    f"other versions of packages than {member.name}, whose steps it would share; start it with the "
+                    "same recipe, model folder and installation"
+                )
+            if member.limits != hello.limits:
+                return (
+                    f"{name} has a model that reads other groups than that of {member.name}, whose steps it would "
+                    "share (vocabulary, length or images); start it with the same model folder"
                 )
         return None
 
@@ -264,6 +272,7 @@ class Membership:
             may_relay=self._is_trusted(name),
             peer=hello.peer,
             settings_digest=hello.settings_digest,
+            limits=hello.limits if hello.role == "policy" else None,
             layout=layout,
             checkpoint=hello.checkpoint,
             has_reported=not known,

@@ -45,13 +45,10 @@ def commit(state: ControllerState) -> None:
     if not step.is_made:
         _drop(state, step)
         return
-    if len(set(step.digests.values())) > 1:
-        names = " and ".join(sorted(step.digests))
-        state.lifecycle.fail(
-            f"{names} trained different groups in step {step.number}: they run different code", state.now
-        )
+    if step.disagreement:
+        state.lifecycle.fail(step.disagreement, state.now)
     plan = state.plan
-    state.version, state.training.num_failed_together = step.number, 0
+    state.version, state.training.num_failed_together, state.training.committed = step.number, 0, step
     before = state.training.alarms
     state.training.alarms = alarms.alarms_after(step, before)
     metrics = _metrics_of(state, step)
@@ -210,6 +207,7 @@ def _dispatch(state: ControllerState, policies: list[Member], command: wire.Trai
             command, peers=peers, replica=index, group=training.group.name, published=published
         )
         lease = active.shares[member.name] = _grant(state, member, own, buffers)
+        active.leases.add(lease)
         if peers and not training.group.name:
             training.group = PolicyGroup(peers, lease)
 

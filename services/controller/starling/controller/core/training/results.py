@@ -16,11 +16,9 @@ from starling.controller.core.training.step import ActiveStep, format_digest
 
 def on_trained(state: ControllerState, member: Member, message: wire.StepTrained) -> None:
     """Note that a policy has made a step, with its metrics and alarms."""
-    note_repeated(state, member, message)
+    note_digest(state, member, message)
     active = state.training.step
     if active is not None and active.number == message.step:
-        if message.batch_digest:
-            active.digests[member.name] = message.batch_digest
         active.shares.pop(member.name, None)
         active.metrics[member.name] = message.metrics
         active.alarms |= {alarm.name: alarm for alarm in message.alarms}
@@ -28,11 +26,23 @@ def on_trained(state: ControllerState, member: Member, message: wire.StepTrained
     state.dirty |= Dirty.ALL
 
 
-def note_repeated(state: ControllerState, member: Member, message: wire.StepTrained) -> None:
-    """Note what a policy has trained in a step that was committed before: it has made the step again."""
-    if message.step <= state.version and message.batch_digest:
-        digest = format_digest(message.batch_digest)
-        state.outbox.note("step_repeated", replica=member.name, step=message.step, batch_digest=digest)
+def note_digest(state: ControllerState, member: Member, message: wire.StepTrained) -> None:
+    """Note what a policy has trained in a step: in the active one, or in one that was committed before.
+
+    It made the latter again, or reports late that it made it with the others: then it must have trained their groups.
+    """
+    training, digest = state.training, message.batch_digest
+    if not digest:
+        return
+    active, committed = training.step, training.committed
+    if active is not None and active.number == message.step:
+        active.digests[member.name] = digest
+    elif message.step <= state.version:
+        state.outbox.note("step_repeated", replica=member.name, step=message.step, batch_digest=format_digest(digest))
+        if committed is not None and message.lease in committed.leases:
+            committed.digests[member.name] = digest
+            if committed.disagreement:
+                state.lifecycle.fail(committed.disagreement, state.now)
 
 
 def on_policy_version(state: ControllerState, member: Member, version: int) -> None:

@@ -52,6 +52,8 @@ class ActiveStep:
     """Alarms that are on, by name, as reported by the policies that made it."""
     digests: dict[str, int] = field(default_factory=dict)
     """Digest of the groups of the step, where a policy has reported one, by policy."""
+    leases: set[str] = field(default_factory=set)
+    """Those with which it was dispatched."""
 
     @property
     def is_made(self) -> bool:
@@ -67,6 +69,14 @@ class ActiveStep:
     def batch_digest(self) -> str:
         """Digest of its groups, 16 hexadecimal digits; empty when no policy has reported it."""
         return format_digest(next(iter(self.digests.values()))) if self.digests else ""
+
+    @property
+    def disagreement(self) -> str:
+        """Why its weights are none of this run: the policies trained different groups. Empty when they did not."""
+        if len(set(self.digests.values())) < 2:
+            return ""
+        names = " and ".join(sorted(self.digests))
+        return f"{names} trained different groups in step {self.number}: they run different code"
 
     def note_failure(self, policy: str, reason: str, now: float) -> None:
         """Note that a policy cannot make it with the others, which will notice that, too, unless they hang."""
@@ -124,6 +134,8 @@ class Training:
         """Begin with the version `begin_version`, which has a saved state. `num_scorers`: of the recipe."""
         self.step: ActiveStep | None = None
         """The step that makes the next version."""
+        self.committed: ActiveStep | None = None
+        """The last step that this incarnation of the controller has committed."""
         self.num_failed_together = 0
         """How often policies failed to make a step together since the last one that was made."""
         self.group = PolicyGroup((), "")
