@@ -87,7 +87,7 @@ class Shell:
         self._state = PolicyState(version=version, elastic=is_elastic)
         self._place = 0
         """Of this replica among those of the last step: the first one exports and saves for all."""
-        hello = self._hello(version, rank.checkpoint)
+        hello = self._hello(version, rank.checkpoint, path)
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
         self._saver.connect(self._link.answer, self._link.put, self._report)
@@ -104,8 +104,11 @@ class Shell:
             **({"ranks": settings.policy.parallel.num_ranks} if settings.policy.parallel.num_ranks > 1 else {}),
         )
 
-    def _hello(self, version: int, checkpoint: str) -> wire.Hello:
-        """Return the hello of a policy that holds `version`; `checkpoint`: digest of a model that is not trained."""
+    def _hello(self, version: int, checkpoint: str, model: Path) -> wire.Hello:
+        """Return the hello of a policy that holds `version`.
+
+        `checkpoint`: digest of a model that is not trained; `model`: the folder of the initial model.
+        """
         has_rl_steps = self._trains and KINDS[self._settings.run.kind].has_rl_steps
         return wire.Hello(
             role="policy",
@@ -117,7 +120,7 @@ class Shell:
             limits=self._learner.limits if has_rl_steps else None,
             checkpoint=checkpoint,
             peer="" if self._peers is None else self._peers.address,
-            settings_digest="" if self._peers is None else settings_digest(self._settings),
+            settings_digest="" if self._peers is None else settings_digest(self._settings, model),
         )
 
     def _create_saver(self, model: Path, folder: Path) -> PolicySaver:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from starling.common.files import open_regular
 from starling.common.nodes.facts import version_of
 from starling.policy.shell.facts import PACKAGES
 
@@ -30,6 +33,8 @@ _OF_THIS_PROCESS: Final = {
     "transport",
 }
 """Settings of a policy that may differ among replicas that make steps together."""
+_OF_THIS_COPY: Final = {"_name_or_path", "transformers_version"}
+"""Entries of a config.json that may differ."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,22 @@ def request_state(address: str, own: str, group: str) -> None:
     ask_store(address, ask, REACH_S)
 
 
-def settings_digest(settings: PolicyProcess) -> str:
-    """Return a digest of the settings that decide what a step computes, and of the versions of packages."""
+def settings_digest(settings: PolicyProcess, folder: Path) -> str:
+    """Return a digest of what decides what a step computes: settings, configuration of the model, versions of packages.
+
+    `folder`: of the model, which has been loaded.
+    """
     policy = settings.policy.model_dump(mode="json", exclude=_OF_THIS_PROCESS)
     for name in ("timeout_s", "replica_timeout_s"):
         del policy["parallel"][name]
     model = settings.model.model_dump(mode="json", exclude={"path", "device"})
     versions = [version_of(package) for package in PACKAGES]
-    parts = (versions, settings.run.kind, settings.run.seed, model, policy)
+    parts = (versions, settings.run.kind, settings.run.seed, model, policy, _configuration(folder))
     return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16).hexdigest()
+
+
+def _configuration(folder: Path) -> str:
+    """Return the configuration of the model in one form, without the entries that change no computation."""
+    with open_regular(folder / "config.json") as file:
+        entries = json.load(file)
+    return json.dumps({key: value for key, value in entries.items() if key not in _OF_THIS_COPY}, sort_keys=True)
