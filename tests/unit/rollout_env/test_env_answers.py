@@ -17,6 +17,7 @@ from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
     LENGTH,
+    SESSION_BEGUN,
     CallRaised,
     CallReturned,
     FromSession,
@@ -65,7 +66,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))])
 
 
-async def measure_nothing() -> Usage:
+async def measure_nothing(begin: bool) -> Usage:
     return Usage()
 
 
@@ -76,7 +77,7 @@ async def answer_with(sent: bytes) -> Any:
     reader, writer = await asyncio.open_unix_connection(sock=mine)
     try:
         with theirs:
-            theirs.sendall(sent)
+            theirs.sendall(SESSION_BEGUN + sent)
             theirs.shutdown(socket.SHUT_WR)
             return await SandboxSession(reader, writer, measure_nothing).call(0, {}, timeout_s=LIMIT_S)
     finally:

@@ -140,6 +140,29 @@ def test_call_that_takes_all_processors_fails_no_other(sandbox: Sandbox, in_one_
     assert set(asyncio.run(run())) == {"done"}
 
 
+def test_call_begins_with_its_process(sandbox: Sandbox) -> None:
+    """The end of another session with much memory may keep the fork server busy for longer than a call may take."""
+    (fork_server,) = (one for one in psutil.Process().children(recursive=True) if is_fork_server(one))
+
+    async def run() -> Any:
+        fork_server.suspend()
+        try:
+            task = asyncio.create_task(call(sandbox, "add", timeout_s=1.0, a=1, b=2))
+            await asyncio.sleep(3.0)
+        finally:
+            fork_server.resume()
+        return await task
+
+    assert asyncio.run(run()) == 3
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    """Return whether a process is the one that forks the sessions, which are its children."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()[:1] == ["starling-tools"] and process.parent().cmdline()[:1] != ["starling-tools"]
+    return False
+
+
 def test_long_session_that_sleeps_ends_at_its_limit(sandbox: Sandbox) -> None:
     """What earlier calls have used and waited does not count."""
 

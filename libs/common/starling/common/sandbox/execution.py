@@ -30,7 +30,7 @@ from typing import Any, Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.inside import Sessions, send_descriptors
-from starling.common.sandbox.usage import MEASURED_EVERY_S, Usage, busy_s, usage_of, waited_s
+from starling.common.sandbox.usage import MEASURED_EVERY_S, UNKNOWN, Meter, Usage, busy_s, waited_s
 
 OUTPUT_BYTES: Final = 1 << 20
 """Limit on what a program may print; the rest is dropped."""
@@ -274,7 +274,7 @@ def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]
         for descriptor in descriptors:  # the worker sees the ends of the pipes when the session alone has them
             os.close(descriptor)
     while line.recv(1) == _MEASURE:
-        line.send(json.dumps(Usage() if pid is None else usage_of(pid)).encode())
+        line.send(json.dumps(UNKNOWN if pid is None else Meter(pid).usage()).encode())
     if pid is not None:
         sessions.kill(pid)
     return answer

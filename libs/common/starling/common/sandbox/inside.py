@@ -187,6 +187,8 @@ class Sessions:
         self._in_tmp = _InTmp(sorted(_of_view), sorted(left), is_copied=_is_small(left))
         self._folders: dict[int, str] = {}
         """Folder for the temporary files of each session, by the id of its process; empty with namespaces."""
+        self._killed = set[int]()
+        """Processes of sessions that are killed and not reaped yet."""
         self._ahead: tuple[int, socket.socket] | None = None
         syscalls.adopt_orphans()
         version = syscalls.landlock_version() if mechanism == "landlock" else 0
@@ -194,6 +196,7 @@ class Sessions:
 
     def prepare(self) -> None:
         """Fork a process ahead, unless there is one or there can be no further process."""
+        self._reap_killed(wait=False)
         if self._ahead is None:
             with contextlib.suppress(OSError):
                 self._ahead = self._fork()
@@ -267,16 +270,19 @@ class Sessions:
             self._serve(descriptors)
             os._exit(0)
 
-    def kill(self, pid: int) -> None:
-        """Kill a session and everything that it has started, and reap it."""
+    def kill(self, pid: int, *, wait: bool = True) -> None:
+        """Kill a session and everything that it has started, and reap it.
+
+        Without `wait`, and with namespaces, it may end a little later: much memory takes the kernel seconds.
+        """
         folder = self._folders.pop(pid, "")
         if self._mechanism == "landlock":
             end_kept(pid)
         for kill in (os.killpg, os.kill):  # the process may not have called setsid yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        self._killed.add(pid)
+        self._reap_killed(wait=wait or self._own_pids < 0)
         if self._own_pids < 0:
             self._kill_orphans()
         remove_tree(folder)
@@ -284,7 +290,17 @@ class Sessions:
     def kill_all(self) -> None:
         """Kill all sessions."""
         for pid in tuple(self._folders):
-            self.kill(pid)
+            self.kill(pid, wait=False)
+        self._reap_killed(wait=True)
+
+    def _reap_killed(self, *, wait: bool) -> None:
+        for pid in tuple(self._killed):
+            try:
+                ended, _ = os.waitpid(pid, 0 if wait else os.WNOHANG)
+            except ChildProcessError:
+                ended = pid
+            if ended:
+                self._killed.discard(pid)
 
     def _kill_orphans(self) -> None:
         """Kill and reap the children that are no sessions: what ended sessions have left behind."""

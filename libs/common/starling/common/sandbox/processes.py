@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 KILL_S: Final = 5.0
@@ -26,9 +27,13 @@ def is_dead(fields: Sequence[bytes]) -> bool:
     return fields[_STATE] in b"ZX" and int(fields[_NUM_THREADS]) <= 1
 
 
-def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
-    """Return the living children of a process, theirs, and so on, without those in `but` and below them."""
-    children_of = _children if os.path.exists(f"/proc/{pid}/task/{pid}/children") else _all_children().get
+def descendants(pid: int, but: Collection[int] = (), *, dead: bool = False) -> list[int]:
+    """Return the living children of a process, theirs, and so on, without those in `but` and below them.
+
+    With `dead`, also those that have ended and that nobody has waited for yet.
+    """
+    by_kernel = os.path.exists(f"/proc/{pid}/task/{pid}/children")
+    children_of = partial(_children, dead=dead) if by_kernel else _all_children(dead=dead).get
     found, pending = list[int](), [pid]
     while pending:
         below = [child for child in children_of(pending.pop(), []) if child not in but]
@@ -37,8 +42,8 @@ def descendants(pid: int, but: Collection[int] = ()) -> list[int]:
     return found
 
 
-def _children(pid: int, default: list[int]) -> list[int]:
-    """Return the living children of a process, as the kernel lists them by thread (CONFIG_PROC_CHILDREN).
+def _children(pid: int, default: list[int], *, dead: bool) -> list[int]:
+    """Return the children of a process, as the kernel lists them by thread (CONFIG_PROC_CHILDREN).
 
     The list may miss one while another is being reaped: it is complete for the only thread that reaps its own.
     """
@@ -46,17 +51,17 @@ def _children(pid: int, default: list[int]) -> list[int]:
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += [int(name) for name in file.read().split() if _parent_of_living(name.decode()) is not None]
+                found += [int(name) for name in file.read().split() if dead or _parent(name.decode()) is not None]
     except OSError:
         return default  # it has ended meanwhile
     return found
 
 
-def _all_children() -> dict[int, list[int]]:
-    """Return the living children of each process of the machine, which takes as long as there are processes."""
+def _all_children(*, dead: bool) -> dict[int, list[int]]:
+    """Return the children of each process of the machine, which takes as long as there are processes."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (parent := _parent_of_living(name)) is not None:
+        if name.isdigit() and (parent := _parent(name, dead=dead)) is not None:
             children.setdefault(parent, []).append(int(name))
     return children
 
@@ -145,10 +150,11 @@ def num_bytes_in(folder: str, pid: int, limit: int) -> int:
     return total
 
 
-def _parent_of_living(name: str) -> int | None:
+def _parent(name: str, *, dead: bool = False) -> int | None:
+    """Return the parent of a process; None if it is gone or, unless `dead`, has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if is_dead(fields) else int(fields[1])
+    return None if is_dead(fields) and not dead else int(fields[1])

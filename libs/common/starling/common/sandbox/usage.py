@@ -12,17 +12,17 @@ import os
 import signal
 from typing import Final, NamedTuple
 
-from starling.common.sandbox.processes import descendants
+from starling.common.sandbox.processes import descendants, is_dead
 
 MEASURED_EVERY_S: Final = 0.05
 """A program that waits for a processor after its time limit is measured no more often: each takes a look at `/proc`."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-_FAULTS_OF_CHILDREN: Final = 8
-"""Of the fields of `/proc/<pid>/stat` after the name: page faults of children that have ended and were waited for."""
+_FAULTS, _FAULTS_OF_CHILDREN = 7, 8
+"""Of the fields of `/proc/<pid>/stat` after the name: page faults. `_OF_CHILDREN`: of those that have ended and were
+waited for."""
 _OWN_TIMES: Final = slice(11, 13)
-"""The user and system time of a process."""
+"""User and system time."""
 _TIMES_OF_CHILDREN: Final = slice(13, 15)
-"""Those of children that have ended and were waited for."""
 _ENDED_S: Final = 3 / _TICKS_PER_S
 """Less may be due to the ticks in which the kernel shows processor time."""
 _SIGCHLD_BIT: Final = 1 << (signal.SIGCHLD - 1)
@@ -34,55 +34,78 @@ class Usage(NamedTuple):
     processor_s: float = 0.0
     """Processor time of all of them."""
     delay_s: float = 0.0
-    """The longest time in which one of their living threads was ready to run, and others ran."""
-    ended_s: float = 0.0
-    """Processor time of threads and processes that have ended: the kernel has forgotten how long these have waited."""
-    num_ended_faults: int = 0
-    """Page faults of processes that have ended: each has some, although its processor time may be less than a tick."""
-    hides_ended: bool = False
-    """Whether one of them lets the kernel reap its children, which then appear in no count."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether `delay_s` is of all threads that there have been."""
-        return self.ended_s < _ENDED_S and not self.num_ended_faults and not self.hides_ended
-
-    def since(self, before: Usage) -> Usage:
-        """Return the use after an earlier one."""
-        return Usage(
-            max(0.0, self.processor_s - before.processor_s),
-            max(0.0, self.delay_s - before.delay_s),
-            max(0.0, self.ended_s - before.ended_s),
-            max(0, self.num_ended_faults - before.num_ended_faults),
-            self.hides_ended,
-        )
+    """The longest time in which one of their threads was ready to run, and others ran."""
+    is_whole: bool = True
+    """Whether `delay_s` is of all of them: the kernel forgets how long ended threads and processes have waited, and
+    what those have used that nobody waits for."""
 
 
-def usage_of(pid: int) -> Usage:
-    """Return how a process and its descendants have used processors, as far as the kernel shows it."""
-    ticks, ended_ticks, delay_ns, faults, hides_ended = 0, 0.0, 0, 0, False
-    for one in (pid, *descendants(pid)):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{one}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            own, of_children = (sum(map(int, fields[times])) for times in (_OWN_TIMES, _TIMES_OF_CHILDREN))
-            run_ns = 0
-            for thread in os.listdir(f"/proc/{one}/task"):
-                with open(f"/proc/{one}/task/{thread}/schedstat", "rb") as file:
-                    run, delay = map(int, file.read().split()[:2])
-                run_ns, delay_ns = run_ns + run, max(delay_ns, delay)
-            ticks += own + of_children
-            ended_ticks += of_children + max(0.0, own - run_ns * _TICKS_PER_S / 1e9)
-            faults += int(fields[_FAULTS_OF_CHILDREN])
-            hides_ended |= _ignores_children(one)
-    return Usage(ticks / _TICKS_PER_S, delay_ns / 1e9, ended_ticks / _TICKS_PER_S, faults, hides_ended)
+UNKNOWN: Final = Usage(is_whole=False)
+"""Of processes that cannot be measured."""
 
 
-def _ignores_children(pid: int) -> bool:
+class _Counts:
+    """What the kernel shows of some processes, as sums since their starts."""
+
+    def __init__(self, pid: int) -> None:
+        self.processor_s = self.ended_s = 0.0
+        """Processor time: of all, and of ended threads and processes."""
+        self.ended_faults = 0
+        """Page faults of ended processes: each has some, although its processor time may be less than a tick."""
+        self.is_hidden = False
+        """Whether a process cannot be read, or lets the kernel reap its children, which then appear in no count."""
+        self.delay_s: dict[str, float] = {}
+        """By thread."""
+        for one in (pid, *descendants(pid, dead=True)):
+            try:
+                self._add(f"/proc/{one}")
+            except (OSError, ValueError, IndexError):  # it has ended meanwhile, or the kernel does not show it
+                self.is_hidden = True
+
+    def _add(self, process: str) -> None:
+        with open(f"{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        own, of_children = (sum(map(int, fields[times])) / _TICKS_PER_S for times in (_OWN_TIMES, _TIMES_OF_CHILDREN))
+        run_s, delays = 0.0, dict[str, float]()
+        for thread in os.listdir(f"{process}/task"):
+            with open(f"{process}/task/{thread}/schedstat", "rb") as file:
+                run, delay = (int(field) / 1e9 for field in file.read().split()[:2])
+            run_s, delays[thread] = run_s + run, delay
+        self.processor_s += own + of_children
+        self.ended_s += of_children + max(0.0, own - run_s)
+        self.ended_faults += int(fields[_FAULTS_OF_CHILDREN]) + (int(fields[_FAULTS]) if is_dead(fields) else 0)
+        self.is_hidden |= _ignores_children(process)
+        self.delay_s |= delays
+
+
+def _ignores_children(process: str) -> bool:
     """Return whether a process lets the kernel reap its children."""
-    with open(f"/proc/{pid}/status", "rb") as file:
+    with open(f"{process}/status", "rb") as file:
         ignored = file.read().partition(b"\nSigIgn:")[2].split(None, 1)[0]
     return bool(int(ignored, 16) & _SIGCHLD_BIT)
+
+
+class Meter:
+    """Measures how a process and its descendants use processors, since they started or since `begin`."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._before: _Counts | None = None
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._before = _Counts(self._pid)
+
+    def usage(self) -> Usage:
+        """Return the use of processors, as far as the kernel shows it."""
+        now, before = _Counts(self._pid), self._before
+        if before is None:
+            is_whole = now.ended_s < _ENDED_S and not now.ended_faults
+            return Usage(now.processor_s, max(now.delay_s.values(), default=0.0), is_whole and not now.is_hidden)
+        delays = (delay - before.delay_s.get(thread, 0.0) for thread, delay in now.delay_s.items())
+        is_whole = now.ended_s - before.ended_s < _ENDED_S and now.ended_faults <= before.ended_faults
+        processor_s = max(0.0, now.processor_s - before.processor_s)
+        return Usage(processor_s, max(delays, default=0.0), is_whole and not now.is_hidden)
 
 
 def busy_s(*, unknown: float) -> float:

@@ -25,11 +25,12 @@ from starling.common.errors import ConfigError
 from starling.common.importing import import_object
 from starling.common.raised import describe_type
 from starling.common.sandbox.inside import Sessions, settle
-from starling.common.sandbox.usage import Usage, usage_of
+from starling.common.sandbox.usage import UNKNOWN, Meter
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     LENGTH,
     PROBLEM_CHARS,
+    SESSION_BEGUN,
     CallFunction,
     CallProgram,
     CallRaised,
@@ -125,7 +126,7 @@ def run_sessions(control: socket.socket, targets: list[Any], setup: SandboxSetup
         writable=setup.writable,
         shows_imports=True,
     )
-    pids: dict[int, int] = {}
+    pids, meters = dict[int, int](), dict[int, Meter]()
     try:
         while True:
             sessions.prepare()
@@ -136,18 +137,25 @@ def run_sessions(control: socket.socket, targets: list[Any], setup: SandboxSetup
             if isinstance(message, StartSession):
                 # At the limit on processes, the closed socket tells the rollout.
                 with contextlib.suppress(OSError), socket.socket(fileno=descriptors[0]) as connection:
-                    pids[message.session] = sessions.start([connection.fileno()])
+                    pids[message.session] = pid = sessions.start([connection.fileno()])
+                    meters[message.session] = Meter(pid)
             elif isinstance(message, MeasureSession):
-                pid = pids.get(message.session)
-                control.send(encode(SessionUsage(message.session, Usage() if pid is None else usage_of(pid))))
+                meter = meters.get(message.session)
+                if not message.begin:
+                    control.send(encode(SessionUsage(message.session, UNKNOWN if meter is None else meter.usage())))
+                elif meter is not None:
+                    meter.begin()
             elif isinstance(message, KillSession) and message.session in pids:
-                sessions.kill(pids.pop(message.session))
+                del meters[message.session]
+                sessions.kill(pids.pop(message.session), wait=False)
     finally:
         sessions.kill_all()
 
 
 def serve(connection: socket.socket, targets: list[Any]) -> None:
     """Answer the calls of one session, one after another, until its socket closes."""
+    with contextlib.suppress(BrokenPipeError):  # the episode has ended
+        connection.sendall(SESSION_BEGUN)
     made: Any = None
     while (body := _receive(connection)) is not None:
         message: ToSession = decode_to_session.decode(body)

@@ -14,6 +14,8 @@ FRAME_LIMIT_BYTES: Final = 64 << 20
 """A longer frame is rejected."""
 VALUES_LIMIT_BYTES: Final = 4 << 20
 """A longer frame may return one text only: an empty list takes one byte of a frame, and 64 in memory."""
+SESSION_BEGUN: Final = b"b"
+"""What a session sends before all else, so that time limits of calls begin when its process has."""
 PROBLEM_CHARS: Final = 2000
 """The rest of a problem's text is dropped."""
 LENGTH: Final = struct.Struct("<I")
@@ -58,9 +60,11 @@ class KillSession(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 class MeasureSession(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """Return how the processes of a session have used processors."""
+    """Return how the processes of a session have used processors since its start or the last message with `begin`."""
 
     session: int
+    begin: bool
+    """Count from now on, and return nothing."""
 
 
 class SessionUsage(msgspec.Struct, frozen=True, array_like=True, tag="usage"):

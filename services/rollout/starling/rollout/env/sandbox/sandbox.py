@@ -31,13 +31,14 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.sandbox.inside import SEND_AGAIN_S, SEND_S
 from starling.common.sandbox.launch import BoxProcess, choose, report
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
-from starling.common.sandbox.usage import MEASURED_EVERY_S, Usage, busy_s, waited_s
+from starling.common.sandbox.usage import MEASURED_EVERY_S, UNKNOWN, Usage, busy_s, waited_s
 from starling.common.sandbox.view import view_of
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
     LENGTH,
     PROBLEM_CHARS,
+    SESSION_BEGUN,
     VALUES_LIMIT_BYTES,
     CallFunction,
     CallProgram,
@@ -65,6 +66,8 @@ _END_S: Final = 5.0
 """How long a killed fork server may take to be gone."""
 _MEASURE_S: Final = 30.0
 """How long the fork server may take to measure a session."""
+_START_S: Final = 120.0
+"""How long it may take to start a session, and its process to begin."""
 
 
 class SandboxError(StarlingError):
@@ -151,7 +154,7 @@ class Sandbox:
             try:
                 mine.setblocking(False)
                 reader, connection = await asyncio.open_unix_connection(sock=mine)
-                yield SandboxSession(reader, connection, partial(asyncio.to_thread, fork_server.measure, number))
+                yield SandboxSession(reader, connection, partial(fork_server.measured, number))
             finally:
                 fork_server.end(number)
                 connection.close()
@@ -215,11 +218,12 @@ class SandboxSession:
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, measure: Callable[[], Awaitable[Usage]]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, measure: Callable[[bool], Awaitable[Usage]]
     ) -> None:
-        """`measure` returns how the session's processes have used processors since its start."""
+        """`measure` returns how the session's processes have used processors since its start, or since it was called
+        with True."""
         self._reader, self._writer, self._measure = reader, writer, measure
-        self._had_call = False
+        self._has_begun = self._had_call = False
 
     async def make(self, target: int, options: dict[str, Any], *, timeout_s: float) -> None:
         """Create the session's object by calling name number `target` with `options`. Raises SandboxError."""
@@ -246,6 +250,7 @@ class SandboxSession:
         except (OverflowError, ValueError, TypeError, RecursionError) as error:  # models write any number and text
             raise SandboxError(f"its arguments cannot be passed on ({type(error).__name__}: {error})") from None
         try:
+            await self._begin()
             exchange = self._exchange(request)
             body = await (exchange if timeout_s is None else self._in_time(exchange, timeout_s))
         except (OSError, EOFError):
@@ -263,6 +268,17 @@ class SandboxSession:
             return EpisodeOutcome(answer.reward, answer.metrics, answer.status, problem)
         raise SandboxError(answer.problem[:PROBLEM_CHARS])
 
+    async def _begin(self) -> None:
+        """Wait until the session's process has begun: the end of another session may take the fork server's time."""
+        if self._has_begun:
+            return
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._reader.readexactly(len(SESSION_BEGUN))
+        except TimeoutError:
+            raise SandboxError(f"its process had not begun after {_START_S:g} s") from None
+        self._has_begun = True
+
     async def _exchange(self, request: bytes) -> bytes:
         self._writer.write(request)
         await self._writer.drain()
@@ -273,14 +289,14 @@ class SandboxSession:
 
     async def _in_time(self, exchange: Coroutine[Any, Any, bytes], timeout_s: float) -> bytes:
         """Return what `exchange` does, within `timeout_s` without the time for which the call waits for a processor."""
-        begun, busy_before_s, before = time.monotonic(), busy_s(unknown=0.0), Usage()
+        begun, busy_before_s = time.monotonic(), busy_s(unknown=0.0)
         task = asyncio.create_task(exchange)
         try:
             if self._had_call and not await _is_done(task, begun + min(timeout_s, MEASURED_EVERY_S)):
-                before = await self._measure()  # of the calls before; short ones are not measured
+                await self._measure(True)  # short calls are not measured
             self._had_call, end = True, begun + timeout_s
             while not await _is_done(task, end):
-                usage, now = (await self._measure()).since(before), time.monotonic()
+                usage, now = await self._measure(False), time.monotonic()
                 end = begun + timeout_s
                 end += waited_s(usage, limit_s=timeout_s, wall_s=now - begun, busy_before_s=busy_before_s)
                 if end <= now and not task.done():
@@ -305,44 +321,58 @@ class _ForkServer:
         self._measuring = threading.Lock()
 
     def open(self, number: int, theirs: socket.socket) -> None:
-        """Start a process that serves the socket `theirs`. Raises OSError when the fork server has ended."""
-        socket.send_fds(self._connection, [encode(StartSession(number))], [theirs.fileno()])
+        """Start a process that serves the socket `theirs`. Raises OSError when the fork server is busy or has ended."""
+        socket.send_fds(self._connection, [encode(StartSession(number))], [theirs.fileno()], socket.MSG_DONTWAIT)
 
     async def open_in_turn(self, number: int, theirs: socket.socket) -> None:
-        """As `open`, once the kernel takes another descriptor (`starling.common.sandbox.inside.send_descriptors`).
+        """As `open`, once the fork server reads, and the kernel takes another descriptor
+        (`starling.common.sandbox.inside.send_descriptors`).
 
         Raises:
             OSError: the fork server has ended.
-            SandboxError: the kernel takes none.
+            SandboxError: it does not read, or the kernel takes none.
         """
-        until = time.monotonic() + SEND_S
+        begun = time.monotonic()
         while True:
             try:
                 self.open(number, theirs)
                 return
             except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:
+                if error.errno not in (errno.ETOOMANYREFS, errno.EAGAIN):
                     raise
-                if time.monotonic() > until:
+                limit_s = SEND_S if error.errno == errno.ETOOMANYREFS else _START_S
+                if time.monotonic() > begun + limit_s:
                     raise SandboxError(f"no process can be started for it: {error}") from None
             await asyncio.sleep(SEND_AGAIN_S)
 
-    def measure(self, number: int) -> Usage:
-        """Return how the processes of a session have used processors; nothing if the fork server does not say it."""
-        until, poller = time.monotonic() + _MEASURE_S, select.poll()
+    async def measured(self, number: int, begin: bool) -> Usage:
+        """Return how the processes of a session have used processors, or count from now on."""
+        return await asyncio.to_thread(self._measure, number, begin)
+
+    def _measure(self, number: int, begin: bool) -> Usage:
         with self._measuring, contextlib.suppress(OSError, msgspec.MsgspecError):
-            self._connection.send(encode(MeasureSession(number)))
+            self._connection.send(encode(MeasureSession(number, begin)))
+            until, poller = time.monotonic() + _MEASURE_S, select.poll()
             poller.register(self._connection, select.POLLIN)
-            while poller.poll(max(0.0, until - time.monotonic()) * 1000):
+            while not begin and poller.poll(max(0.0, until - time.monotonic()) * 1000):
                 answer = decode_usage.decode(self._connection.recv(MESSAGE_BYTES))
                 if answer.session == number:  # else it is late
                     return answer.usage
-        return Usage()
+        return UNKNOWN
 
     def end(self, number: int) -> None:
         """Kill the process of a session; if the fork server has ended, its processes have too."""
+        message = encode(KillSession(number))
+        try:
+            self._connection.send(message, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # it is busy
+            threading.Thread(target=self._send, args=(message,), daemon=True).start()
+        except OSError:
+            pass
+
+    def _send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(encode(KillSession(number)))
+            self._connection.send(message)
 
     def close(self) -> None:
         """End the fork server, and wait until it is gone."""
