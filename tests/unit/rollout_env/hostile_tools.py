@@ -132,6 +132,8 @@ def gain_privileges() -> str:
 
 def multiply(limit: int, wait_s: float = 0.0) -> int:
     """Start processes until it fails, and keep them for a while; return how many there were."""
+    _, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     children = []
     try:
         while len(children) < limit:
@@ -202,6 +204,17 @@ def multiply_threads_alone(limit: int, wait_s: float) -> int:
     for _ in range(limit):
         threading.Thread(target=time.sleep, args=(wait_s,)).start()
     ctypes.CDLL(None).pthread_exit(None)
+    return limit
+
+
+def keep_threads(limit: int) -> int:
+    """Start threads until it fails, and keep them until the session ends; return how many there are."""
+    threading.stack_size(1 << 16)
+    for num in range(limit):
+        try:
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        except RuntimeError:
+            return num
     return limit
 
 

@@ -40,7 +40,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "sandboxes.md"
 NAMES = [
     "leave_daemon", "read_environments", "read_file", "write_file", "list_folder", "signal_process", "open_descriptor",
     "read_memory", "trace", "connect", "connect_abstract", "connect_path", "new_user_namespace", "gain_privileges",
-    "multiply", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
+    "multiply", "keep_threads", "fill_disk", "leave_note", "limits", "send_garbage", "keep", "find_in_process",
     "open_memories", "limit_process", "slow_process", "change_file", "send_datagram", "connect_otherwise",
     "open_family", "share_memory", "temporary_folder", "fill_with_files", "nest_folders", "open_kernel_settings",
     "attack_log", "read_terminal", "print_without_end", "add_files", "change_devices", "multiply_threads",
@@ -73,6 +73,7 @@ HOLDS: dict[str, tuple[Mechanism, ...]] = {
     "It finds in its own process what another session was given": ALL,
     "It leaves shared memory behind": ALL,
     "It starts more processes than `max_tasks`": ALL,
+    "It keeps other sessions from starting processes": ALL,
     "It makes namespaces of its own": ALL,
     "It changes settings of the kernel": NO_PROCESS,
     "It gains privileges": ALL,
@@ -433,6 +434,23 @@ def test_number_of_processes_is_limited(hostile: Hostile) -> None:
     else:
         hostile.fails("multiply", "it ended its process", limit=100, wait_s=LONG_S)
     assert hostile.attempt("limits") == 0, "and it costs no other session"
+
+
+@held("It keeps other sessions from starting processes")
+def test_tasks_of_one_session_cost_no_other(hostile: Hostile) -> None:
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as kept:
+            other = await kept.enter_async_context(hostile.sandbox.session())
+            assert await other.call(NAMES.index("keep"), {"text": "before"}, timeout_s=LONG_S) == 1
+            for _ in range(3):
+                session = await kept.enter_async_context(hostile.sandbox.session())
+                limit = 500 if hostile.level in NAMESPACES else 50  # at which the session alone would be killed
+                with contextlib.suppress(SandboxError):  # without namespaces it is killed when others need more
+                    await session.call(NAMES.index("keep_threads"), {"limit": limit}, timeout_s=LONG_S)
+                assert await hostile.call("multiply", limit=10, wait_s=0.5) == 10
+            assert await other.call(NAMES.index("keep"), {"text": "after"}, timeout_s=LONG_S) == 2
+
+    asyncio.run(run())
 
 
 TOO_MANY = each_in_campaign("multiply_threads", "multiply_threads_alone", "multiply", "leave_dead")

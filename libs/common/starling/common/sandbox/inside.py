@@ -49,8 +49,9 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0) -> None:
     Args:
         mechanism: how the sandbox was made.
         memory_mb: limit on the address space of each process, in MiB; 0 for none.
-        max_tasks: limit on processes and threads; without namespaces, on those that the sandbox's user has on the
-            machine besides the present ones and `SPARE_TASKS` (root has none).
+        max_tasks: limit on processes and threads; with namespaces, `Sessions` has each session limited by itself;
+            without them, on those that the sandbox's user has on the machine besides the present ones and
+            `SPARE_TASKS` (root has none).
     """
     isolated = mechanism in ("bubblewrap", "namespaces")
     syscalls.be_killed_first()
@@ -65,7 +66,9 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0) -> None:
     if memory_mb:
         limits.append((resource.RLIMIT_AS, memory_mb << 20))
     if max_tasks and isolated:
-        limits.append((resource.RLIMIT_NPROC, max_tasks))
+        _, most = resource.getrlimit(resource.RLIMIT_NPROC)
+        soft = max_tasks if most == resource.RLIM_INFINITY else min(max_tasks, most)
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, most))
     elif max_tasks and os.getuid() != 0:
         limits.append((resource.RLIMIT_NPROC, num_tasks_of_user(os.getuid()) + max_tasks + SPARE_TASKS))
     syscalls.set_limits(limits)
@@ -90,12 +93,14 @@ def _make_view_read_only() -> None:
 
 
 def give_up_privileges(mechanism: str, *, network: bool) -> None:
-    """Give up what only the making of sessions needs, for ever: capabilities, namespaces, mounts, tracing.
+    """Give up what only the making of sessions needs, for ever: capabilities, namespaces, mounts, tracing, more tasks.
 
     Args:
         mechanism: how the sandbox was made.
         network: whether the code may reach the network.
     """
+    num_tasks, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (num_tasks, num_tasks))
     syscalls.keep_capabilities()
     with contextlib.suppress(OSError):  # a container may forbid further filters
         syscalls.forbid_kernel_interfaces(_surroundings(mechanism), network=network)
@@ -183,6 +188,8 @@ class Sessions:
         if mechanism in ("bubblewrap", "namespaces"):
             with contextlib.suppress(OSError):  # without /proc, as in some containers
                 self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        # The root of a user namespace cannot be mapped into another one without a further capability.
+        self._counts_apart = self._own_pids >= 0 and os.geteuid() != 0
         left = set(os.listdir("/tmp")) - _of_view if shows_imports and self._own_pids >= 0 else set[str]()
         self._in_tmp = _InTmp(sorted(_of_view), sorted(left), is_copied=_is_small(left))
         self._folders: dict[int, str] = {}
@@ -190,6 +197,7 @@ class Sessions:
         self._killed = set[int]()
         """Processes of sessions that are killed and not reaped yet."""
         self._ahead: tuple[int, socket.socket] | None = None
+        self._max_tasks = _allow_tasks_of_sessions() if self._counts_apart else 0
         syscalls.adopt_orphans()
         version = syscalls.landlock_version() if mechanism == "landlock" else 0
         syscalls.filter_program(_surroundings(mechanism), version, network=network)
@@ -258,7 +266,9 @@ class Sessions:
                 _keep(parent)
                 parent = os.getppid()
                 syscalls.landlock_apart([*self._writable, folder])
-            _enter_session(parent, self._mechanism, self._in_tmp, isolated=isolated, network=self._network)
+            _enter_session(
+                parent, self._mechanism, self._in_tmp, self._max_tasks, isolated=isolated, network=self._network
+            )
             if isolated:
                 _leave_to_child()
         except Exception as error:  # noqa: BLE001 - the edge of a process
@@ -326,15 +336,33 @@ class Sessions:
                 os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _enter_session(parent: int, mechanism: str, in_tmp: _InTmp, *, isolated: bool, network: bool) -> None:
-    """Isolate this process, which `parent` has just forked."""
+def _allow_tasks_of_sessions() -> int:
+    """Let this process start as many tasks as its user may, and return its limit before, in resource.RLIMIT_NPROC.
+
+    The kernel counts the tasks of all sessions as those of this process, too. Its limit would be that of all.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    return limit
+
+
+def _enter_session(
+    parent: int, mechanism: str, in_tmp: _InTmp, max_tasks: int, *, isolated: bool, network: bool
+) -> None:
+    """Isolate this process, which `parent` has just forked; with `max_tasks`, in a user namespace with that limit."""
     if mechanism != "landlock":
         os.setsid()
     if isolated:
         syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | (0 if network else syscalls.CLONE_NEWNET))
         if not network:
             syscalls.bring_loopback_up()
-        _make_private_folders(in_tmp)
+        proc = _make_private_folders(in_tmp)
+        if proc >= 0 and max_tasks:
+            syscalls.unshare_user(proc)  # last: it has no right to mount then
+        if proc >= 0:
+            os.close(proc)
+        if max_tasks:
+            resource.setrlimit(resource.RLIMIT_NPROC, (max_tasks, max_tasks))
     else:
         syscalls.adopt_orphans()
     give_up_privileges(mechanism, network=network)
@@ -452,18 +480,22 @@ def _leave_to_child() -> None:
     os._exit(0)
 
 
-def _make_private_folders(in_tmp: _InTmp) -> None:
+def _make_private_folders(in_tmp: _InTmp) -> int:
     """Mount a `/proc`, `/tmp` and `/dev/shm` that no other session sees; nothing in `/proc` can be written.
 
-    Nothing can be added to the folders that the view consists of.
+    Nothing can be added to the folders that the view consists of. Return a descriptor of a `/proc` that is mounted
+    nowhere and can be written, or -1 where there is none.
     """
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     plain = syscalls.MS_NOSUID | syscalls.MS_NODEV
     try:
-        syscalls.mount("proc", "/proc", "proc", plain | syscalls.MS_NOEXEC | syscalls.MS_RDONLY)
+        syscalls.mount("proc", "/proc", "proc", plain | syscalls.MS_NOEXEC)
     except OSError:  # a container that covers parts of its own /proc may have none
         syscalls.mount("tmpfs", "/proc", "tmpfs", plain, "mode=0555,size=4096")
-        return
+        return -1
+    proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
+    syscalls.unmount("/proc")
+    syscalls.mount("proc", "/proc", "proc", plain | syscalls.MS_NOEXEC | syscalls.MS_RDONLY)
     device = os.stat("/tmp").st_dev
     shown = list[tuple[str, int]]()
     for name in (*in_tmp.of_view, *(() if in_tmp.is_copied else in_tmp.of_imports)):
@@ -486,3 +518,4 @@ def _make_private_folders(in_tmp: _InTmp) -> None:
             syscalls.make_read_only_alone(target)
         os.close(descriptor)
     syscalls.mount("tmpfs", "/dev/shm", "tmpfs", plain, _TMP_OPTIONS)
+    return proc

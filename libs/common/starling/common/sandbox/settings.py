@@ -35,9 +35,9 @@ class SandboxNeeds(SettingsSection):
     variables: tuple[str, ...] = ()
     """Environment variables to pass on, for example `OPENAI_API_KEY` for a judge; all others are removed."""
     max_tasks: int = Field(default=512, ge=16, le=MAX_TASKS)
-    """Limit on processes and threads, counted over all sessions of a sandbox. With namespaces no further one can be
-    started, except where root is the code's user (`sandbox_weak` in the log); at the levels `landlock` and `process`
-    the session that has the most is killed."""
+    """Limit on processes and threads. With namespaces it is that of each session, which can start no further one,
+    except where root is the code's user (`sandbox_weak` in the log). At the levels `landlock` and `process` it is that
+    of all sessions of a sandbox together, of which the largest are killed."""
 
     @field_validator("devices")
     @classmethod

@@ -34,7 +34,7 @@ MNT_DETACH: Final = 2
 INSIDE: Final = {"CAP_SETGID": 6, "CAP_SETUID": 7, "CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 """Capabilities of a payload at its start, in the sandbox's user namespace, with which it makes sessions."""
 
-_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 1, 8, 22
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP = 1, 3, 4, 8, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 36, 38, 47, 4
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
@@ -89,6 +89,28 @@ def set_limits(limits: Iterable[tuple[int, int]]) -> None:
 def unshare(flags: int) -> None:
     """Leave the namespaces of `flags`; a new PID namespace begins with the next child."""
     _check(_libc.unshare(flags), "unshare")
+
+
+def unshare_user(proc: int) -> None:
+    """Enter a user namespace below the present one, with the same user and group there, and no other.
+
+    The process keeps no capability over the namespaces that it is in. Since Linux 5.14 the limits on tasks, pending
+    signals and locked memory are counted for each user namespace by itself, and in those above it.
+
+    Args:
+        proc: descriptor of a mount of `/proc` that can be written.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER)
+    was_dumpable = _libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(DUMPABLE)")  # else these files are root's
+    for name, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
+        descriptor = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+    _check(_libc.prctl(_PR_SET_DUMPABLE, int(was_dumpable), 0, 0, 0), "prctl(DUMPABLE)")
 
 
 def set_pid_namespace(descriptor: int) -> None:

@@ -1,8 +1,8 @@
 """Limit on the processes and threads of a sandbox that has no user namespace, in which the kernel would count them.
 
 The parent of the payload counts them, several times a second while the machine's number of tasks grows, and kills the
-session that has the most. Between two counts the kernel's limit for the user holds, which must be far higher: it counts
-all tasks of the user on the machine. It imports only the standard library.
+sessions that have the most. Between two counts the kernel's limit for the user holds, which must be far higher: it
+counts all tasks of the user on the machine. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from starling.common.sandbox.processes import descendants, end_kept, is_dead, ki
 
 LOOK_EVERY_S: Final = 0.1
 _COUNT_EVERY_S: Final = 1.0
+_SHARE: Final = 16
+"""As many sessions are killed at most, each of which has this part of the limit or more, before all are."""
 SPARE_TASKS: Final = 1 << 14
 """Tasks that a user may start outside a sandbox after its start before forks in the sandbox fail."""
 
@@ -45,7 +47,7 @@ class TaskWatch:
         self._num_before, self._count_at, self._count_not_before = _num_of_machine(), 0.0, 0.0
 
     def look(self) -> None:
-        """Count the tasks if that is due, and kill the largest session, or everything, if there are too many."""
+        """Count the tasks if that is due, and kill the largest sessions, or everything, if there are too many."""
         now = time.monotonic()
         has_grown = _num_of_machine() - self._num_before >= self._limit // 2
         if now < (self._count_not_before if has_grown else self._count_at):
@@ -66,19 +68,36 @@ class TaskWatch:
         if total <= self._limit:
             return True
         _take_precedence()
-        session = max(of_sessions, key=lambda pid: of_sessions[pid], default=None)
-        kills_session = session is not None and of_sessions[session] >= own
-        victim = "the largest session" if kills_session else "it"
+        victims = _largest(of_sessions, total - self._limit, at_least=max(own, self._limit // _SHARE))
+        victim = "it is" if not victims else "the largest session is" if len(victims) == 1 else "the largest ones are"
         text = f"the sandbox has {total} processes and threads, and max_tasks of its needs is {self._limit}: {victim} "
-        print(f"{text}is killed; raise max_tasks if the code needs more", file=sys.stderr, flush=True)
-        if session is not None and kills_session:
-            _kill_session(session, is_kept=self._keeps_sessions)
+        print(f"{text}killed; raise max_tasks if the code needs more", file=sys.stderr, flush=True)
+        if victims:
+            for session in victims:
+                _kill_session(session, is_kept=self._keeps_sessions)
             own, of_sessions = _count(os.getpid())
             if own + sum(of_sessions.values()) <= self._limit:
                 return True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._payload, signal.SIGKILL)
         return False
+
+
+def _largest(of_sessions: dict[int, int], excess: int, *, at_least: int) -> list[int]:
+    """Return the largest sessions that have `excess` tasks together, or as many of them as may be killed.
+
+    Args:
+        of_sessions: number of tasks of each.
+        excess: number of tasks that there are too many.
+        at_least: number of tasks of the smallest session that may be killed.
+    """
+    found = list[int]()
+    for pid in sorted(of_sessions, key=lambda pid: of_sessions[pid], reverse=True)[:_SHARE]:
+        if excess <= 0 or of_sessions[pid] < at_least:
+            break
+        found.append(pid)
+        excess -= of_sessions[pid]
+    return found
 
 
 def num_tasks_of_user(uid: int) -> int:
