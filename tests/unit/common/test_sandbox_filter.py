@@ -1,7 +1,8 @@
-"""The filter of system calls behind old versions of Landlock, which do not limit truncation."""
+"""The filter of system calls: truncation behind old versions of Landlock, and the protocols of netlink."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,30 @@ def test_truncation_is_refused_where_landlock_allows_it(version: int, outcome: s
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [outcome, outcome]
     assert path.read_text() == "written", "what may be written can be written"
+
+
+NETLINK = """
+import socket, sys
+from starling.common.sandbox import syscalls
+
+syscalls.forbid_new_privileges()
+assert syscalls.forbid_kernel_interfaces("landlocked", network=sys.argv[1] == "network")
+for protocol in range(32):
+    try:
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol).close()
+    except PermissionError:
+        continue
+    except OSError:  # this kernel has no such protocol
+        pass
+    print(protocol)
+"""
+
+
+@pytest.mark.skipif(syscalls.filter_program("landlocked", 1, network=False) is None, reason="there is no filter here")
+def test_only_routes_are_read_by_netlink() -> None:
+    def allowed(network: str) -> list[int]:
+        command = [sys.executable, "-c", NETLINK, network]
+        return [int(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.split()]
+
+    assert allowed("none") == [socket.NETLINK_ROUTE]
+    assert allowed("network") == list(range(32))

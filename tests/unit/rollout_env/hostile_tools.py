@@ -8,6 +8,7 @@ import fcntl
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -250,7 +251,12 @@ def leave_note(path: str) -> bool:
     return True
 
 
+def is_alive() -> bool:
+    return True
+
+
 def limits() -> int:
+    """Return the limit on the size of a dump of memory."""
     return resource.getrlimit(resource.RLIMIT_CORE)[0]
 
 
@@ -319,6 +325,36 @@ def change_file(path: str) -> bool:
 def send_datagram(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         line.sendto(b"a secret", ("127.0.0.1", port))
+    return True
+
+
+def send_netlink(address: int) -> bool:
+    """Send a datagram to a socket of netlink in another process."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_USERSOCK) as line:
+        line.sendto(b"a secret", (address, 0))
+    return True
+
+
+def take_of_user() -> list[str]:
+    """Take what the kernel counts for a user on the whole machine; return what there was of it."""
+    libc, found = ctypes.CDLL(None), []
+    for make in (lambda: libc.inotify_init(), lambda: libc.inotify_init1(0), lambda: libc.fanotify_init(0x200, 0)):
+        if (made := make()) >= 0:
+            os.close(made)
+            found.append("watches")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+    num, none = 0, ctypes.c_void_p(None)
+    while num <= 1024 and libc.sigqueue(os.getpid(), int(signal.SIGRTMIN), none) == 0:
+        num += 1
+    if num > 1024:
+        found.append("signals")
+    return found
+
+
+def lease_file() -> bool:
+    """Keep others from opening a file until the kernel ends the lease."""
+    with tempfile.NamedTemporaryFile() as file, open(file.name) as reading:
+        fcntl.fcntl(reading, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     return True
 
 

@@ -31,6 +31,10 @@ _NUM_FILES: Final = 1024
 _NUM_FILES_OF_SESSION: Final = 256
 """Limit on open files, and on what its user has sent and not received, above which a process can send no descriptor. It
 is lower than that of the payloads of the same user, so that a session cannot keep them from sending."""
+_CORE_BYTES: Final = 1
+"""Limit on dumps of memory. It prevents all, as 0 does not for those that a program takes (`core_pattern` with `|`)."""
+_NUM_SIGNALS: Final = 1 << 10
+"""Limit on queued signals and timers. A user has some ten thousand on the whole machine."""
 _MOST_DESCRIPTORS: Final = 8
 SEND_S: Final = 2.0
 """How long other processes of the user may keep descriptors from being sent."""
@@ -62,7 +66,12 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0) -> None:
             syscalls.become(INNER_UID, INNER_UID)
     syscalls.keep_capabilities(*(syscalls.INSIDE.values() if isolated else ()))
     syscalls.forbid_new_privileges()
-    limits = [(resource.RLIMIT_FSIZE, _FILE_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, _NUM_FILES)]
+    limits = [
+        (resource.RLIMIT_FSIZE, _FILE_BYTES),
+        (resource.RLIMIT_CORE, _CORE_BYTES),
+        (resource.RLIMIT_NOFILE, _NUM_FILES),
+        (resource.RLIMIT_SIGPENDING, _NUM_SIGNALS),
+    ]
     if memory_mb:
         limits.append((resource.RLIMIT_AS, memory_mb << 20))
     if max_tasks and isolated:

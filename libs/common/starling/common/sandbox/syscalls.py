@@ -15,6 +15,7 @@ import signal
 import struct
 from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from typing import Final, Literal
 
 CLONE_NEWNS: Final = 0x00020000
@@ -308,13 +309,14 @@ _FORBIDDEN: Final = {
     "acct": (163, 89), "settimeofday": (164, 170), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsmount": (432, 432), "mount_setattr": (442, 442), "open_tree_attr": (467, 467),
+    # The kernel counts their objects for the user outside, who has 128 of them on the whole machine.
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
 """Numbers of system calls on each of the architectures, here and below; None where one has no such call."""
 _FORBIDDEN_OUTSIDE: Final = {
     # Their objects outlive each process that made them, in memory that nothing limits.
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
 """Without namespaces: what reaches other processes, and files that are not declared."""
 _OF_ITSELF: Final = {
@@ -332,6 +334,9 @@ _WITHOUT_EFFECT: Final = {
 }  # fmt: skip
 """Landlock lets them change every file of the user. They do nothing and succeed: much code makes them in passing."""
 _FALLOCATE: Final = (285, 47)
+_FCNTL: Final = (72, 25)
+_FORBIDDEN_COMMANDS: Final = (1024,)
+"""Of fcntl: F_SETLEASE, which keeps others from opening a file for up to 45 s."""
 _Numbers = tuple[int | None, int | None]
 _TRUNCATE, _OPENAT2 = (76, 45), (437, 437)
 _OPENS: Final[tuple[tuple[_Numbers, int], ...]] = (((2, None), 1), ((257, 56), 2))
@@ -357,12 +362,12 @@ class _FilterProgram(ctypes.Structure):
 
 
 def forbid_kernel_interfaces(surroundings: Surroundings = "own", *, network: bool = True) -> bool:
-    """Forbid what no tool or scorer needs, for ever: namespaces, mounts, tracing, keys, io_uring, kernel modules.
+    """Forbid what no tool or scorer needs, for ever: namespaces, mounts, tracing, keys, io_uring, modules, inotify.
 
     With the machine's processes around it, also what changes these and what outlives it; behind Landlock, what that
     does not limit: changes of a file's owner, permissions and times, which do nothing then, and without `network` each
-    socket but those of TCP. Returns False on an architecture for which it has no list. Needs `forbid_new_privileges`
-    or CAP_SYS_ADMIN.
+    socket but those of TCP and netlink's for routes. Returns False on an architecture for which it has no list. Needs
+    `forbid_new_privileges` or CAP_SYS_ADMIN.
     """
     version = landlock_version() if surroundings == "landlocked" else 0
     program = filter_program(surroundings, version, network=network)
@@ -403,6 +408,8 @@ class _Filter:
         self._check(_CLONE, _argument(0), _step(_ANY_BIT, _NAMESPACES, 0, 1), _step(_RETURN, _REFUSE))
         for forbidden in _FORBIDDEN.values():
             self._answer(forbidden, _REFUSE)
+        commands = [(_step(_EQUAL, command, 0, 1), _step(_RETURN, _DENY)) for command in _FORBIDDEN_COMMANDS]
+        self._check(_FCNTL, _argument(1), *chain.from_iterable(commands))
         self._limit_sockets(only_tcp=surroundings == "landlocked" and not network)
         if surroundings != "own":
             self._limit_to_itself()
@@ -432,8 +439,10 @@ class _Filter:
             stream = [_argument(1), _step(_AND, 15), _step(_EQUAL, 1, 1, 0), _step(_RETURN, _DENY)]
             tcp = [_argument(2), _step(_EQUAL, 0, 2, 0), _step(_EQUAL, 6, 1, 0), _step(_RETURN, _DENY)]
             after = len(stream) + len(tcp)
+            # Of netlink the routes only: other protocols carry datagrams between processes, and list connections.
+            netlink = [_argument(2), _step(_EQUAL, 0, after + 1, 0), _step(_RETURN, _DENY)]
             unix = [_step(_EQUAL, 1, 0, 1), _step(_RETURN, _DENY)]
-            steps += [*unix, _step(_EQUAL, 16, after, 0), *stream, *tcp]
+            steps += [*unix, _step(_EQUAL, 16, 0, len(netlink)), *netlink, *stream, *tcp]
             for sending, flags in ((_SENDTO, 3), (_SENDMSG, 2), (_SENDMMSG, 3)):
                 self._check(sending, _argument(flags), _step(_ANY_BIT, _FAST_OPEN, 0, 1), _step(_RETURN, _DENY))
         self._check(_SOCKET, *steps)
