@@ -13,7 +13,13 @@ import pytest
 from transport_peers import NO_TARGET, piece, reader, serving
 
 from starling.weightsync.transports.base import ConnectionLost
-from starling.weightsync.transports.devices import interface_to, local_address_to, net_devices
+from starling.weightsync.transports.devices import (
+    NCCL_INTERFACE,
+    choose_interface,
+    interface_to,
+    local_address_to,
+    net_devices,
+)
 from starling.weightsync.transports.ucx.worker import UcxWorker, has_ucx
 
 WANTED = [piece("a", "uint8", (0, 64))]
@@ -98,3 +104,34 @@ def test_source_refuses_a_reader_from_another_network() -> None:
         assert isinstance(event, ConnectionLost)
         with reader("ucx") as inside:
             assert not inside.connect(made.offer).reason, "the source still serves its own network"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.4.5", "::1", "localhost"])
+def test_libraries_are_bound_to_the_loopback_device_of_a_loopback_address(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NCCL_INTERFACE, "")
+    choose_interface(host, NCCL_INTERFACE)
+    assert os.environ[NCCL_INTERFACE] == "lo"
+
+
+def test_libraries_are_bound_to_the_device_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_INTERFACE, "")
+    address = other_address()
+    choose_interface(address, NCCL_INTERFACE)
+    assert os.environ[NCCL_INTERFACE] == interface_to(address)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "no such host"])
+def test_libraries_are_bound_to_no_device_where_the_address_has_none(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NCCL_INTERFACE, "")
+    choose_interface(host, NCCL_INTERFACE)
+    assert not os.environ[NCCL_INTERFACE]
+
+
+def test_device_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL_INTERFACE, "bond7")
+    choose_interface("127.0.0.1", NCCL_INTERFACE)
+    assert os.environ[NCCL_INTERFACE] == "bond7"

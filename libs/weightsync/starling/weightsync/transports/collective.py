@@ -32,6 +32,7 @@ import torch.distributed
 
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Memory
+from starling.weightsync.transports.devices import NCCL_INTERFACE, choose_interface
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S
 from starling.weightsync.transports.messages import ANSWER_BYTES, StoreEntry, decode_store_entry
 from starling.weightsync.transports.sockets.channel import Channel, ChannelStopped, framed
@@ -160,7 +161,8 @@ class _Nccl:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def form(self, store: _ChannelStore, rank: int, host: str) -> Any:
-        """See `_Backend.form`. The communicator is created by the first operation."""
+        """See `_Backend.form`. The communicator is created by the first operation, which listens at a port, too."""
+        choose_interface(host, NCCL_INTERFACE)
         options = _dist.ProcessGroupNCCL.Options()
         options.config.blocking = 0  # else nothing could end the wait for a missing peer
         options.config.max_ctas = MAX_CTAS

@@ -1,8 +1,9 @@
-"""Network devices that UCX may use: those of one address, so that it neither listens nor sends anywhere else."""
+"""Network devices that UCX, NCCL and gloo may use: those of one address, so that they listen nowhere else."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from functools import cache
 from typing import Final
@@ -12,6 +13,8 @@ import psutil
 from starling.weightsync.transports.endpoints import is_loopback
 from starling.weightsync.transports.rdma import active_ports
 
+NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
+"""Variable of the environment that names the interface on which NCCL listens. It is read once in a process."""
 _ANY_PORT: Final = 9
 """Of a socket that only asks the kernel for a route."""
 
@@ -29,6 +32,19 @@ def net_devices(host: str, *, rdma: bool = True) -> str | None:
     if interface is None:
         return None
     return ",".join([interface, *(port.name for port in active_ports() if rdma)])
+
+
+def choose_interface(host: str, *variables: str) -> None:
+    """Let libraries that read these variables of the environment use the interface that reaches `host` only.
+
+    A variable that is set stays. None is set if `host` stands for every address, or has no interface here.
+    """
+    interface = "lo" if is_loopback(host) else interface_to(host)
+    if interface is None:
+        return
+    for variable in variables:
+        if not os.environ.get(variable):
+            os.environ[variable] = interface
 
 
 def interface_to(host: str) -> str | None:

@@ -26,7 +26,14 @@ from starling.policy.train.checkpoint.storage import Storage
 from starling.policy.train.data.examples import examples_of, pairs_of
 from starling.policy.train.data.groups import groups_from_wire
 from starling.policy.train.metrics.step import StepMetrics
-from starling.policy.train.parallel.group import RankHost, SharedFiles, control_group, join_ranks, leave_ranks
+from starling.policy.train.parallel.group import (
+    LOOPBACK,
+    RankHost,
+    SharedFiles,
+    control_group,
+    join_ranks,
+    leave_ranks,
+)
 from starling.weightsync.offers.offer import LayoutPart, Transport
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.planner import Plan, decode_plan
@@ -80,7 +87,10 @@ class PolicyRank:
         self.trains = KINDS[settings.run.kind].trains
         self._mesh: Mesh | None = None
         if setup.files is not None:
-            self._mesh = join_ranks(settings.policy.parallel, rank, settings.model.device, setup.files, host)
+            mesh = settings.policy.parallel
+            forms_groups = mesh.elastic or setup.transport[0] == "nccl"  # with other replicas
+            address = settings.network.host if forms_groups else LOOPBACK
+            self._mesh = join_ranks(mesh, rank, settings.model.device, setup.files, host, address=address)
         # Now: after the load, ranks could have to wait longer for each other than an operation may take.
         self._writers = None if self._mesh is None else control_group(settings.policy.saving.patience_s)
         """The ranks' threads that write."""

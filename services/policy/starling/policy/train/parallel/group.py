@@ -14,15 +14,14 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from starling.common.errors import ConfigError
-from starling.common.settings import environment_variable, set_variable
+from starling.common.settings import set_variable
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.model.load import find_device
 from starling.policy.train.parallel.mesh import AXES, Mesh, check_sizes
-from starling.weightsync.transports.devices import interface_to
+from starling.weightsync.transports.devices import NCCL_INTERFACE, choose_interface
 
-_LOOPBACK: Final = "lo"
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the network interfaces of the two libraries."""
+_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+LOOPBACK: Final = "127.0.0.1"
 
 
 class SharedFiles(NamedTuple):
@@ -73,7 +72,13 @@ def serve_store(host: str, option: str = "--rdzv") -> tuple[TCPStore, str]:
 
 
 def join_ranks(
-    settings: ParallelSettings, rank: int, device: str, files: SharedFiles, host: RankHost | None = None
+    settings: ParallelSettings,
+    rank: int,
+    device: str,
+    files: SharedFiles,
+    host: RankHost | None = None,
+    *,
+    address: str = LOOPBACK,
 ) -> Mesh:
     """Connect this process with the other ranks of its replica, and return their mesh.
 
@@ -86,6 +91,8 @@ def join_ranks(
         device: of the model, as in `model.device`; with `cuda`, the n-th rank of a host takes the n-th visible GPU.
         files: of this host.
         host: this one, of several; None for the only one.
+        address: of the only host, at which this process also forms groups with other replicas; a loopback address if it
+            forms none beyond this host. NCCL has one interface for all groups of a process.
 
     Raises:
         ConfigError: there are too few GPUs, or `device` names a single one.
@@ -98,12 +105,13 @@ def join_ranks(
     timeout = timedelta(seconds=settings.timeout_s)
     store: FileStore | TCPStore
     if host is None:
-        # Otherwise gloo listens at the address that the host's name has, for everybody.
-        set_variable("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        # Otherwise gloo listens at the address that the host's name has, and NCCL at that of another interface.
+        set_variable(_GLOO_INTERFACE, "lo")
+        choose_interface(address, NCCL_INTERFACE)
         store = FileStore(str(files.store), num_ranks)
     else:
         name, _, port = host.store.rpartition(":")
-        _choose_interfaces(name)
+        choose_interface(name, _GLOO_INTERFACE, NCCL_INTERFACE)
         store = TCPStore(name, int(port), is_master=False, timeout=timeout)
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
@@ -131,14 +139,6 @@ def leave_ranks() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _choose_interfaces(host: str) -> None:
-    """Let gloo and NCCL use the interface that reaches `host`, unless the environment names one."""
-    interface = interface_to(host)
-    for variable in _INTERFACES if interface is not None else ():
-        if not environment_variable(variable):
-            set_variable(variable, str(interface))
 
 
 def _take_gpu(settings: ParallelSettings, place: int, device: str, share: int | None) -> None:
