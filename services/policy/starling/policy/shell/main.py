@@ -316,6 +316,8 @@ class Shell:
             log.warning("state_not_sent", group=asked.group, reason=str(error))
         else:
             log.info("state_sent", group=asked.group, seconds=round(time.monotonic() - begun, 3))
+        finally:
+            self._peers.note_answered()
 
     def _adopt(self, message: wire.AdoptWeights) -> None:
         """Copy the state of another policy, which has the same mesh.

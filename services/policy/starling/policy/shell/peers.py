@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import structlog
 
 from starling.common.files import open_regular
 from starling.common.nodes.facts import version_of
@@ -20,7 +22,16 @@ from starling.policy.shell.facts import PACKAGES
 if TYPE_CHECKING:
     from starling.policy.shell.loading import PolicyProcess
 
+MAX_REQUESTS: Final = 16
+"""Requests that wait to be answered at a time. Whoever reaches the store can ask, and an answer may take as long as
+replicas wait for each other."""
+MAX_REQUEST_BYTES: Final = 512
+
 _POLL_S: Final = 0.2
+_WARN_S: Final = 60.0
+"""Least time between two warnings of entries that are left out."""
+_REQUEST: Final = re.compile(r"([0-9A-Za-z.:%_-]+):([0-9]{1,5}) (adopt:[0-9]+:[0-9]+\.[0-9]+)")
+"""Address of a store, and the lease of the adoption, after which the process groups are named."""
 _REQUESTS: Final = "state_requests"
 """Queue in the store of a replica."""
 _OF_THIS_PROCESS: Final = {
@@ -37,6 +48,9 @@ _OF_THIS_COPY: Final = {"_name_or_path", "transformers_version"}
 """Entries of a config.json that may differ."""
 
 
+log = structlog.get_logger(__name__)
+
+
 @dataclass(frozen=True)
 class StateRequest:
     """Another replica wants to copy the state of this one."""
@@ -51,7 +65,10 @@ class PeerServer:
     """The store of this replica, through which process groups with others are made."""
 
     def __init__(self, host: str, asked: Callable[[StateRequest], None]) -> None:
-        """Listen at a free port of `host`; `asked`: called by a thread for each request.
+        """Listen at a free port of `host`.
+
+        `asked`: called by a thread for each request; `note_answered` follows each. The store asks for no key: what is
+        no request, or is beyond `MAX_REQUESTS`, is left out.
 
         Raises:
             ConfigError: `host` is no address of this machine.
@@ -60,14 +77,54 @@ class PeerServer:
 
         self._store, self.address = serve_store(host, "network.host")
         self._asked = asked
+        self._lock, self._num_waiting = threading.Lock(), 0
+        self._num_left_out, self._warned_at = 0, -_WARN_S
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
     def _listen(self) -> None:
         while True:
             time.sleep(_POLL_S)
-            while self._store.queue_len(_REQUESTS):
-                peer, _, group = self._store.queue_pop(_REQUESTS, False).decode().partition(" ")
-                self._asked(StateRequest(peer, group))
+            try:
+                for _ in range(self._store.queue_len(_REQUESTS)):
+                    self._take(self._store.queue_pop(_REQUESTS, False))
+            except RuntimeError as error:  # another process has taken the entry
+                self._leave_out(str(error).partition("\n")[0])
+
+    def _take(self, entry: bytes) -> None:
+        request = parse_request(entry)
+        if request is None:
+            self._leave_out("it is not a request for the state")
+            return
+        with self._lock:
+            has_room = self._num_waiting < MAX_REQUESTS
+            self._num_waiting += has_room
+        if has_room:
+            self._asked(request)
+        else:
+            self._leave_out(f"{MAX_REQUESTS} requests wait already")
+
+    def _leave_out(self, reason: str) -> None:
+        self._num_left_out += 1
+        if time.monotonic() >= self._warned_at + _WARN_S:
+            log.warning("state_request_left_out", reason=reason, num=self._num_left_out)
+            self._warned_at = time.monotonic()
+
+    def note_answered(self) -> None:
+        """Note that a request has been answered. Any thread may call this."""
+        with self._lock:
+            self._num_waiting -= 1
+
+
+def parse_request(entry: bytes) -> StateRequest | None:
+    """Return the request in an entry of the queue, or None if it is none."""
+    found = _REQUEST.fullmatch(entry.decode("ascii", "replace")) if len(entry) <= MAX_REQUEST_BYTES else None
+    if found is None or not 0 < int(found[2]) < 1 << 16:
+        return None
+    try:
+        found[1].encode("idna")  # as a connection does
+    except UnicodeError:
+        return None
+    return StateRequest(f"{found[1]}:{found[2]}", found[3])
 
 
 def request_state(address: str, own: str, group: str) -> None:
