@@ -466,3 +466,33 @@ def test_long_texts_of_a_note_are_cut(path: str) -> None:
     outbox.note("failed", replica="rollout-0", reason="x" * 20_000, parts={"n": ["y" * 9_000, 3], "p": (path,)}, num=1)
     fields = {"replica": "rollout-0", "reason": "x" * 8192, "parts": {"n": ["y" * 8192, 3], "p": (path,)}, "num": 1}
     assert outbox.commands() == [Note("failed", fields)]
+
+
+@pytest.mark.parametrize("name", ["policy-0", "rollout-0", "reward-0", "teacher-0"])
+@pytest.mark.parametrize("field", ["peer", "settings_digest", "checkpoint"])
+def test_hello_with_a_long_text_is_refused(name: str, field: str) -> None:
+    """A member's texts are kept as long as it is one, and a hello may have 16 MiB."""
+    script = Script(num_teachers=1)
+    hello = hello_of(name)
+    assert f"{name} <- welcome" in script.receive(name, hello, encoded_layout(name))
+    script.leaves(name)
+    lines = script.receive(name, msgspec.structs.replace(hello, **{field: "x" * 262}), encoded_layout(name))
+    assert lines[-1] == (f"{name} <- refused: {name} has an address or a digest of 262 characters; it may have 261")
+    assert name not in script.state.replicas.membership.members
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "reward-0", "teacher-0"])
+def test_replica_that_is_no_policy_and_shares_steps_is_refused(name: str) -> None:
+    script = Script(num_teachers=1)
+    lines = script.receive(name, msgspec.structs.replace(hello_of(name), peer="h:1"), encoded_layout(name))
+    assert lines[-1] == f"{name} <- refused: {name} offers to share steps, which only policies can"
+
+
+def hello_of(name: str) -> wire.Hello:
+    """Return a valid hello of a replica."""
+    role: Any = name.rpartition("-")[0]
+    has_layout = role in ("policy", "rollout")
+    version = 0 if role == "policy" else -1
+    return wire.Hello(
+        role=role, host="h", pid=1, num_slots=0 if role == "policy" else 2, version=version, has_layout=has_layout
+    )

@@ -18,7 +18,14 @@ def join(script: Script, name: str, *, host: str = "h", incarnation: int = 1, ve
     """Let `name` join, able to serve weights and to share steps."""
     role: Any = name.rpartition("-")[0]
     hello = wire.Hello(
-        role=role, host=host, pid=1, num_slots=2, version=version, has_layout=True, serves=True, peer="h:1"
+        role=role,
+        host=host,
+        pid=1,
+        num_slots=2,
+        version=version,
+        has_layout=True,
+        serves=True,
+        peer="h:1" if role == "policy" else "",
     )
     return script.receive(name, hello, encoded_layout(name), incarnation=incarnation)
 

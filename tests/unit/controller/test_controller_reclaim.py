@@ -34,7 +34,7 @@ def restarted(before: Script, *, shares: bool = False, version: int = 0) -> Scri
             version=version if member.role == "policy" else member.version,
             has_layout=member.role in ("policy", "rollout"),
             serves=True,
-            peer="h:1" if shares else "",
+            peer="h:1" if shares and member.role == "policy" else "",
         )
         script.receive(name, hello, *((encoded_layout(name),) if hello.has_layout else ()))
     return script

@@ -102,7 +102,7 @@ class RandomRun(Script):
             version=self.state.training.saved.newest if role == "policy" else -1,
             has_layout=role in ("policy", "rollout"),
             serves=role in ("policy", "rollout"),
-            peer="h:1",
+            peer="h:1" if role == "policy" else "",
         )
         self.send(name, hello, *((encoded_layout(name),) if hello.has_layout else ()))
 

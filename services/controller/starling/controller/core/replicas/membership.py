@@ -203,6 +203,11 @@ class Membership:
             return f"{name} is not the name of a {hello.role}; it must be {hello.role}-<number>"
         if len(hello.host) > MAX_HOST_CHARACTERS:
             return f"{name} has a host name of {len(hello.host)} characters; it may have {MAX_HOST_CHARACTERS}"
+        longest = max(map(len, (hello.peer, hello.settings_digest, hello.checkpoint)))
+        if longest > MAX_PEER_CHARACTERS:
+            return f"{name} has an address or a digest of {longest} characters; it may have {MAX_PEER_CHARACTERS}"
+        if hello.peer and hello.role != "policy":
+            return f"{name} offers to share steps, which only policies can"
         banned = self._banned.get(name)
         if banned is not None and banned[0] == incarnation:
             return banned[1]
@@ -226,9 +231,6 @@ class Membership:
 
     def _policy_refusal(self, name: str, hello: Hello) -> str | None:
         """Return why a policy cannot make steps together with those that are there, or None when it can."""
-        for text in (hello.peer, hello.settings_digest):
-            if len(text) > MAX_PEER_CHARACTERS:
-                return f"{name} has an address or a digest of {len(text)} characters; it may have {MAX_PEER_CHARACTERS}"
         others = [member for member in self._by_role["policy"].values() if member.name != name]
         if others and not (hello.peer and all(member.shares_steps for member in others)):
             return (
