@@ -1,4 +1,4 @@
-"""The filter of system calls: truncation behind old versions of Landlock, and the protocols of netlink."""
+"""The filter of system calls: truncation behind old versions of Landlock, protocols of netlink, sizes of pipes."""
 
 from __future__ import annotations
 
@@ -68,3 +68,27 @@ def test_only_routes_are_read_by_netlink() -> None:
 
     assert allowed("none") == [socket.NETLINK_ROUTE]
     assert allowed("network") == list(range(32))
+
+
+PIPE_SIZE = """
+import fcntl, os, sys
+from starling.common.sandbox import syscalls
+
+reading, writing = os.pipe()
+syscalls.forbid_new_privileges()
+assert syscalls.forbid_kernel_interfaces(sys.argv[1])
+assert fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ) > 0
+try:
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 17)
+    print("done")
+except PermissionError:
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(syscalls.filter_program("own", 0, network=False) is None, reason="there is no filter here")
+@pytest.mark.parametrize("surroundings", ["own", "landlocked", "shared"])
+def test_size_of_pipes_cannot_be_set(surroundings: str) -> None:
+    """A user has 16,384 pages for all its pipes: 64 of the largest size would take them."""
+    done = subprocess.run([sys.executable, "-c", PIPE_SIZE, surroundings], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["refused"]

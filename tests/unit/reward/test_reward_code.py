@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from starling.common.errors import ConfigError
-from starling.common.sandbox import execution, syscalls
+from starling.common.sandbox import execution, launch, syscalls
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
@@ -305,6 +305,53 @@ def test_program_that_sends_all_descriptors_of_its_user_fails_no_other(level: Me
         judge = Judge(pool)
         judge.values("", "", tests=[{"input": "", "output": ""}])  # both workers have started
         assert judge.values(IN_FLIGHT, "print('done')", tests=[{"input": "", "output": "done"}] * 40) == [0.0, 1.0]
+
+
+TAKE_PIPES = """
+import fcntl, os, sys
+os.setgroups([])
+os.setresgid(int(sys.argv[1]), int(sys.argv[1]), int(sys.argv[1]))
+os.setresuid(int(sys.argv[1]), int(sys.argv[1]), int(sys.argv[1]))
+usual = int(open("/proc/sys/fs/pipe-max-size").read())
+taken = []
+while not taken or fcntl.fcntl(taken[-1], fcntl.F_GETPIPE_SZ) >= 1 << 16:
+    taken += os.pipe()
+    try:
+        fcntl.fcntl(taken[-1], fcntl.F_SETPIPE_SZ, usual)
+    except PermissionError:
+        pass
+print("taken", flush=True)
+sys.stdin.read()
+"""
+WRITES_BEFORE_IT_READS = """
+import os
+reading, writing = os.pipe()
+os.write(writing, bytes(30000))
+print(len(os.read(reading, 30000)))
+"""
+
+
+@pytest.mark.parametrize("level", MECHANISMS)
+def test_program_that_fails_for_want_of_pipes_has_no_reward(level: Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sandboxes of a user share its pages for pipes; those of this test have a user of their own."""
+    if os.getuid() != 0 or launch._closed_to_others(isolates=level in ("bubblewrap", "namespaces")):
+        pytest.skip("only root can have the code run as another user, who can read it")
+    user = 1 << 15 | os.getpid() & 0x3FFF
+    monkeypatch.setattr(launch, "OWN_UID", user)
+    tests = [{"input": "", "output": "30000"}]
+    with pool_of(level, timeout_s=3.0) as pool:
+        judge = Judge(pool)
+        assert judge.values(WRITES_BEFORE_IT_READS, tests=tests) == [1.0]
+        command = [sys.executable, "-c", TAKE_PIPES, str(user)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as taker:
+            assert taker.stdout is not None
+            assert taker.stdout.readline() == b"taken\n"
+            blocked, raised, right = judge.score(WRITES_BEFORE_IT_READS, "1 / 0", "print(30000)", tests=tests)
+        for score in (blocked, raised):
+            assert (score.value, score.status) == (None, Status.REWARD_ERROR), score
+            assert "pipes held 8 KiB, and not 64" in score.problem
+        assert right.value == 1.0, right
+        assert judge.values(WRITES_BEFORE_IT_READS, "1 / 0", tests=tests) == [1.0, 0.0]
 
 
 def test_time_limit_holds_while_there_is_output_to_read() -> None:

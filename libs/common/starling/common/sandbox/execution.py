@@ -30,6 +30,7 @@ from typing import Any, Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.inside import Sessions, send_descriptors
+from starling.common.sandbox.shortage import PROBED_EVERY_S, shortage_of_user
 from starling.common.sandbox.usage import MEASURED_EVERY_S, UNKNOWN, Meter, Usage, busy_s, waited_s
 
 OUTPUT_BYTES: Final = 1 << 20
@@ -39,6 +40,7 @@ _GRACE_S: Final = 30.0
 _NUM_DESCRIPTORS: Final = 3
 """Of a session: the program with its token, and the writing ends of the pipes for its output and its report."""
 _KILLED: Final = b"killed"
+"""Answer of the executor; what was short while the session ran may follow it."""
 _BEGUN: Final = b"b"
 """First byte of a report: all is there that the program needs. What goes wrong before says nothing of the program."""
 _START, _MEASURE, _KILL = b"s", b"m", b"k"
@@ -108,8 +110,8 @@ def run_python(
     Where the executor has ended, this process ends, too: it could run no further program.
 
     Raises:
-        ExecutionError: this process has no executor, as in the worker of a scorer that declares needs, or the program
-            cannot be started.
+        ExecutionError: this process has no executor, as in the worker of a scorer that declares needs; or the program
+            cannot be started, or has failed while others of its user may have had what it needs.
     """
     if _line is None:
         raise ExecutionError(
@@ -143,13 +145,15 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
             delay_s = partial(_delay_s, line, program.timeout_s, begun, busy_before_s)
             printed, reported, in_time = _collect(output, report, begun + program.timeout_s, delay_s)
         finally:
-            _end_session(line)
+            shortage = _end_session(line)
     if not reported.startswith(_BEGUN):
         raise ExecutionError("its process ended, or its time was over, before it had what a program needs")
     text = bytes(printed[:OUTPUT_BYTES]).decode("utf-8", "replace")
+    ended = bytes(reported[len(_BEGUN) :])
+    if shortage and not (in_time and ended.startswith(b"\0")):
+        raise ExecutionError(f"it failed, perhaps for want of what programs of other completions had: {shortage}")
     if not in_time:
         return ProgramResult(-1, text, finished=False)
-    ended = bytes(reported[len(_BEGUN) :])
     if not ended and _num_oom_kills() != num_oom_kills:
         raise ExecutionError("the kernel has ended processes for want of memory, perhaps also this one")
     return ProgramResult(ended[0] if ended else 1, text, finished=ended == b"\0" + token)
@@ -165,11 +169,16 @@ def _num_oom_kills() -> int:
     return 0
 
 
-def _end_session(line: socket.socket) -> None:
-    """Let the executor kill the session, and wait until it has. Raises ExecutionError when there was none."""
+def _end_session(line: socket.socket) -> str:
+    """Let the executor kill the session, and wait until it has; return what its user lacked meanwhile.
+
+    Raises:
+        ExecutionError: there was no session.
+    """
     answer = _ask(line, _KILL)
-    if answer != _KILLED:
+    if not answer.startswith(_KILLED):
         raise ExecutionError(answer.decode("utf-8", "replace"))
+    return answer.removeprefix(_KILLED).decode("utf-8", "replace")
 
 
 def _ask(line: socket.socket, request: bytes) -> bytes:
@@ -264,7 +273,7 @@ def _execute_all(line: socket.socket, mechanism: str) -> NoReturn:
 
 def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]) -> bytes:
     """Start a session, and kill it when the worker says so; return the answer to the worker."""
-    pid = None
+    pid, shortage = None, shortage_of_user()
     try:
         pid = sessions.start(descriptors)
         answer = _KILLED
@@ -273,11 +282,25 @@ def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]
     finally:
         for descriptor in descriptors:  # the worker sees the ends of the pipes when the session alone has them
             os.close(descriptor)
-    while line.recv(1) == _MEASURE:
-        line.send(json.dumps(UNKNOWN if pid is None else Meter(pid).usage()).encode())
-    if pid is not None:
-        sessions.kill(pid)
-    return answer
+    request = _MEASURE
+    while request == _MEASURE:
+        while not _has_request(line):
+            shortage = shortage or shortage_of_user()
+        request = line.recv(1)
+        if request == _MEASURE:
+            line.send(json.dumps(UNKNOWN if pid is None else Meter(pid).usage()).encode())
+    if pid is None:
+        return answer
+    shortage = shortage or shortage_of_user()
+    sessions.kill(pid)
+    return answer + shortage.encode()
+
+
+def _has_request(line: socket.socket) -> bool:
+    """Return whether the worker has sent something, or ended, within `PROBED_EVERY_S`."""
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    return bool(poller.poll(PROBED_EVERY_S * 1000))
 
 
 def _be_program(descriptors: list[int]) -> NoReturn:

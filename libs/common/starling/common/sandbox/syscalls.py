@@ -335,8 +335,9 @@ _WITHOUT_EFFECT: Final = {
 """Landlock lets them change every file of the user. They do nothing and succeed: much code makes them in passing."""
 _FALLOCATE: Final = (285, 47)
 _FCNTL: Final = (72, 25)
-_FORBIDDEN_COMMANDS: Final = (1024,)
-"""Of fcntl: F_SETLEASE, which keeps others from opening a file for up to 45 s."""
+_FORBIDDEN_COMMANDS: Final = (1024, 1031)
+"""Of fcntl: F_SETLEASE, which keeps others from opening a file for up to 45 s; F_SETPIPE_SZ, since a user may have
+16,384 pages for all its pipes on the machine."""
 _Numbers = tuple[int | None, int | None]
 _TRUNCATE, _OPENAT2 = (76, 45), (437, 437)
 _OPENS: Final[tuple[tuple[_Numbers, int], ...]] = (((2, None), 1), ((257, 56), 2))
