@@ -56,9 +56,20 @@ class HostMemory(TorchDispatchMode):
         return result
 
 
+def load_aligned(folder: Path, settings: PolicyProcess) -> Any:
+    """Load a whole model into memory that is aligned as that of parts.
+
+    transformers leaves tensors where they are in the mapped files, at multiples of 8 bytes, and the vectorised sums of
+    the CPU depend on the alignment: with gpt-oss the biases of experts differ by 2e-13 after a step, from equal bits.
+    """
+    model = load_version_0(folder, settings, folder, "cpu")
+    for _, tensor in all_named(model):
+        tensor.data = tensor.data.clone()
+    return model
+
+
 def loaded(rank: int, folder: Path, parallel: dict[str, Any], changes: dict[str, Any]) -> None:
     """Compare both ways to load a model on one rank of a mesh, and steps of each."""
-    num_steps = changes.pop("num_steps", 2)
     settings, deferred = settings_of(parallel, **changes), list[DeferredModel]()
     mesh = Mesh(settings.policy.parallel)
 
@@ -69,7 +80,7 @@ def loaded(rank: int, folder: Path, parallel: dict[str, Any], changes: dict[str,
             deferred.append(found)
             yield found
 
-    load = partial(load_version_0, folder, settings, folder, "cpu")
+    load = partial(load_aligned, folder, settings)
     base_of = partial(digest_of_base, spec=settings.model.lora)
     whole = Learner(load, settings.policy, mesh=mesh, base_of=base_of)
     parts = Learner(lambda: pytest.fail("loaded whole"), settings.policy, mesh=mesh, base_of=base_of, defer=defer)
@@ -80,7 +91,7 @@ def loaded(rank: int, folder: Path, parallel: dict[str, Any], changes: dict[str,
         num_read += num_saved(folder)  # for the digest of base weights
     assert deferred[0].bytes_read == num_read * torch.float32.itemsize
     scores = settings.run.kind == "reward_model"
-    for number in range(1, num_steps + 1):
+    for number in (1, 2):
         for learner in (whole, parts):
             if scores:
                 learner.prefer(make_pairs(seed=number), objective="reward_model", step=number, num_steps=2)
@@ -147,7 +158,7 @@ FP8 = {"policy": {"precision": {"kind": "fp8_tensorwise", "fsdp_all_gather": Tru
         campaign("deep qwen3_moe", {"pp": 2, "dp_shard": 2, "ep": 2}, {}),
         campaign("qwen3_moe", {"tp": 2, "ep": 2}, {}),
         campaign("deepseek_v3", {"dp_shard": 2, "ep": 2}, {}),
-        campaign("gpt_oss", {"tp": 2}, {"num_steps": 0}),
+        campaign("gpt_oss", {"tp": 2}, {}),
         campaign("gemma3", {"dp_shard": 2, "tp": 2}, {}),
         campaign("phi3", {"tp": 2}, BFLOAT16),
         campaign("qwen2_5_vl", {"dp_shard": 2}, {}),
