@@ -586,6 +586,19 @@ def test_sandbox_whose_user_is_root_is_reported(tmp_path: Path, monkeypatch: pyt
     assert f"for whom {tmp_path / 'closed'} cannot be read" in logged[1]["missing"]
 
 
+@pytest.mark.parametrize("level", MECHANISMS)
+def test_sandbox_that_shares_its_user_with_the_service_is_reported(
+    level: Mechanism, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    with structlog.testing.capture_logs() as logged:
+        report(Sandboxing(level, "" if level in NAMESPACES else "no namespaces here"), "tool")
+    (line,) = logged
+    assert (line["event"], line["mechanism"]) == ("sandbox_weak", level)
+    assert "a user of the code's own: it is user 4321, as this service" in line["missing"]
+    assert "start this service by root, or give the other services of this machine other users" in line["missing"]
+
+
 @pytest.mark.parametrize(
     ("version", "gaps"),
     [

@@ -100,20 +100,32 @@ def choose(level: SandboxLevel) -> Sandboxing:
 
 def report(sandboxing: Sandboxing, what: str) -> None:
     """Log how strong the sandboxes of `what` are; a warning names what is missing."""
-    missing = sandboxing.missing
-    if sandboxing.isolates:
-        missing = ""
-        if os.getuid() == 0 and (closed := _closed_to_others(isolates=True)):
-            missing = (
-                f"another user than root, for whom {closed} cannot be read (`chmod -R o+rX` it): root owns the code's "
-                "processes, so that their number is not limited"
-            )
+    missing = "" if sandboxing.isolates else sandboxing.missing
+    if shared := _shared_user(isolates=sandboxing.isolates):
+        missing = f"{missing}; {shared}" if missing else shared
     if sandboxing.mechanism == "landlock" and (gaps := landlock_gaps(syscalls.landlock_version())):
         missing = f"{missing}; {gaps}" if missing else gaps
     if missing or not sandboxing.isolates:
         log.warning("sandbox_weak", of=what, mechanism=sandboxing.mechanism, missing=missing)
     else:
         log.info("sandbox", of=what, mechanism=sandboxing.mechanism)
+
+
+def _shared_user(*, isolates: bool) -> str:
+    """Return what is missing where the code is the service's user outside; empty if it has one of its own."""
+    taken = "can use up what the kernel allows a user on this machine, as watches of epoll, without which services end"
+    if user := os.getuid():
+        return (
+            f"a user of the code's own: it is user {user}, as this service, and {taken} (start this service by root, "
+            "or give the other services of this machine other users)"
+        )
+    if closed := _closed_to_others(isolates=isolates):
+        unlimited = ", so that their number is not limited" if isolates else ""
+        return (
+            f"another user than root, for whom {closed} cannot be read (`chmod -R o+rX` it): root owns the code's "
+            f"processes{unlimited}; it {taken}"
+        )
+    return ""
 
 
 def landlock_gaps(version: int) -> str:
