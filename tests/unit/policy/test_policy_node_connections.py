@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from structlog.testing import capture_logs
 from zmq.utils.monitor import recv_monitor_message
 
-from starling.common.errors import ConfigError
+from starling.common.errors import ConfigError, UnreachableError
 from starling.common.net import curve
 from starling.common.net.keyring import make_keys
 from starling.common.nodes.children import Loss
 from starling.common.nodes.facts import NodeFacts
-from starling.common.nodes.nodes import DOWN, Answer, Down, Join, Lost, Nodes, Request, Up, Welcome
+from starling.common.nodes.nodes import (
+    DOWN,
+    JOIN_BYTES,
+    Answer,
+    Down,
+    Join,
+    JoinLimit,
+    Lost,
+    Nodes,
+    Request,
+    Up,
+    Welcome,
+)
 from starling.common.service import NodeArguments
 from starling.common.settings import NetworkSettings
 from starling.policy.settings.parallel import ParallelSettings
@@ -27,6 +43,7 @@ from starling.policy.shell.facts import gather_ranks
 
 NAME = "policy-0"
 WAIT_S = 60.0
+TOO_MANY = "closed a connection with too many undelivered bytes"
 NETWORK = NetworkSettings(heartbeat_s=0.1, lease_s=1.0)
 
 
@@ -166,3 +183,55 @@ def test_difference_of_a_node_is_one_sentence(changes: dict[str, Any], sentence:
     found = facts(1, 2, **changes).differs(facts(0, 2))
     assert found.startswith(sentence)
     assert bool(found) == bool(sentence)
+
+
+def test_connection_that_sends_much_before_its_handshake_is_closed(key: curve.KeyFile) -> None:
+    """Without a key: the frame of a command has any length, and would be kept until it is complete."""
+    with capture_logs() as logs, listening(1, key) as (nodes, address), gathering(nodes):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as stranger:
+            stranger.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
+            with suppress(OSError):  # it may be closed before all is sent
+                stranger.sendall(b"\x06" + struct.pack(">Q", 300 << 20) + bytes(8 << 20))
+            deadline = time.monotonic() + WAIT_S
+            while not [entry for entry in logs if entry["event"] == TOO_MANY]:
+                assert time.monotonic() < deadline, "the connection was not closed"
+                time.sleep(0.02)
+
+
+def test_admitted_node_may_send_more_than_one_that_asks(key: curve.KeyFile) -> None:
+    own = msgspec.structs.replace(key, controller_public=key.public)
+    received = queue.Queue[int]()
+    with (
+        listening(1, key) as (nodes, address),
+        closing(Agent(address, own)) as one,
+        closing(Agent(address, own)) as two,
+    ):
+        one.send(Join(facts=facts(1, 1)))
+        two.send(Join(facts=facts(2, 1)))
+        gather_ranks(nodes, ParallelSettings(dp_shard=3))
+        nodes.serve(lambda _, frame: received.put(len(frame)), lambda _: None)
+        for _ in range(4):
+            one.send(Answer(rank=1), bytes(2 * JOIN_BYTES))
+            assert received.get(timeout=WAIT_S) == 2 * JOIN_BYTES
+        one.send(Answer(rank=1), b"last")
+        assert received.get(timeout=WAIT_S) == 4
+
+
+@contextmanager
+def gathering(nodes: Nodes) -> Iterator[None]:
+    """Wait for the other nodes in a thread, until the context ends."""
+    ended = threading.Event()
+
+    def gather() -> None:
+        while not ended.is_set():
+            with suppress(UnreachableError):
+                nodes.gather(JoinLimit(0.5, "join_s"))
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

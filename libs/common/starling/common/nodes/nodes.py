@@ -20,12 +20,12 @@ import msgspec
 import structlog
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.errors import ConfigError, UnreachableError
 from starling.common.net import curve
 from starling.common.net.binding import bind
-from starling.common.net.frames import receive, receive_routed
+from starling.common.net.frames import receive_routed
+from starling.common.net.hub.traffic import TrafficGuard
 from starling.common.nodes.children import Loss
 from starling.common.nodes.facts import NodeFacts
 from starling.common.observe.process import EXIT_FAILED, end_process
@@ -37,6 +37,12 @@ from starling.common.wire.codec import MAX_BUFFER_BYTES
 ASK_S: Final = 1.0
 """Interval at which an agent asks to be admitted."""
 POLL_MS: Final = 200
+WATCH_MS: Final = 20
+"""The same while there are connections whose node is not admitted."""
+JOIN_BYTES: Final = 1 << 20
+"""Undelivered bytes of such a connection: its handshake, and its `Join`, of some 20 KiB."""
+MEMBER_BYTES: Final = 1 << 62
+"""The same of an admitted node: it has the key of the replica, and its ranks send as much as they have to."""
 LINGER_MS: Final = 2000
 """How long the last messages may take to be sent."""
 
@@ -152,7 +158,7 @@ class Nodes:
             self._authenticator = curve.start_authenticator(self._context, curve.AllowList({key.public: key.name}))
             curve.serve_with(self._socket, key)
         set_limits(self._socket, network)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._traffic = TrafficGuard(self._socket, JOIN_BYTES)
         try:
             bind(self._socket, f"tcp://{_address_of(arguments.host)}:{arguments.port}", "--rdzv")
         except ConfigError:
@@ -248,8 +254,7 @@ class Nodes:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        self._traffic.close()
         self._socket.close(LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -260,29 +265,36 @@ class Nodes:
         return [node for node in range(1, self._arguments.num_nodes) if node not in self._members]
 
     def _step(self, take: Callable[[bytes, int, Up, list[bytes]], None], leave: Callable[[int], None]) -> None:
-        """Send what waits, and handle the next events; waits for some for at most `POLL_MS`."""
+        """Send what waits, handle the next events, and close connections that have sent too much.
+
+        Waits for events for at most `POLL_MS`.
+        """
         self._send_queue()
         poller = zmq.Poller()
-        for one in (self._socket, self._monitor, self._wakeup.fileno()):
+        for one in (self._socket, self._traffic.monitor, self._wakeup.fileno()):
             poller.register(one, zmq.POLLIN)
-        poller.poll(POLL_MS)
+        poller.poll(WATCH_MS if self._traffic.num_open > len(self._members) else POLL_MS)
         self._wakeup.clear()
         while (received := receive_routed(self._socket)) is not None:
             route, frames, last = received
             self._read_monitor(leave)  # before this connection, another one may have had the same descriptor
+            descriptor = int(last.get(zmq.SRCFD))
+            self._traffic.deliver(descriptor, sum(map(len, frames)), len(frames))
             try:
                 message: Up = _UP.decode(frames[0])
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 log.warning("node_refused", node=-1, reason=f"it sent something else than a node does ({error})")
                 continue
-            take(route, int(last.get(zmq.SRCFD)), message, frames)
+            take(route, descriptor, message, frames)
         self._read_monitor(leave)
+        for member in self._members.values():
+            self._traffic.identify(member.descriptor, MEMBER_BYTES)
+        self._traffic.check(time.monotonic())
 
     def _read_monitor(self, leave: Callable[[int], None]) -> None:
-        while (received := receive(self._monitor)) is not None:
-            descriptor = parse_monitor_message(received[0])["value"]
-            for node in [node for node, one in self._members.items() if one.descriptor == descriptor]:
-                leave(node)
+        closed = self._traffic.note_events(time.monotonic())
+        for node in [node for node, one in self._members.items() if one.descriptor in closed]:
+            leave(node)
 
     def _forget(self, node: int) -> None:
         """A node has left before all were there."""

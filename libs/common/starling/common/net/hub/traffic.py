@@ -93,7 +93,8 @@ class TrafficGuard:
 
     def __init__(self, monitored: zmq.Socket[Any], fixed_limit: int = 0, most: int = 0) -> None:
         self._socket, self._fixed_limit, self._most = monitored, fixed_limit, most
-        self._monitor = monitored.get_monitor_socket(_EVENTS)
+        self.monitor = monitored.get_monitor_socket(_EVENTS)
+        """Readable when connections have been opened or closed."""
         self._connections: dict[int, ConnectionTraffic] = {}
         self._unknown: dict[int, ConnectionTraffic] = {}
         """Those without a limit of their own."""
@@ -101,10 +102,15 @@ class TrafficGuard:
         self.num_closed = 0
         """Connections that exceeded their limits."""
 
+    @property
+    def num_open(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
     def note_events(self, now: float) -> set[int]:
         """Take note of new and closed connections; return the descriptors of the closed ones."""
         closed = set[int]()
-        while (received := receive(self._monitor)) is not None:
+        while (received := receive(self.monitor)) is not None:
             event = parse_monitor_message(received[0])
             descriptor = int(event["value"])
             self._forget(descriptor)
@@ -150,7 +156,7 @@ class TrafficGuard:
     def close(self) -> None:
         """End the monitoring."""
         self._socket.disable_monitor()
-        self._monitor.close(0)
+        self.monitor.close(0)
         for descriptor in tuple(self._connections):
             self._forget(descriptor)
 
