@@ -71,7 +71,8 @@ class PolicySettings(SettingsSection):
     publish_timeout_s: Seconds = 30.0
     """Time that a publication waits for rollouts that still read both snapshots, before it revokes the older one.
 
-    One that was late three times within an hour is waited for no more.
+    One that was late three times within an hour is waited for no more. With `parallel.elastic`, less than
+    `parallel.replica_timeout_s`.
     """
     peak_tflops: float | None = Field(default=None, gt=0.0, le=MAX_COEFFICIENT)
     """Dense TFLOP/s of one device in the dtype of training, for the reported utilisation (MFU); unset, the GPU's
@@ -208,8 +209,8 @@ def check_elastic(policy: PolicySettings, network: NetworkSettings) -> None:
     """Check that replicas can make steps together: their time limits, and the network of their gradients and states.
 
     Raises:
-        ValueError: a rank would give up before the one that it waits for; or what leaves the machine must be encrypted,
-            and torch's process groups are not.
+        ValueError: a rank or a replica would give up before the one that it waits for; or what leaves the machine must
+            be encrypted, and torch's process groups are not.
     """
     parallel = policy.parallel
     if parallel.elastic and parallel.replica_timeout_s >= parallel.timeout_s:
@@ -217,6 +218,12 @@ def check_elastic(policy: PolicySettings, network: NetworkSettings) -> None:
             f"policy.parallel.replica_timeout_s = {parallel.replica_timeout_s:g} must be less than "
             f"policy.parallel.timeout_s = {parallel.timeout_s:g}: the ranks of a replica wait for the one among them "
             "that waits for other replicas"
+        )
+    if parallel.elastic and policy.publish_timeout_s >= parallel.replica_timeout_s:
+        raise ValueError(
+            f"policy.publish_timeout_s = {policy.publish_timeout_s:g} must be less than "
+            f"policy.parallel.replica_timeout_s = {parallel.replica_timeout_s:g}: other policies wait for the one that "
+            "waits for readers of a snapshot"
         )
     if parallel.elastic and network.encrypt_weights and not is_loopback(network.host):
         raise ValueError(
