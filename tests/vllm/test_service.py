@@ -243,7 +243,7 @@ def test_verifiers_environment_is_a_client_of_the_endpoint(served: Service) -> N
 
     async def evaluate() -> Any:
         async with served.async_client() as client:
-            sampling: Any = {"max_tokens": 12, "temperature": 1.0, "logprobs": True}
+            sampling: Any = {"max_tokens": 12, "logprobs": True, **NEVER_ENDS}  # an empty reply would end its rollout
             return await environment.evaluate(
                 client, served.model, sampling, num_examples=3, rollouts_per_example=2, max_concurrent=6
             )
