@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import resource
 import select
@@ -393,18 +394,30 @@ def temporary_folder(text: str) -> list[str]:
     return found
 
 
-def fill_with_files(num_bytes: int, *, unlinked: bool) -> bool:
-    """Write many small files, and wait."""
+def fill_with_files(num_bytes: int, kept: str) -> bool:
+    """Write many small files, which keep their name or are only open or mapped, and wait."""
     files = []
     for index in range(num_bytes >> 20):
         path = Path(tempfile.gettempdir(), f"part-{index}")
-        files.append(path.open("wb"))
+        files.append(path.open("wb+"))
         files[-1].write(bytes(1 << 20))
         files[-1].flush()
-        if unlinked:
+        if kept != "named":
             path.unlink()
+        if kept == "mapped":
+            map_page(files[-1].fileno())
+            files.pop().close()
     time.sleep(600)
     return True
+
+
+def map_page(descriptor: int) -> None:
+    """Map the first page of a file; the module `mmap` would keep it open, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    if libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0) == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "mmap")
 
 
 def nest_folders(depth: int) -> bool:

@@ -718,17 +718,17 @@ def test_crash_writes_no_memory_to_disk(hostile: Hostile) -> None:
     assert hostile.attempt("limits") == (0 if most == 0 else 1)
 
 
-@pytest.mark.parametrize("unlinked", [False, True])
+@pytest.mark.parametrize("kept", ["named", "open", "mapped"])
 @pytest.mark.parametrize("level", ["landlock", "process"])
 def test_sandbox_with_too_many_files_on_disk_is_killed(
-    level: Mechanism, unlinked: bool, monkeypatch: pytest.MonkeyPatch
+    level: Mechanism, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if problem := problem_of(level):
         pytest.skip(f"this machine does not offer the level {level}: {problem}")
     monkeypatch.setattr("starling.common.sandbox.launch.TMP_BYTES", 8 << 20)
     hostile = Hostile(level)
     try:
-        hostile.fails("fill_with_files", "it ended its process", num_bytes=16 << 20, unlinked=unlinked)
+        hostile.fails("fill_with_files", "it ended its process", num_bytes=16 << 20, kept=kept)
         assert hostile.attempt("is_alive"), "the sandbox starts again"
     finally:
         hostile.sandbox.close()

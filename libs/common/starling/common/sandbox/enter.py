@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from starling.common.sandbox import syscalls
-from starling.common.sandbox.processes import descendants, kill_all, num_bytes_in
+from starling.common.sandbox.disk import num_bytes_in
+from starling.common.sandbox.processes import descendants, kill_all
 from starling.common.sandbox.tasks import LOOK_EVERY_S, TaskWatch
 
 _FLAGS = syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWIPC
@@ -135,7 +136,8 @@ def _watch(payload: int, tasks: TaskWatch, folder: str, limit: int) -> int:
 
 def _check_disk(payload: int, folder: str, limit: int) -> None:
     if num_bytes_in(folder, os.getpid(), limit) > limit:
-        print(f"the sandbox's files take more than {limit >> 20} MiB: it is killed", file=sys.stderr, flush=True)
+        problem = f"files take more than {limit >> 20} MiB, or its processes have more mappings than can be counted"
+        print(f"the sandbox's {problem}: it is killed", file=sys.stderr, flush=True)
         os.kill(payload, signal.SIGKILL)
 
 

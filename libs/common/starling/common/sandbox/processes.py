@@ -13,9 +13,6 @@ from typing import Final
 
 KILL_S: Final = 5.0
 """How long killed processes may take to be gone."""
-_BLOCK_BYTES: Final = 4096
-
-
 _STATE, _NUM_THREADS = 0, 17
 
 
@@ -122,32 +119,6 @@ def remove_tree(folder: str) -> None:
     for place in reversed(emptied):
         with contextlib.suppress(OSError):
             os.rmdir(place)
-
-
-def num_bytes_in(folder: str, pid: int, limit: int) -> int:
-    """Return the disk space that the descendants of a process take in a folder, files without a name included.
-
-    Stops to count above `limit`. An entry counts as a block at least, since their number fills a disk too.
-    """
-    device, total, counted = os.stat(folder).st_dev, 0, set[int]()
-    pending = [folder]
-    while pending and total <= limit:
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as found:
-            for entry in found:
-                status = entry.stat(follow_symlinks=False)
-                total += max(_BLOCK_BYTES, 512 * status.st_blocks)
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                if total > limit:
-                    break
-    for one in descendants(pid):
-        with contextlib.suppress(OSError):
-            for descriptor in os.listdir(f"/proc/{one}/fd"):
-                status = os.stat(f"/proc/{one}/fd/{descriptor}")
-                if not status.st_nlink and status.st_dev == device and status.st_ino not in counted:
-                    counted.add(status.st_ino)
-                    total += 512 * status.st_blocks
-    return total
 
 
 def _parent(name: str, *, dead: bool = False) -> int | None:
