@@ -142,8 +142,8 @@ class ExecutorProcess:
         order = pipe.recv_bytes()
         if order == END:
             return
-        threading.Thread(target=_await_end, args=(pipe,), name="requests", daemon=True).start()
         folder = Path(tempfile.mkdtemp(prefix="starling-vllm-"))
+        threading.Thread(target=await_end, args=(pipe, folder), name="requests", daemon=True).start()
         try:
             messages = PullMessageReceiver(folder)
             threading.Thread(target=_pass_on, args=(messages, pipe), name="pulls", daemon=True).start()
@@ -177,8 +177,8 @@ class ExecutorProcess:
         raise EngineLostError("a worker of vLLM has ended; see its output above")
 
 
-def _await_end(pipe: Connection) -> None:
-    """End this process and its workers when the agent says so, or is gone."""
+def await_end(pipe: Connection, folder: Path) -> None:
+    """End this process and its workers when the agent says so, or is gone; remove `folder`, which is its own."""
     with suppress(EOFError, OSError):
         while pipe.recv_bytes() != END:
             pass
@@ -190,6 +190,7 @@ def _await_end(pipe: Connection) -> None:
     files = processes.shared_memory(workers)
     processes.kill_processes(workers, KILL_S)
     processes.remove_shared_memory(files)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
