@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -49,6 +50,9 @@ JOINT: Final = {
 """Axes that consist of several."""
 EXPERT_AXES: Final = ("pp", "dp_replicate", "efsdp", "ep")
 """Of the same ranks, for the experts of a mixture."""
+
+PROGRESS_S: Final = 10.0
+"""Interval at which rank 0 shows the others that it still makes what they wait for."""
 
 
 class Mesh:
@@ -135,11 +139,20 @@ class Mesh:
         finally:
             fcntl.flock(file, fcntl.LOCK_EX)
 
-    def from_first(self, make: Callable[[], str]) -> str:
-        """Return the text that `make` returns on rank 0, where alone it is called; every rank calls this."""
-        found: list[Any] = [make() if dist.get_rank() == 0 else ""]
+    def from_first(self, make: Callable[[], str], interval_s: float = PROGRESS_S) -> str:
+        """Return the text that `make` returns on rank 0, where alone it is called; every rank calls this.
+
+        `make` may take longer than an operation of the ranks: the others hear each `interval_s` that it goes on.
+        """
+        found: list[Any] = [None]
+        thread = ThreadPoolExecutor(1, "first-rank")
+        made = thread.submit(make) if dist.get_rank() == 0 else None
+        thread.shutdown(wait=False)
         with self.between_turns():
-            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+            while found[0] is None:
+                if made is not None and wait([made], interval_s).done:
+                    found = [made.result()]
+                dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return str(found[0])
 
     def device(self, name: str) -> str:
