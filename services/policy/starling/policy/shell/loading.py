@@ -146,7 +146,8 @@ def defer_version_0(
     """Lend what `load_version_0` returns, without memory for its weights, which the ranks of `mesh` read in parts.
 
     Lends None where they cannot: random weights, such as those of DoRA, and files that are no safetensors. Weights that
-    are fetched from elsewhere are on the disk of this host for one rank after another.
+    are fetched from elsewhere are on the disk of this host for one rank after another, and for all of them where these
+    wait for each other meanwhile: with `tp`, and for the digest of adapters' base weights.
 
     Raises ConfigError.
     """
