@@ -25,7 +25,7 @@ from starling.reward.score.scorers.registry import check_executor, resolve_score
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
 STRONG: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
 
@@ -254,7 +254,7 @@ def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, hone
     """A completion could otherwise lower the rewards of all that are scored at the same time."""
     if problem := problem_of(level):
         pytest.skip(f"this machine does not offer the level {level}: {problem}")
-    scorer = {"name": "code", "timeout_s": 50.0, "options": {"timeout_s": 1.0}}
+    scorer = {"name": "code", "timeout_s": 200.0, "options": {"timeout_s": 1.0}}
     settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 2, "sandbox": level})
     with ScoringPool(settings) as pool:
         judge, tests = Judge(pool), [{"input": "", "output": "done"}]
@@ -282,7 +282,7 @@ def test_program_that_sleeps_ends_at_its_limit_although_others_take_all_processo
 def pool_of(level: Mechanism, *, num_workers: int = 1, timeout_s: float = 20.0) -> ScoringPool:
     if problem := problem_of(level):
         pytest.skip(f"this machine does not offer the level {level}: {problem}")
-    scorer = {"name": "code", "timeout_s": 50.0, "options": {"timeout_s": timeout_s}}
+    scorer = {"name": "code", "timeout_s": 200.0, "options": {"timeout_s": timeout_s}}
     settings = {"scorers": [scorer], "num_workers": num_workers, "sandbox": level}
     return ScoringPool(RewardSettings.model_validate(settings))
 
@@ -577,7 +577,7 @@ def test_program_finds_no_temporary_file_of_its_scorer(
     tmp_path.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.py").write_text(NOTES)
-    scorer = {"name": "notes.py:find_notes", "timeout_s": 50.0}
+    scorer = {"name": "notes.py:find_notes", "timeout_s": 200.0}
     settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
     with ScoringPool(settings) as pool:
         program = "import glob\nprint(len(glob.glob('/tmp/expected-*')))"
