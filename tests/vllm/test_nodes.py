@@ -167,8 +167,7 @@ def test_workers_of_both_nodes_pull_and_start_again_after_a_loss(parallel: tuple
         assert exit_code(agents[0]) == 0
 
 
-@pytest.mark.parametrize("frame", [END, None], ids=["end", "agent is gone"])
-def test_executor_that_is_ended_removes_its_folder(frame: bytes | None, tmp_path: Path) -> None:
+def test_executor_that_is_ended_removes_its_folder(tmp_path: Path) -> None:
     """It has the socket for the messages of pulls."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -178,9 +177,7 @@ def test_executor_that_is_ended_removes_its_folder(frame: bytes | None, tmp_path
     executor.start()
     try:
         theirs.close()
-        if frame is not None:
-            ours.send_bytes(frame)
-        ours.close()
+        ours.send_bytes(END)
         executor.join(DEADLINE_S)
         assert executor.exitcode == 0
         assert not folder.exists()
