@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,14 +21,12 @@ from test_policy_nodes import free_address, sentence
 from warm import process_context
 
 from starling.algo.tokenizer import load_tokenizer
-from starling.common.nodes.children import END
 from starling.common.observe.process import EXIT_FAILED, EXIT_USAGE, StopSignal, run_service
 from starling.common.service import SECTIONS, ServiceArguments, parse_arguments
 from starling.common.settings import load
 from starling.common.wire import messages as wire
 from starling.rollout.engine.base import EngineLostError, EngineSpec
 from starling.rollout.engine.model_config import read_config
-from starling.rollout.engine.vllm.nodes import await_end
 from starling.rollout.settings import RolloutProcess
 from starling.rollout.shell.engines import make_spec
 from starling.rollout.shell.nodes import make_agent, setup_of
@@ -165,25 +162,6 @@ def test_workers_of_both_nodes_pull_and_start_again_after_a_loss(parallel: tuple
         served.process.communicate(timeout=DEADLINE_S)  # vLLM's own output may have the traceback of a lost worker
         assert served.process.returncode == 0
         assert exit_code(agents[0]) == 0
-
-
-def test_executor_that_is_ended_removes_its_folder(tmp_path: Path) -> None:
-    """It has the socket for the messages of pulls."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "pulls").touch()
-    ours, theirs = multiprocessing.Pipe()
-    executor = multiprocessing.get_context("spawn").Process(target=await_end, args=(theirs, folder))
-    executor.start()
-    try:
-        theirs.close()
-        ours.send_bytes(END)
-        executor.join(DEADLINE_S)
-        assert executor.exitcode == 0
-        assert not folder.exists()
-    finally:
-        executor.kill()
-        executor.join()
 
 
 @pytest.mark.campaign
