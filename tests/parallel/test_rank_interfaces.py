@@ -56,7 +56,7 @@ def other_address() -> tuple[str, str]:
 
 def test_ranks_of_one_host_listen_on_the_loopback_interface(chosen: dict[str, str], tmp_path: Path) -> None:
     join(tmp_path)
-    assert chosen == {GLOO: "lo", NCCL: "lo"}
+    assert chosen == {GLOO: "lo", NCCL: "=lo"}
 
 
 def test_nccl_of_ranks_that_other_hosts_reach_listens_on_the_interface_of_their_address(
@@ -65,7 +65,7 @@ def test_nccl_of_ranks_that_other_hosts_reach_listens_on_the_interface_of_their_
     """NCCL has one interface for all groups of a process, also for those with other replicas."""
     address, interface = other_address()
     join(tmp_path, address=address)
-    assert chosen == {GLOO: "lo", NCCL: interface}
+    assert chosen == {GLOO: "lo", NCCL: f"={interface}"}
 
 
 def test_interface_of_the_environment_stays(

@@ -196,6 +196,12 @@ def test_with_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "STARLING_TEST_BY_VLLM" not in os.environ
 
 
+def test_groups_of_workers_on_one_host_listen_on_it_alone(tmp_path: Path) -> None:
+    """vLLM unpickles what they send, and gloo asks for no key."""
+    spec = spec_of(tmp_path, vllm={"tensor_parallel_size": 2})
+    assert launch.environment(spec, on_cpu=True)["GLOO_SOCKET_IFNAME"] == "lo"
+
+
 @pytest.mark.usefixtures("cold_processes")
 def test_start_timeout_leaves_no_process(tmp_path: Path) -> None:
     before = engine_processes()

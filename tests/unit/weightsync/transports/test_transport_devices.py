@@ -112,14 +112,16 @@ def test_libraries_are_bound_to_the_loopback_device_of_a_loopback_address(
 ) -> None:
     monkeypatch.setenv(NCCL_INTERFACE, "")
     choose_interface(host, NCCL_INTERFACE)
-    assert os.environ[NCCL_INTERFACE] == "lo"
+    assert os.environ[NCCL_INTERFACE] == "=lo"
 
 
 def test_libraries_are_bound_to_the_device_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NCCL_INTERFACE, "")
     address = other_address()
-    choose_interface(address, NCCL_INTERFACE)
-    assert os.environ[NCCL_INTERFACE] == interface_to(address)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    choose_interface(address, NCCL_INTERFACE, "GLOO_SOCKET_IFNAME")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface_to(address)
+    assert os.environ[NCCL_INTERFACE] == f"={interface_to(address)}", "without `=` it is the beginning of names"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "no such host"])

@@ -44,7 +44,13 @@ def choose_interface(host: str, *variables: str) -> None:
         return
     for variable in variables:
         if not os.environ.get(variable):
-            os.environ[variable] = interface
+            os.environ[variable] = value_for(variable, interface)
+
+
+def value_for(variable: str, interface: str) -> str:
+    """Return the value by which a library's variable names one interface."""
+    # NCCL takes a name for the beginning of names: eth1 also stands for eth10.
+    return f"={interface}" if variable == NCCL_INTERFACE else interface
 
 
 def interface_to(host: str) -> str | None:

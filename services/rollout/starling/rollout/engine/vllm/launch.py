@@ -18,7 +18,7 @@ from starling.rollout.engine.vllm import adapters, cpu, quantised
 from starling.rollout.engine.vllm.processes import OFFER_KEY, REPLICA
 from starling.rollout.engine.vllm.weight_files import check_weight_files
 from starling.weightsync.plan.layout import Layout
-from starling.weightsync.transports.devices import interface_to
+from starling.weightsync.transports.devices import NCCL_INTERFACE, interface_to, value_for
 from starling.weightsync.vllm.versions import SUPPORTED, is_supported, vllm_version
 
 EXTENSION: Final = "starling.rollout.engine.vllm.worker.extension.WorkerExtension"
@@ -42,8 +42,8 @@ FIXED_ARGUMENTS: Final[dict[str, tuple[Any, str]]] = {
 """Arguments with only one supported value, and the reason. vLLM would accept others, and results would be wrong."""
 
 
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the network interfaces of the two libraries."""
+_GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+"""Variable that names the interface on which the groups of vLLM's workers listen."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def environment(spec: EngineSpec, *, on_cpu: bool, host: EngineHost | None = Non
         variables |= cpu.ENVIRONMENT
         if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1:
             variables |= cpu.ONE_PROCESS
-    return variables if host is None else variables | _environment_of(host)
+    return variables | ({_GLOO_INTERFACE: "lo"} if host is None else _environment_of(host))
 
 
 def _environment_of(host: EngineHost) -> dict[str, str]:
@@ -244,7 +244,9 @@ def _environment_of(host: EngineHost) -> dict[str, str]:
     variables = {"VLLM_HOST_IP": address, "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     variables[OFFER_KEY] = host.offer_key.hex()
     interface = interface_to(host.store.rpartition(":")[0])
-    return variables if interface is None else variables | dict.fromkeys(_INTERFACES, interface)
+    if interface is not None:
+        variables |= {name: value_for(name, interface) for name in (_GLOO_INTERFACE, NCCL_INTERFACE)}
+    return variables
 
 
 @contextmanager
