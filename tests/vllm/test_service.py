@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -342,8 +342,11 @@ def test_killed_engine_is_restarted_and_loses_no_token(served: Service, client: 
     message = world_group(served)
     served.hub.send(NAME, message)
     before = served.version
-    family = psutil.Process(served.process.pid).children(recursive=True)
-    ours = [process for process in family if "EngineCore" in " ".join(process.cmdline())]
+    ours = []
+    for process in psutil.Process(served.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if "EngineCore" in " ".join(process.cmdline()):
+                ours.append(process)
     assert ours
     for process in ours:
         process.kill()
