@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -248,3 +249,23 @@ def test_descriptor_of_a_file_leaves_no_duplicate_open(tmp_path: Path) -> None:
         assert connections.peer_address(file.fileno()) is None
         assert not connections.close_connection(file.fileno(), ("127.0.0.1", 1))
         assert os.listdir("/proc/self/fd") == before
+
+
+CLOSES_UNREAD = """
+import socket, time
+from starling.common.net.hub.hub import Hub
+hub = Hub("tcp://127.0.0.1:0", "run", 1, None)
+port = int(hub.address.rpartition(":")[2])
+for _ in range(2500):
+    socket.create_connection(("127.0.0.1", port), 60.0).close()
+time.sleep(0.3)  # libzmq takes note of them
+hub.close()
+print("closed")
+"""
+
+
+def test_hub_ends_although_nobody_has_read_of_many_connections() -> None:
+    """As where the controller loads its data and cannot, while a stranger opens and closes connections."""
+    command = [sys.executable, "-c", CLOSES_UNREAD]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3 * DEADLINE_S, check=True)
+    assert ended.stdout == "closed\n"

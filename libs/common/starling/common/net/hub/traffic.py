@@ -82,6 +82,19 @@ class ConnectionTraffic:
         self.received, self.delivered, self.checked_at = received, 0, now
 
 
+def _monitor(monitored: zmq.Socket[Any]) -> zmq.Socket[Any]:
+    """Return a socket with the events of another one, however many wait.
+
+    With a limit, libzmq would wait for room with a lock that it also needs to end the monitoring.
+    """
+    address = f"inproc://connections-{id(monitored)}"
+    monitored.monitor(address, _EVENTS)
+    monitor: zmq.Socket[Any] = monitored.context.socket(zmq.PAIR)
+    monitor.rcvhwm = 0
+    monitor.connect(address)
+    return monitor
+
+
 class TrafficGuard:
     """Connections of one socket, with limits on their undelivered bytes. Not thread-safe.
 
@@ -93,7 +106,7 @@ class TrafficGuard:
 
     def __init__(self, monitored: zmq.Socket[Any], fixed_limit: int = 0, most: int = 0) -> None:
         self._socket, self._fixed_limit, self._most = monitored, fixed_limit, most
-        self.monitor = monitored.get_monitor_socket(_EVENTS)
+        self.monitor = _monitor(monitored)
         """Readable when connections have been opened or closed."""
         self._connections: dict[int, ConnectionTraffic] = {}
         self._unknown: dict[int, ConnectionTraffic] = {}
