@@ -24,10 +24,11 @@ def push(server: PeerServer, *entries: bytes | str) -> None:
 
 def test_requests_of_several_replicas_arrive_in_their_order() -> None:
     received = queue.Queue[StateRequest]()
-    server = PeerServer("127.0.0.1", received.put)
+    server = PeerServer("127.0.0.1")  # they may come before it listens
     asked = [StateRequest(f"127.0.0.1:{5000 + number}", f"adopt:{number}:1.7") for number in range(3)]
     for one in asked:
         request_state(server.address, one.peer, one.group)
+    server.listen(received.put)
     assert [received.get(timeout=WAIT_S) for _ in asked] == asked
 
 
@@ -38,7 +39,7 @@ def test_replica_that_has_ended_cannot_be_asked() -> None:
 
 def test_server_at_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1 .*; give network\.host an address of this"):
-        PeerServer("192.0.2.1", lambda _: None)
+        PeerServer("192.0.2.1")
 
 
 @pytest.mark.parametrize(
@@ -61,9 +62,10 @@ def test_server_at_an_address_of_another_host_is_refused() -> None:
     ids=range(13),
 )
 def test_entry_that_is_no_request_is_left_out(entry: bytes | str) -> None:
-    """Whoever reaches the port can add one: it must neither end the thread nor reach the policy."""
+    """Any process that reaches the port can add one: it must neither end the thread nor reach the policy."""
     received = queue.Queue[StateRequest]()
-    server = PeerServer("127.0.0.1", received.put)
+    server = PeerServer("127.0.0.1")
+    server.listen(received.put)
     push(server, entry)
     request_state(server.address, PEER, GROUP)
     assert received.get(timeout=WAIT_S) == StateRequest(PEER, GROUP)
@@ -72,7 +74,8 @@ def test_entry_that_is_no_request_is_left_out(entry: bytes | str) -> None:
 
 def test_requests_beyond_the_limit_are_left_out_until_others_are_answered() -> None:
     received = queue.Queue[StateRequest]()
-    server = PeerServer("127.0.0.1", received.put)
+    server = PeerServer("127.0.0.1")
+    server.listen(received.put)
     push(server, *(f"{PEER} adopt:{number}:1.7" for number in range(MAX_REQUESTS + 5)), b"the last")
     taken = [received.get(timeout=WAIT_S) for _ in range(MAX_REQUESTS)]
     await_empty(server)

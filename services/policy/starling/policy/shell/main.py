@@ -82,13 +82,15 @@ class Shell:
             self._saver = self._create_saver(path, arguments.folder)
             version = self._saver.resume() if self._trains else 0
             self._replica.serve()
-            self._peers = PeerServer(settings.network.host, lambda asked: self._link.put(asked)) if is_elastic else None
+            self._peers = PeerServer(settings.network.host) if is_elastic else None
         self._publisher = rank.publisher
         self._state = PolicyState(version=version, elastic=is_elastic)
         self._place = 0
         """Of this replica among those of the last step: the first one exports and saves for all."""
         hello = self._hello(version, rank.checkpoint, path)
         self._link = ControllerLink(link_settings(arguments, settings), hello, (encode(self._publisher.layout),))
+        if self._peers is not None:
+            self._peers.listen(self._link.put)
         self._offers = OfferSender(self._answer_offer, self._link.put, self._report)
         self._saver.connect(self._link.answer, self._link.put, self._report)
         self._copying_since: float | None = None

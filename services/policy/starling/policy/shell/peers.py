@@ -64,11 +64,8 @@ class StateRequest:
 class PeerServer:
     """The store of this replica, through which process groups with others are made."""
 
-    def __init__(self, host: str, asked: Callable[[StateRequest], None]) -> None:
-        """Listen at a free port of `host`.
-
-        `asked`: called by a thread for each request; `note_answered` follows each. The store asks for no key: what is
-        no request, or is beyond `MAX_REQUESTS`, is left out.
+    def __init__(self, host: str) -> None:
+        """Serve the store at a free port of `host`; requests wait for `listen`.
 
         Raises:
             ConfigError: `host` is no address of this machine.
@@ -76,21 +73,26 @@ class PeerServer:
         from starling.policy.train.parallel.group import serve_store
 
         self._store, self.address = serve_store(host, "network.host")
-        self._asked = asked
         self._lock, self._num_waiting = threading.Lock(), 0
         self._num_left_out, self._warned_at = 0, -_WARN_S
-        threading.Thread(target=self._listen, name="peers", daemon=True).start()
 
-    def _listen(self) -> None:
+    def listen(self, asked: Callable[[StateRequest], None]) -> None:
+        """Have a thread call `asked` for each request; `note_answered` follows each.
+
+        The store asks for no key: an entry that is no request, or is beyond `MAX_REQUESTS`, is left out.
+        """
+        threading.Thread(target=self._listen, args=(asked,), name="peers", daemon=True).start()
+
+    def _listen(self, asked: Callable[[StateRequest], None]) -> None:
         while True:
             time.sleep(_POLL_S)
             try:
                 for _ in range(self._store.queue_len(_REQUESTS)):
-                    self._take(self._store.queue_pop(_REQUESTS, False))
+                    self._take(self._store.queue_pop(_REQUESTS, False), asked)
             except RuntimeError as error:  # another process has taken the entry
                 self._leave_out(str(error).partition("\n")[0])
 
-    def _take(self, entry: bytes) -> None:
+    def _take(self, entry: bytes, asked: Callable[[StateRequest], None]) -> None:
         request = parse_request(entry)
         if request is None:
             self._leave_out("it is not a request for the state")
@@ -99,7 +101,7 @@ class PeerServer:
             has_room = self._num_waiting < MAX_REQUESTS
             self._num_waiting += has_room
         if has_room:
-            self._asked(request)
+            asked(request)
         else:
             self._leave_out(f"{MAX_REQUESTS} requests wait already")
 
