@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 
-from starling.common.net.hub.connections import PeerConnection, PeerConnections, close_connection
+from starling.common.net.hub.connections import (
+    PeerConnection,
+    PeerConnections,
+    close_connection,
+    keep_spare,
+    peer_address,
+)
 from starling.common.net.limits import DEFAULT_RATE_LIMITS, PeerAllowance, rules_of
 
 
@@ -57,4 +66,24 @@ def test_descriptor_of_a_connection_whose_end_was_noted_is_that_of_the_next_one(
     peers.add(present)
     assert peers.remove("rollout-9", b"9")
     assert close_connection(present.descriptor, present.address)
+    assert not is_open(connection)
+
+
+def test_connection_is_closed_although_the_process_can_open_no_file(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    """A stranger can open as many connections as the process may have files."""
+    ours = connection[1].fileno()
+    keep_spare()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, before[1]))
+        with suppress(OSError):
+            while True:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        for _ in range(2):
+            address = peer_address(ours)
+            assert address is not None
+        assert close_connection(ours, address)
     assert not is_open(connection)

@@ -6,10 +6,11 @@ the descriptor stays valid, and the peer's address shows whether it is still the
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,17 +20,40 @@ MAX_REPLACED: Final = 100_000
 """Replaced connections that are remembered: far more than close while a message of theirs waits to be received."""
 
 
+_spare: Final[list[int]] = []
+
+
 @contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket]:
     """Yield a socket on a duplicate of `descriptor`. Raises OSError: it is closed, or by now that of a file."""
-    duplicate = os.dup(descriptor)
+    duplicate = _duplicate_descriptor(descriptor)
     try:
-        connection = socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)
-        raise
-    with connection:
-        yield connection
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            raise
+        with connection:
+            yield connection
+    finally:
+        keep_spare()
+
+
+def _duplicate_descriptor(descriptor: int) -> int:
+    try:
+        return os.dup(descriptor)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _spare:
+            raise
+        os.close(_spare.pop())
+        return os.dup(descriptor)
+
+
+def keep_spare() -> None:
+    """Keep a descriptor in reserve: connections must also be closed when strangers have opened as many as there are."""
+    if not _spare:
+        with suppress(OSError):
+            _spare.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def peer_address(descriptor: int) -> object | None:

@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from starling.common.net.frames import receive
-from starling.common.net.hub.connections import close_connection, peer_address
+from starling.common.net.hub.connections import close_connection, keep_spare, peer_address
 
 log = structlog.get_logger(__name__)
 
@@ -106,6 +106,7 @@ class TrafficGuard:
 
     def __init__(self, monitored: zmq.Socket[Any], fixed_limit: int = 0, most: int = 0) -> None:
         self._socket, self._fixed_limit, self._most = monitored, fixed_limit, most
+        keep_spare()
         self.monitor = _monitor(monitored)
         """Readable when connections have been opened or closed."""
         self._connections: dict[int, ConnectionTraffic] = {}
@@ -164,7 +165,8 @@ class TrafficGuard:
             if connection.undelivered > (connection.limit or FIRST_BYTES):
                 self._close(connection)
         while sum(one.undelivered for one in self._unknown.values()) > ALL_FIRST_BYTES:
-            self._close(max(self._unknown.values(), key=lambda one: one.undelivered))
+            if not self._close(max(self._unknown.values(), key=lambda one: one.undelivered)):
+                break
 
     def close(self) -> None:
         """End the monitoring."""
@@ -199,7 +201,10 @@ class TrafficGuard:
         if connection is not None:
             connection.line.detach()
 
-    def _close(self, connection: ConnectionTraffic) -> None:
+    def _close(self, connection: ConnectionTraffic) -> bool:
+        """Close a connection; return whether that was possible, else the next look tries again."""
+        if not close_connection(connection.descriptor, connection.address):
+            return False
         self.num_closed += 1
         if self.num_closed & (self.num_closed - 1) == 0:  # a log line for the first, the second, the fourth, ...
             log.warning(
@@ -208,5 +213,5 @@ class TrafficGuard:
                 undelivered_mb=int(connection.undelivered) >> 20,
                 num_closed=self.num_closed,
             )
-        close_connection(connection.descriptor, connection.address)
         self._forget(connection.descriptor)
+        return True
