@@ -101,7 +101,7 @@ def test_policies_of_two_ranks_die_and_return(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_policy_that_hangs_is_left_behind(tmp_path: Path) -> None:
     """One that sends heartbeats and computes nothing is evicted; when it continues, it takes part again."""
-    policy = {"publish_timeout_s": 4.0, "parallel": {"replica_timeout_s": 5.0}}
+    policy = {"publish_timeout_s": 2.0, "parallel": {"replica_timeout_s": 5.0}}
     changes: dict[str, Any] = {"policy": policy, "network": {"lease_s": 10.0}}
     launch = {"num_policies": 2, "num_rollouts": 1}
     with run(make_workdir(tmp_path, rl=LONG, launch=launch, **changes)) as command:

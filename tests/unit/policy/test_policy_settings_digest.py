@@ -33,3 +33,10 @@ def test_copy_of_the_model_folder_has_the_same_digest(tmp_path: Path) -> None:
     copy.mkdir()
     original = digest(tmp_path, transformers_version="4.57.0", _name_or_path="/models/a")
     assert digest(copy, _name_or_path="/models/b", transformers_version="5.0.0") == original
+
+
+@pytest.mark.parametrize("changes", [{"publish_timeout_s": 10.0}, {"parallel": {"replica_timeout_s": 90.0}}])
+def test_other_time_limits_of_a_step_have_another_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Each policy waits for the others, which may wait for the readers of a snapshot."""
+    original = digest(tmp_path)
+    assert settings_digest(PolicyProcess.model_validate({"policy": changes}), tmp_path) != original

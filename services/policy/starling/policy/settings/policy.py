@@ -219,9 +219,9 @@ def check_elastic(policy: PolicySettings, network: NetworkSettings) -> None:
             f"policy.parallel.timeout_s = {parallel.timeout_s:g}: the ranks of a replica wait for the one among them "
             "that waits for other replicas"
         )
-    if parallel.elastic and policy.publish_timeout_s >= parallel.replica_timeout_s:
+    if parallel.elastic and 2 * policy.publish_timeout_s > parallel.replica_timeout_s:
         raise ValueError(
-            f"policy.publish_timeout_s = {policy.publish_timeout_s:g} must be less than "
+            f"policy.publish_timeout_s = {policy.publish_timeout_s:g} must be at most a half of "
             f"policy.parallel.replica_timeout_s = {parallel.replica_timeout_s:g}: other policies wait for the one that "
             "waits for readers of a snapshot"
         )

@@ -38,7 +38,6 @@ _OF_THIS_PROCESS: Final = {
     "alarms",
     "delta_versions",
     "peak_tflops",
-    "publish_timeout_s",
     "saving",
     "snapshots",
     "transport",
@@ -151,8 +150,7 @@ def settings_digest(settings: PolicyProcess, folder: Path) -> str:
     `folder`: of the model, which has been loaded.
     """
     policy = settings.policy.model_dump(mode="json", exclude=_OF_THIS_PROCESS)
-    for name in ("timeout_s", "replica_timeout_s"):
-        del policy["parallel"][name]
+    del policy["parallel"]["timeout_s"]
     model = settings.model.model_dump(mode="json", exclude={"path", "device"})
     versions = [version_of(package) for package in PACKAGES]
     parts = (versions, settings.run.kind, settings.run.seed, model, policy, _configuration(folder))
