@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
+import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from starling.common.nodes.facts import NodeFacts
 from starling.common.nodes.nodes import (
     DOWN,
     JOIN_BYTES,
+    MAX_CONNECTIONS,
     Answer,
     Down,
     Join,
@@ -109,10 +111,10 @@ class Agent:
         while recv_monitor_message(self._monitor)["event"] != event:
             assert time.monotonic() < deadline
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close()
+        self._socket.close(linger_ms)
         self._context.term()
 
 
@@ -216,6 +218,46 @@ def test_admitted_node_may_send_more_than_one_that_asks(key: curve.KeyFile) -> N
             assert received.get(timeout=WAIT_S) == 2 * JOIN_BYTES
         one.send(Answer(rank=1), b"last")
         assert received.get(timeout=WAIT_S) == 4
+
+
+def test_node_whose_connection_has_ended_is_not_admitted() -> None:
+    """Its place would be taken until another message came over a connection with the same descriptor."""
+    with listening(1) as (nodes, address), closing(Agent(address)) as last:
+        lost = Agent(address)
+        lost.send(Join(facts=facts(1, 1)))
+        lost.wait_for(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        lost.close(linger_ms=1000)
+        time.sleep(0.5)  # ZeroMQ notices the end, and nobody has received the message yet
+        last.send(Join(facts=facts(2, 1)))
+        with pytest.raises(UnreachableError, match=r"^node 1 of policy-0 did not join"):
+            nodes.gather(JoinLimit(1.0, "join_s"))
+
+
+def test_node_0_takes_a_bounded_number_of_connections() -> None:
+    """Each takes a file, also of those who never send anything."""
+    with listening(1) as (nodes, address), gathering(nodes), ExitStack() as strangers:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        opened = []
+        for _ in range(MAX_CONNECTIONS + 20):
+            opened.append(strangers.enter_context(socket.create_connection((host, int(port)), WAIT_S)))
+        ended = wait_for_ends(opened, 20)
+        assert len(ended) == 20
+
+
+def wait_for_ends(connections: list[socket.socket], num: int) -> set[int]:
+    """Return the descriptors of the connections that the other end has closed, once there are `num`."""
+    ended = set[int]()
+    poller = select.poll()
+    for one in connections:
+        poller.register(one, select.POLLRDHUP)
+    deadline = time.monotonic() + WAIT_S
+    while len(ended) < num:
+        assert time.monotonic() < deadline, f"{len(ended)} of {num} connections were closed"
+        for descriptor, _ in poller.poll(1000):
+            ended.add(descriptor)
+            poller.unregister(descriptor)
+    ended.update(descriptor for descriptor, _ in poller.poll(1000))
+    return ended
 
 
 @contextmanager

@@ -43,6 +43,9 @@ JOIN_BYTES: Final = 1 << 20
 """Undelivered bytes of such a connection: its handshake, and its `Join`, of some 20 KiB."""
 MEMBER_BYTES: Final = 1 << 62
 """The same of an admitted node: it has the key of the replica, and its ranks send as much as they have to."""
+MAX_CONNECTIONS: Final = 256
+"""Connections at a time, or four for each node of a larger replica: many systems allow a process 1,024 open files, and
+node 0 needs some for its checkpoints."""
 LINGER_MS: Final = 2000
 """How long the last messages may take to be sent."""
 
@@ -158,7 +161,7 @@ class Nodes:
             self._authenticator = curve.start_authenticator(self._context, curve.AllowList({key.public: key.name}))
             curve.serve_with(self._socket, key)
         set_limits(self._socket, network)
-        self._traffic = TrafficGuard(self._socket, JOIN_BYTES)
+        self._traffic = TrafficGuard(self._socket, JOIN_BYTES, max(MAX_CONNECTIONS, 4 * arguments.num_nodes))
         try:
             bind(self._socket, f"tcp://{_address_of(arguments.host)}:{arguments.port}", "--rdzv")
         except ConfigError:
@@ -302,8 +305,8 @@ class Nodes:
 
     def _admit(self, route: bytes, descriptor: int, message: Up, frames: list[bytes]) -> None:
         """Take a `Join`. Its node may seem to be there still for `lease_s` after it has lost its connection."""
-        if not isinstance(message, Join):
-            return
+        if not isinstance(message, Join) or not self._traffic.is_open(descriptor):
+            return  # a node whose connection has ended asks again over another one
         facts = message.facts
         member = self._members.get(facts.node)
         if member is not None and member.route == route:

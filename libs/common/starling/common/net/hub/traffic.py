@@ -134,6 +134,10 @@ class TrafficGuard:
                 self._add(descriptor, now)
         return closed
 
+    def is_open(self, descriptor: int) -> bool:
+        """Return whether there is a connection `descriptor`, as far as is noted; outside of Linux none is."""
+        return descriptor in self._connections or sys.platform != "linux"
+
     def deliver(self, descriptor: int, size: int, num_frames: int) -> None:
         """Count a message that a connection has delivered."""
         connection = self._connections.get(descriptor)
