@@ -57,6 +57,8 @@ def test_name_of_the_process_is_known_before_the_command_line_is_parsed() -> Non
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        ("--rdzv h:1", "--nnodes is missing; give the number of nodes, or leave the other flags of nodes out"),
+        ("--node-rank 0", "--nnodes is missing"),
         ("--nnodes 0", "--nnodes 0 is no number of nodes; give at least 1"),
         (
             "--nnodes 2 --rdzv h:1",

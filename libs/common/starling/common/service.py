@@ -125,7 +125,10 @@ def parse_arguments(role: str, argv: Sequence[str], schema: type[BaseModel]) -> 
 
 def _read_nodes(known: argparse.Namespace) -> NodeArguments | None:
     """Return which node a replica is; None for the only one. Raises ConfigError."""
-    num_nodes, number, most = known.nnodes, known.node_rank, known.nnodes - 1
+    if known.nnodes is None and (known.rdzv or known.node_rank >= 0 or getattr(known, "ranks_per_node", 0)):
+        raise ConfigError("--nnodes is missing; give the number of nodes, or leave the other flags of nodes out")
+    num_nodes = 1 if known.nnodes is None else known.nnodes
+    number, most = known.node_rank, num_nodes - 1
     if num_nodes < 1:
         raise ConfigError(f"--nnodes {num_nodes} is no number of nodes; give at least 1")
     if getattr(known, "ranks_per_node", 0) < 0:
@@ -179,7 +182,7 @@ def _add_nodes(parser: argparse.ArgumentParser, role: str) -> None:
     """Add the flags of the nodes of a replica that may have several."""
     parts = "ranks are" if role == "policy" else "vLLM workers are"
     nodes = parser.add_argument_group(f"nodes, for a {role} whose {parts} on several hosts")
-    nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of nodes; default: 1")
+    nodes.add_argument("--nnodes", type=int, default=None, metavar="N", help="number of nodes; default: 1")
     nodes.add_argument("--node-rank", type=int, default=-1, metavar="I", help="which one this is, from 0")
     nodes.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where node 0 listens for the others")
     if role == "policy":
