@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from starling.common.errors import ConfigError, RestartError, StarlingError, WeightsError
+from starling.common.observe.process import EXIT_FAILED, EXIT_USAGE
 from starling.policy.shell import ranks as policy_ranks
 from starling.policy.shell.ranks import RankLink, Ranks, RanksDisagreeError
 from starling.policy.train.errors import StepBrokenError
@@ -111,6 +113,24 @@ def test_rank_that_reads_nothing_asks_for_a_restart(tmp_path: Path) -> None:
         do(ranks, Task(batch=bytes(1 << 24)))
     assert ranks.is_broken
     ranks.close(lambda: pytest.fail("a rank that hangs does not leave"))
+
+
+@pytest.mark.parametrize(("error", "code"), [("ConfigError", EXIT_USAGE), ("WeightsError", EXIT_FAILED)])
+def test_process_that_waits_for_a_failed_rank_ends(
+    error: Literal["ConfigError", "WeightsError"], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again, unless the settings are wrong."""
+    monkeypatch.setattr(policy_ranks, "AGREE_S", 0.2)
+
+    def wait() -> None:
+        ranks = Ranks(NAME, 60.0)
+        ranks.start(2, tmp_path, "text", serve)
+        ranks.together(Task(fails=(1,), error=error), threading.Event().wait)
+
+    process = multiprocessing.get_context("fork").Process(target=wait)
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == code
 
 
 def test_policy_of_one_rank_raises_errors_as_they_are() -> None:

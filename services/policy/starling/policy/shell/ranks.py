@@ -273,7 +273,8 @@ class Ranks:
         deadline = time.monotonic() + AGREE_S
         while reply.request in self._running:
             if time.monotonic() > deadline:
-                self._end(f"rank {rank}: {reply.problem}", EXIT_USAGE if reply.error else EXIT_FAILED)
+                code = EXIT_USAGE if reply.error == ConfigError.__name__ else EXIT_FAILED
+                self._end(f"rank {rank}: {reply.problem}", code)
             time.sleep(0.05)
 
     def _lost(self, loss: Loss) -> None:
