@@ -18,6 +18,8 @@ from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.pipeline.stages import check_stages, observe_stages
 
+DOUBLE_TOLERANCE = 1e-6
+"""In double precision; log-probabilities are normalised in single precision even there."""
 TP_TOLERANCE = 6e-6
 """With tensor parallelism, through four blocks where its own steps have two."""
 ALL = [
@@ -45,7 +47,6 @@ def campaign(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> Any:
         campaign({"pp": 2}, OTHERS[:2]),
         campaign({"pp": 2, "dp_shard": 2, "schedule": "interleaved"}, OTHERS),
         campaign({"pp": 4, "schedule": "1f1b"}, OTHERS),
-        campaign({"pp": 2, "tp": 2}, OTHERS),
         campaign({"pp": 2, "dp_shard": 2, "ep": 2}, [("deep deepseek_v3", "rl")]),
         campaign({"pp": 2, "schedule": "gpipe"}, ALL),
         campaign({"pp": 2, "schedule": "interleaved"}, ALL),
@@ -67,6 +68,12 @@ def campaign(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> Any:
 def test_every_gradient_is_that_of_a_single_process(mesh: dict[str, Any], steps: list[tuple[str, str]]) -> None:
     """With microbatches of different lengths, passes of the reference, and an embedding that two stages have."""
     check_mesh(mesh, steps, TP_TOLERANCE if mesh.get("tp") else 2e-6)
+
+
+@pytest.mark.campaign
+def test_every_gradient_in_double_precision_is_that_of_a_single_process() -> None:
+    """In single precision, that of a norm of queries through four blocks is 8e-6 from it."""
+    check_mesh({"pp": 2, "tp": 2}, OTHERS, DOUBLE_TOLERANCE, torch.float64)
 
 
 def tied_weights(_: int) -> tuple[Array, Array] | None:
