@@ -203,6 +203,7 @@ def check_group_forms(trajectories: Sequence[TrajectoryMeta], tensors: Sequence[
         raise InvalidResultError(
             f"{num} tensors came in {len(buffers)} buffers instead of {len(GROUP_TENSORS)} or more"
         )
+    _check_no_names(tensors[: len(GROUP_TENSORS)])
     total = sum([one.num_tokens for one in trajectories])
     shape, size_bytes = (total,), 4 * total
     for index, dtype in OF_TOKENS:
@@ -278,6 +279,13 @@ def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
             raise InvalidResultError(f"a tensor {meta.name[:MAX_NAME_CHARACTERS]!r} came, or came twice")
         arrays[meta.name] = _array(meta.name, form, meta, buffer)
     return arrays
+
+
+def _check_no_names(tensors: Sequence[TensorMeta]) -> None:
+    """Check that tensors that their position identifies have no names: they go on to the policy as they came."""
+    for meta in tensors:
+        if meta.name:
+            raise InvalidResultError(f"a tensor without a name is called {meta.name[:MAX_NAME_CHARACTERS]!r}")
 
 
 def _check_form(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> None:
@@ -403,6 +411,7 @@ def check_partial_tensors(
         raise InvalidResultError(f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(forms)}")
     _check_sizes(buffers)
     own = slice(0, len(forms))
+    _check_no_names(tensors[own])
     tokens, logprobs, versions = map(_array, GROUP_NAMES[1:], forms, tensors[own], buffers[own])
     if not len(tokens) == len(logprobs) == len(versions) == total:
         raise InvalidResultError(f"{[len(tokens), len(logprobs), len(versions)]} entries came with {total} tokens")
