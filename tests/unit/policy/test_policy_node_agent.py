@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,13 +11,17 @@ from pathlib import Path
 import pytest
 import zmq
 
+from starling.common.net import curve
+from starling.common.net.keyring import make_keys
 from starling.common.nodes import agent
-from starling.common.nodes.agent import NodeAgent
+from starling.common.nodes.agent import NodeAgent, Serve
+from starling.common.nodes.children import END
 from starling.common.nodes.facts import NodeFacts, mark
 from starling.common.nodes.nodes import JoinLimit, Nodes
 from starling.common.observe.process import StopSignal
 from starling.common.service import NodeArguments, ServiceArguments
 from starling.common.settings import NetworkSettings, ServiceSettings
+from starling.common.wire.codec import MAX_BUFFER_BYTES
 
 NAME = "policy-0"
 WAIT_S = 60.0
@@ -43,27 +48,64 @@ def ignore(_: int, __: int, ___: Connection) -> None:
     threading.Event().wait()
 
 
-def be_agent(folder: Path, port: int) -> None:
+def measure(_: int, __: int, connection: Connection) -> None:
+    """Be a rank that answers with the bytes of each request."""
+    while (frame := connection.recv_bytes()) != END:
+        connection.send_bytes(b"%d" % len(frame))
+
+
+def be_agent(folder: Path, port: int, serve: Serve = ignore, key: Path | None = None) -> None:
     """Be node 1."""
     arguments = ServiceArguments(
         name=NAME,
         configs=(),
         folder=folder,
         controller="",
-        key=None,
+        key=key,
         flags=(),
         nodes=NodeArguments(1, 2, "127.0.0.1", port, 0),
     )
-    settings = ServiceSettings(network=NetworkSettings(curve=False))
-    NodeAgent(settings, arguments, facts(1, folder), ignore, limit=LIMIT).run(StopSignal())
+    settings = ServiceSettings(network=NetworkSettings(curve=key is not None))
+    NodeAgent(settings, arguments, facts(1, folder), serve, limit=LIMIT).run(StopSignal())
+
+
+def free_port() -> int:
+    """Return a port that is free."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        return probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
+
+
+@pytest.mark.campaign
+def test_step_may_be_larger_than_the_largest_buffer(tmp_path: Path) -> None:
+    """It has the buffers of all its groups. One of 1 GiB was the end of the connection, again after each restart."""
+    mark(tmp_path, NAME, "2")
+    make_keys(tmp_path / "keys", [NAME])
+    path, port = tmp_path / "keys" / f"{NAME}.json", free_port()
+    process = multiprocessing.get_context("fork").Process(target=be_agent, args=(tmp_path, port, measure, path))
+    process.start()
+    arguments, key = NodeArguments(0, 2, "127.0.0.1", port, 0), curve.load_key(path)
+    nodes = Nodes(NAME, arguments, NetworkSettings(), key, facts(0, tmp_path))
+    answers = queue.Queue[bytes]()
+    try:
+        nodes.gather(LIMIT)
+        nodes.welcome([0, 1])
+        nodes.serve(lambda _, frame: answers.put(frame), lambda loss: answers.put(loss.what.encode()))
+        nodes.send(bytes(MAX_BUFFER_BYTES + 1))
+        assert answers.get(timeout=2 * WAIT_S) == b"%d" % (MAX_BUFFER_BYTES + 1)
+        nodes.end(is_over=True)
+        process.join(WAIT_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        nodes.close()
 
 
 def test_agent_ends_with_a_rank_that_has_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last request does not fit into the buffer of the rank's pipe."""
     monkeypatch.setattr(agent, "END_S", 2.0)
     mark(tmp_path, NAME, "2")
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
-        port = probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
+    port = free_port()
     process = multiprocessing.get_context("fork").Process(target=be_agent, args=(tmp_path, port))
     process.start()
     nodes = Nodes(NAME, NodeArguments(0, 2, "127.0.0.1", port, 0), NetworkSettings(), None, facts(0, tmp_path))

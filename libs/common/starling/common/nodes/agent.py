@@ -220,6 +220,7 @@ class _Link:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         set_limits(self._socket, network)
+        self._socket.maxmsgsize = -1  # a request is a whole step, whose groups together may be larger than any buffer
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = RECONNECT_MS
         self._socket.connect_timeout = CONNECT_WITHIN_MS
         if key is not None:  # all nodes have the same
