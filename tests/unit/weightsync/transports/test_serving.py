@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import random
 import resource
 import select
 import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -680,3 +682,24 @@ def test_server_without_free_descriptors_serves_existing_readers(
                 known.event(0.01)
             assert not known.read([PIECE])[0].reason
         assert works(made)
+
+
+@pytest.mark.parametrize("length", [1, 20_000, REQUEST_BYTES])
+def test_message_takes_no_memory_before_it_has_arrived(length: int) -> None:
+    """Anyone may announce the longest one over a thousand connections, without a ticket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        one, _ = listener.accept()
+    with one, other, ThreadPoolExecutor(1) as pool:
+        channel, body = Channel(one, threading.Event()), random.Random(length).randbytes(length)
+        tracemalloc.start()
+        try:
+            message = pool.submit(channel.receive_message, REQUEST_BYTES, time.monotonic() + 60.0)
+            other.sendall(LENGTH.pack(length))
+            time.sleep(0.2)  # for the thread to read it; if it has not, the test proves less
+            assert tracemalloc.get_traced_memory()[0] < 200_000
+            other.sendall(body[:-1])
+            other.sendall(body[-1:])
+            assert message.result(60.0) == body
+        finally:
+            tracemalloc.stop()

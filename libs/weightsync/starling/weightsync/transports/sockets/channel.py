@@ -21,6 +21,8 @@ from starling.weightsync.transports.messages import LENGTH, Message, with_length
 from starling.weightsync.transports.sockets.records import HEAD, RECORD_BYTES, RecordReader, RecordWriter
 
 _BUFFER_BYTES: Final = 4 << 20
+_FIRST_BYTES: Final = 16 << 10
+"""Bytes of a message for which there is memory before the first of them has arrived."""
 
 
 class ChannelStopped(Exception):
@@ -161,8 +163,11 @@ class Channel:
         (length,) = LENGTH.unpack(head)
         if length > longest:
             raise WeightsError(f"A peer announced a message of {length} bytes; at most {longest} are allowed.")
-        body = bytearray(length)
-        self.receive(memoryview(body), end)
+        body = bytearray()
+        while (size := len(body)) < length:  # no memory for what a peer only announces
+            body.extend(bytes(min(length - size, max(size, _FIRST_BYTES))))
+            with memoryview(body) as memory:
+                self.receive(memory[size:], end)
         return body
 
     def hang_up(self) -> None:
