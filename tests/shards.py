@@ -75,6 +75,7 @@ def _besides(folder: str, *parts: str) -> tuple[str, ...]:
 
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 _ARCHITECTURES = "tests/vllm/test_architectures.py"
+_STATES = "tests/parallel/test_mesh_states.py"
 _OF_STEPS = tuple(
     f"tests/parallel/test_{axis}_steps.py" for axis in ("adapter", "context", "expert", "pipeline", "sharded", "tensor")
 )
@@ -91,7 +92,8 @@ SHARDS = (
     Shard("processes-campaign", ("tests/processes",), 1.0, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 1.0, campaign=True),
     Shard("steps-campaign", _OF_STEPS, 9.0, campaign=True, dist="worksteal"),
-    Shard("parallel-campaign", _besides("tests/parallel", *_OF_STEPS), 8.0, campaign=True, dist="worksteal"),
+    Shard("states-campaign", (_STATES,), 8.0, campaign=True, dist="worksteal"),
+    Shard("parallel-campaign", _besides("tests/parallel", *_OF_STEPS, _STATES), 8.0, campaign=True, dist="worksteal"),
     Shard("system-campaign", ("tests/system",), 10.0, campaign=True, services=True),
     Shard("architectures-campaign", (_ARCHITECTURES,), 7.0, True, True, dist="worksteal", environment=_VLLM),
     Shard("vllm-campaign", _besides("tests/vllm", _ARCHITECTURES), 9.0, True, True, environment=_VLLM),

@@ -136,13 +136,14 @@ def begin(_: int, layout: str, kind: str, dtype: torch.dtype, folder: Path) -> N
 def go_on(
     _: int, layout: str, kind: str, dtype: torch.dtype, sources: tuple[str, ...], folder: Path
 ) -> dict[str, dict[str, float]]:
-    """Load the states of other layouts under one; save each again, and make the next step from it."""
+    """Load the states of other layouts under one; save each again, and make the next step from two of them."""
     found = {}
     for source in sources:
         learner = make_learner(layout, kind, dtype)
         assert learner.resume(SavedState.of(find_state(str(folder / source)))) == 2
         save(learner, folder / f"{source} by {layout}", 2)
-        found[source] = make_step(learner, 3)
+        if source in ("alone", sources[-1]):
+            found[source] = make_step(learner, 3)
     return found
 
 
@@ -174,13 +175,24 @@ def test_state_of_every_layout_is_loaded_under_every_other(
     names = {name.partition(":")[0] for name in whole if name.startswith("trainer/")}
     assert names == {f"trainer/{field}" for field in fields_of(kind, dtype)}
     for layout in layouts:
-        outcomes = run(layout, go_on, kind, dtype, layouts, tmp_path)
-        for source in layouts:
+        sources = sources_of(layout, layouts, kind)
+        outcomes = run(layout, go_on, kind, dtype, sources, tmp_path)
+        for source in sources:
             expected, found = read_all(tmp_path / source), read_all(tmp_path / f"{source} by {layout}")
             assert found.keys() == expected.keys() == whole.keys()
             assert [name for name, bits in expected.items() if (bits != found[name]).any()] == []
-            for outcome in outcomes:
-                assert outcome[source]["loss"] == pytest.approx(outcomes[0]["alone"]["loss"], rel=0.02, abs=1e-4)
+        for outcome in outcomes:
+            for step in outcome.values():
+                assert step["loss"] == pytest.approx(outcomes[0]["alone"]["loss"], rel=0.02, abs=1e-4)
+
+
+def sources_of(layout: str, layouts: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """Return the layouts whose states one loads: all, or its own, that of a single process, and the next two."""
+    if len(layouts) <= 3 or kind == "qwen3_moe":
+        return layouts
+    place = layouts.index(layout)
+    near = {layouts[(place + ahead) % len(layouts)] for ahead in range(3)}
+    return tuple(one for one in layouts if one == "alone" or one in near)
 
 
 def fields_of(kind: str, dtype: torch.dtype) -> set[str]:
