@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import socket
 import threading
+import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import zmq
 from starling.common.net import curve
 from starling.common.net.keyring import make_keys
 from starling.common.nodes import agent
+from starling.common.nodes import nodes as nodes_module
 from starling.common.nodes.agent import NodeAgent, Serve
 from starling.common.nodes.children import END
 from starling.common.nodes.facts import NodeFacts, mark
@@ -65,7 +69,7 @@ def be_agent(folder: Path, port: int, serve: Serve = ignore, key: Path | None = 
         flags=(),
         nodes=NodeArguments(1, 2, "127.0.0.1", port, 0),
     )
-    settings = ServiceSettings(network=NetworkSettings(curve=key is not None))
+    settings = ServiceSettings(network=NetworkSettings(curve=key is not None, heartbeat_s=0.2, lease_s=3.0))
     NodeAgent(settings, arguments, facts(1, folder), serve, limit=LIMIT).run(StopSignal())
 
 
@@ -75,23 +79,61 @@ def free_port() -> int:
         return probe.bind_to_random_port("tcp://127.0.0.1", min_port=20_000, max_port=32_000)
 
 
-@pytest.mark.campaign
-def test_step_may_be_larger_than_the_largest_buffer(tmp_path: Path) -> None:
-    """It has the buffers of all its groups. One of 1 GiB was the end of the connection, again after each restart."""
+def slow_proxy(port: int, bytes_per_s: float) -> int:
+    """Pass connections on to `port`, with a limited rate back. Returns the port to connect to."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket, *, is_slow: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 17):
+                sink.sendall(data)
+                time.sleep(len(data) / bytes_per_s if is_slow else 0.0)
+        for one in (source, sink):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        while True:
+            near, _ = listener.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", port))
+            except OSError:  # node 0 does not listen yet
+                near.close()
+                continue
+            for ends, is_slow in (((near, far), False), ((far, near), True)):
+                threading.Thread(target=pump, args=ends, kwargs={"is_slow": is_slow}, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("size", "bytes_per_s"),
+    [
+        pytest.param(MAX_BUFFER_BYTES + 1, 0.0, marks=pytest.mark.campaign, id="more than the largest buffer"),
+        pytest.param((24 << 20) + 1, 4 << 20, id="over a network that takes longer than a lease"),
+    ],
+)
+def test_step_may_be_large(size: int, bytes_per_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the buffers of all its groups. Else the connection ends, again after each restart."""
     mark(tmp_path, NAME, "2")
     make_keys(tmp_path / "keys", [NAME])
     path, port = tmp_path / "keys" / f"{NAME}.json", free_port()
-    process = multiprocessing.get_context("fork").Process(target=be_agent, args=(tmp_path, port, measure, path))
+    to = slow_proxy(port, bytes_per_s) if bytes_per_s else port
+    if bytes_per_s:
+        monkeypatch.setattr(nodes_module, "PIECE_BYTES", 1 << 19)
+    process = multiprocessing.get_context("fork").Process(target=be_agent, args=(tmp_path, to, measure, path))
     process.start()
     arguments, key = NodeArguments(0, 2, "127.0.0.1", port, 0), curve.load_key(path)
-    nodes = Nodes(NAME, arguments, NetworkSettings(), key, facts(0, tmp_path))
+    network = NetworkSettings(heartbeat_s=0.2, lease_s=3.0) if bytes_per_s else NetworkSettings()
+    nodes = Nodes(NAME, arguments, network, key, facts(0, tmp_path))
     answers = queue.Queue[bytes]()
     try:
         nodes.gather(LIMIT)
         nodes.welcome([0, 1])
         nodes.serve(lambda _, frame: answers.put(frame), lambda loss: answers.put(loss.what.encode()))
-        nodes.send(bytes(MAX_BUFFER_BYTES + 1))
-        assert answers.get(timeout=2 * WAIT_S) == b"%d" % (MAX_BUFFER_BYTES + 1)
+        nodes.send(bytes(size))
+        assert answers.get(timeout=2 * WAIT_S) == b"%d" % size
         nodes.end(is_over=True)
         process.join(WAIT_S)
         assert process.exitcode == 0

@@ -28,6 +28,7 @@ from starling.common.nodes.facts import NodeFacts, read_mark
 from starling.common.nodes.nodes import (
     ASK_S,
     DOWN,
+    MAX_FRAMES,
     POLL_MS,
     Answer,
     Down,
@@ -39,6 +40,7 @@ from starling.common.nodes.nodes import (
     Request,
     Up,
     Welcome,
+    pieces_of,
     set_limits,
 )
 from starling.common.observe.process import StopSignal
@@ -214,13 +216,12 @@ class _Link:
         self.address = f"{arguments.host}:{arguments.port}"
         self.is_connected = self.is_lost = self._was_connected = False
         self._wakeup = wakeup
-        self._queue: deque[tuple[bytes, ...]] = deque()
+        self._queue: deque[tuple[bytes | memoryview, ...]] = deque()
         self.received: deque[tuple[Down, bytes]] = deque()
-        """Messages, with the frame that follows."""
+        """Messages, with what follows."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         set_limits(self._socket, network)
-        self._socket.maxmsgsize = -1  # a request is a whole step, whose groups together may be larger than any buffer
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = RECONNECT_MS
         self._socket.connect_timeout = CONNECT_WITHIN_MS
         if key is not None:  # all nodes have the same
@@ -235,13 +236,13 @@ class _Link:
             return "other nodes have not joined, or it starts again"
         return "its connection was lost" if self._was_connected else "there was no connection"
 
-    def send(self, message: Up, *frames: bytes) -> None:
+    def send(self, message: Up, *frames: memoryview) -> None:
         """Send a message."""
         self._queue.append((msgspec.msgpack.encode(message), *frames))
 
     def pass_on(self, rank: int, frame: bytes) -> None:
         """Send a frame of a rank. Any thread may call this."""
-        self.send(Answer(rank=rank), frame)
+        self.send(Answer(rank=rank), *pieces_of(frame))
         self._wakeup.set()
 
     def step(self) -> None:
@@ -252,9 +253,9 @@ class _Link:
             poller.register(one, zmq.POLLIN)
         poller.poll(POLL_MS)
         self._wakeup.clear()
-        while (received := receive(self._socket)) is not None:
-            frames = received[0]
-            self.received.append((DOWN.decode(frames[0]), frames[1] if len(frames) > 1 else b""))
+        while (received := receive(self._socket, most=MAX_FRAMES)) is not None:
+            head, *pieces = received[0]
+            self.received.append((DOWN.decode(head), b"".join(pieces)))
         while (received := receive(self._monitor)) is not None:
             event = parse_monitor_message(received[0])["event"]
             self.is_lost |= event == zmq.EVENT_DISCONNECTED

@@ -46,6 +46,11 @@ MEMBER_BYTES: Final = 1 << 62
 MAX_CONNECTIONS: Final = 256
 """Connections at a time, or four for each node of a larger replica: many systems allow a process 1,024 open files, and
 node 0 needs some for its checkpoints."""
+PIECE_BYTES: Final = 16 << 20
+"""Bytes of one frame. ZeroMQ takes a peer for gone that completes no frame for `lease_s`, and a request may be a whole
+step, of more bytes than a network carries in that time."""
+MAX_FRAMES: Final = 1 << 16
+"""Frames of a request or an answer: a TiB."""
 LINGER_MS: Final = 2000
 """How long the last messages may take to be sent."""
 
@@ -81,7 +86,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
-    """A rank has sent the frame that follows."""
+    """A rank has sent what follows, in pieces."""
 
     rank: int
 
@@ -106,7 +111,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """The frame that follows is for all ranks of the node."""
+    """What follows, in pieces, is for all ranks of the node."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -151,7 +156,7 @@ class Nodes:
         self._applicants: dict[bytes, float] = {}
         """Since when a connection has asked for the place of a node that has another one."""
         self._last_refusal = ""
-        self._queue: deque[tuple[bytes, ...]] = deque()
+        self._queue: deque[tuple[bytes | memoryview, ...]] = deque()
         self._wakeup, self._ending = Wakeup(), threading.Event()
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -210,7 +215,7 @@ class Nodes:
 
         def take(route: bytes, descriptor: int, message: Up, frames: list[bytes]) -> None:
             if isinstance(message, Answer):
-                received(message.rank, frames[1])
+                received(message.rank, b"".join(frames[1:]))
             elif isinstance(message, Lost):
                 threading.Thread(target=lost, args=(message.loss,), daemon=True).start()
             else:
@@ -233,8 +238,9 @@ class Nodes:
 
     def send(self, frame: bytes) -> None:
         """Send a frame to all ranks of the other nodes. Any thread may call this."""
+        parts: list[bytes | memoryview] = [msgspec.msgpack.encode(Request()), *pieces_of(frame)]
         for node in sorted(self._members):
-            self._queue.append((self._members[node].route, msgspec.msgpack.encode(Request()), frame))
+            self._queue.append((self._members[node].route, *parts))
         self._wakeup.set()
 
     def end(self, *, is_over: bool) -> None:
@@ -278,7 +284,7 @@ class Nodes:
             poller.register(one, zmq.POLLIN)
         poller.poll(WATCH_MS if self._traffic.num_open > len(self._members) else POLL_MS)
         self._wakeup.clear()
-        while (received := receive_routed(self._socket)) is not None:
+        while (received := receive_routed(self._socket, most=MAX_FRAMES)) is not None:
             route, frames, last = received
             self._read_monitor(leave)  # before this connection, another one may have had the same descriptor
             descriptor = int(last.get(zmq.SRCFD))
@@ -334,6 +340,12 @@ class Nodes:
         while self._queue:
             # What is for a connection that is gone is dropped.
             self._socket.send_multipart(self._queue.popleft(), zmq.NOBLOCK, copy=False)
+
+
+def pieces_of(frame: bytes) -> list[memoryview]:
+    """Return a frame in pieces, without copying it; the receiver joins them."""
+    whole = memoryview(frame)
+    return [whole[at : at + PIECE_BYTES] for at in range(0, max(1, len(whole)), PIECE_BYTES)]
 
 
 def set_limits(one: zmq.Socket[Any], network: NetworkSettings) -> None:
