@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from starling.algo.truncation import KeptTokens, mean_nats
 from starling.common.errors import WeightsError
-from starling.common.wire.messages import Sampling, Status
+from starling.common.wire.messages import MAX_READS, Sampling, Status
 from starling.rollout.engine.base import GroupFailed, GroupRequest, GroupResult, PartialCompletion, RequestError
 from starling.rollout.engine.vllm.groups import (
     VllmGroup,
@@ -29,7 +31,7 @@ from starling.rollout.engine.vllm.pull_progress import (
     PullMessageSender,
     await_workers,
 )
-from starling.weightsync.puller.report import PullProgress, PullReport
+from starling.weightsync.puller.report import PullProgress, PullReport, SourceRead
 
 
 @dataclass
@@ -243,7 +245,35 @@ def test_await_workers_joins_progress_and_reports(tmp_path: Path) -> None:
     report_of_all = await_workers(receiver, 2, 2, 5.0, lambda: False, progress.append)
     receiver.close()
     assert [(p.bytes_done, p.bytes_total) for p in progress] == [(5, 10), (10, 20)]
-    assert (report_of_all.seconds, report_of_all.size_bytes, report_of_all.bytes_by_source) == (2.0, 40, {"x": 40})
+    assert (report_of_all.seconds, report_of_all.size_bytes, report_of_all.bytes_by_source) == (2.0, 40, {"": 40})
+
+
+def test_what_a_worker_says_fits_into_a_datagram(tmp_path: Path) -> None:
+    """Of a pull from a policy of thousands of ranks, and of one whose sources all gave long reasons."""
+    receiver = PullMessageReceiver(tmp_path)
+    reads = tuple(SourceRead(address="h:1", source_rank=rank, rank=0, transport="tcp", num_bytes=rank, seconds=1.0)
+                  for rank in range(5000))  # fmt: skip
+    sources = {f"10.0.0.{rank}:{rank}": 1 for rank in range(5000)}
+    long = replace(report(1.0, 10, "x"), reads=reads, bytes_by_source=sources)
+    send(receiver, PullMessage(pull=1, rank=0, report=long), PullMessage(pull=2, rank=0, problem="x" * 200_000))
+    found = await_workers(receiver, 1, 1, 5.0, lambda: False, lambda _: None)
+    assert sum(found.bytes_by_source.values()) == 5000
+    assert [read.num_bytes for read in found.reads] == list(range(4999, 4999 - MAX_READS, -1))
+    with pytest.raises(WeightsError, match=r"^Worker 0: x{8000}$"):
+        await_workers(receiver, 2, 1, 5.0, lambda: False, lambda _: None)
+    receiver.close()
+
+
+def test_datagram_that_is_no_message_is_dropped(tmp_path: Path) -> None:
+    receiver = PullMessageReceiver(tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"junk", receiver.path)
+    assert receiver.next(5.0) is None
+    send(receiver, PullMessage(pull=1, rank=0, problem="after it"))
+    message = receiver.next(5.0)
+    receiver.close()
+    assert message is not None
+    assert message.problem == "after it"
 
 
 def test_await_workers_raises_the_error_of_one_worker(tmp_path: Path) -> None:

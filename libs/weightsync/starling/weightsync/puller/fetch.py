@@ -47,6 +47,8 @@ from starling.weightsync.transports.messages import (
 )
 
 MAX_ATTEMPTS: Final = 2
+MAX_REASON_CHARACTERS: Final = 1000
+"""Of what a source says of a failure; those of all sources of a box go on together."""
 """How often a source is asked for a bucket that arrives with a wrong digest."""
 NONCE_BYTES: Final = 16
 """Randomness in the proof of a ticket."""
@@ -503,13 +505,13 @@ class BucketFetcher:
         """Put a bucket back into its queue."""
         self.stats.num_retries += 1
         failures = self._failures.setdefault(index, _Failures())
-        failures.reasons.append(reason)
+        failures.reasons.append(reason[:MAX_REASON_CHARACTERS])
         failures.attempts[source.key] += MAX_ATTEMPTS if elsewhere else 1
         heapq.heappush(self._waiting[self._schedule.reads[index].source_rank], index)
 
     def _mark_dead(self, source: SourceConnection, reason: str) -> None:
         """Drop a source, and request its outstanding buckets from others."""
-        source.reason = reason
+        source.reason = reason[:MAX_REASON_CHARACTERS]
         self._drop(source)
         for number, bucket in sorted(self._requested.items(), reverse=True):
             if bucket.source is source:

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import structlog
+from msgspec.structs import replace
 
 from starling.common.errors import WeightsError
+from starling.common.wire.messages import MAX_READS
 from starling.weightsync.offers.offer import Offer, make_offer
 from starling.weightsync.puller.report import PullProgress, PullReport
 
@@ -27,6 +30,10 @@ GRACE_S: Final = 15.0
 SEND_S: Final = 10.0
 """How long a worker tries to send the message that ends its pull."""
 MAX_MESSAGE_BYTES: Final = 1 << 16
+MAX_PROBLEM_CHARACTERS: Final = 8000
+"""Of a message, which may hold what each source of a pull has said."""
+
+log = structlog.get_logger(__name__)
 
 
 class PullMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +56,13 @@ class PullMessageSender:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def send(self, message: PullMessage) -> None:
-        """Send `message`. Progress is dropped if the socket is full; the end of a pull is retried for `SEND_S`."""
+        """Send `message`, as far as it fits into a datagram.
+
+        Progress is dropped if the socket is full; the end of a pull is retried for `SEND_S`.
+        """
+        message = replace(message, problem=message.problem[:MAX_PROBLEM_CHARACTERS])
+        if message.report is not None:
+            message = replace(message, report=shortened(message.report))
         ends = message.progress is None  # or begins: others wait for the offer
         self._socket.settimeout(SEND_S if ends else 0.0)
         try:
@@ -72,11 +85,14 @@ class PullMessageReceiver:
         self._decoder = msgspec.msgpack.Decoder(PullMessage)
 
     def next(self, timeout_s: float) -> PullMessage | None:
-        """Return the next message, or None after `timeout_s`."""
+        """Return the next message, or None after `timeout_s` or for one that is none."""
         self._socket.settimeout(timeout_s)
         try:
             return self._decoder.decode(self._socket.recv(MAX_MESSAGE_BYTES))
         except TimeoutError:
+            return None
+        except msgspec.MsgspecError as error:
+            log.warning("dropped a message", reason=str(error))
             return None
 
     def pass_on(self, message: bytes) -> None:
@@ -130,6 +146,13 @@ def await_workers(
             progress_by_rank[message.rank] = message.progress
             progress(join_progress(list(progress_by_rank.values())))
     return join_reports(list(reports.values()))
+
+
+def shortened(report: PullReport) -> PullReport:
+    """Return the report of one worker with its largest reads, and with the bytes of all its sources together: a policy
+    may have thousands of ranks."""
+    largest = sorted(report.reads, key=lambda read: -read.num_bytes)[:MAX_READS]
+    return replace(report, reads=tuple(largest), bytes_by_source={"": sum(report.bytes_by_source.values())})
 
 
 def join_progress(parts: Sequence[PullProgress]) -> PullProgress:
