@@ -10,8 +10,18 @@ from generated_results import Result, reason, valid
 from msgspec.structs import replace
 from transcript import Script, Stream
 
+from starling.common.errors import WireError
+from starling.common.ranges import MAX_TOKENS
+from starling.common.wire import codec
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import KEPT_COUNTS, KEPT_IDS, LOSS_MASK
+from starling.common.wire.tensors import (
+    KEPT_COUNTS,
+    KEPT_IDS,
+    KEPT_TENSORS,
+    LOSS_MASK,
+    PROMPT_TENSORS,
+    TEACHER_TENSORS,
+)
 from starling.controller.core.compaction import compact
 from starling.controller.core.events import Received
 from starling.controller.core.groups.arrival import received
@@ -19,6 +29,7 @@ from starling.controller.core.groups.limits import MESSAGE_BYTES
 from starling.controller.core.groups.validation import MAX_TEXT_CHARACTERS, MAX_TOKEN_CHARACTERS
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import CompletionsStored, JournalEntry, PartialCompletionsStored
+from starling.controller.core.training.train_groups import step_problem
 from starling.sim.replicas.weights import encoded_layout
 
 
@@ -237,3 +248,39 @@ def test_context_of_the_model_bounds_messages_where_the_recipe_does_not() -> Non
     most = script.controller.state.message_bytes()
     assert most["rollout"] < 2 * MESSAGE_BYTES
     assert most["teacher"] > 1 << 32, "teacher.top_k is not known"
+
+
+@pytest.mark.parametrize(
+    ("group_size", "is_truncated", "has_teacher"),
+    [(1, False, False), (8, False, True), (8, True, True), (64, False, False), (4096, True, False)],
+)
+def test_largest_step_fits_into_a_message(group_size: int, is_truncated: bool, has_teacher: bool) -> None:
+    """With all tensors that a group may have, and with the largest numbers in it."""
+
+    def problem(prompts_per_step: int) -> str:
+        return step_problem(prompts_per_step, group_size, is_truncated=is_truncated, has_teacher=has_teacher)
+
+    found = problem(10**6)
+    assert found.startswith(f"rl.prompts_per_step = 1000000 with rl.group_size = {group_size} does not fit")
+    most = int(found.rpartition("set at most ")[2].split()[0])
+    assert problem(most) == ""
+    assert problem(most + 1)
+    names = ["", "", "", "", LOSS_MASK, *PROMPT_TENSORS]
+    names += [*(KEPT_TENSORS if is_truncated else ()), *(TEACHER_TENSORS if has_teacher else ())]
+    tensors = tuple(wire.TensorMeta(dtype="float32", shape=(1 << 30, 9), nbytes=1 << 30, name=name) for name in names)
+    trajectory = wire.ScoredTrajectory(
+        num_tokens=MAX_TOKENS, oldest_version=1 << 31, reward=-1e15, status=wire.Status.TRUNCATED
+    )
+    group = wire.TrainGroup(
+        prompt_id="train/1000/1000000", trajectories=(trajectory,) * group_size, tensors=tensors, temperature=0.7
+    )
+    step = wire.TrainStep(lease="train:1:1.1", step=1, num_steps=9, groups=(group,) * most)
+    envelope = wire.Envelope(protocol=1, run="r", sender="controller", incarnation=1, seq=1)
+    assert len(codec.pack(envelope, step, [b""] * (len(tensors) * most))) <= codec.MAX_BUFFERS + 2
+
+
+def test_message_with_too_many_buffers_is_not_sent() -> None:
+    """Its receiver would drop it, and the sender would send it again for ever."""
+    envelope = wire.Envelope(protocol=1, run="r", sender="controller", incarnation=1, seq=1)
+    with pytest.raises(WireError, match="a Sleep with 65537 buffers is over the limit of 65536; make the step smaller"):
+        codec.pack(envelope, wire.Sleep(lease="sleep:0"), [b""] * 65537)

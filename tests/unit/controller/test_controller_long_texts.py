@@ -8,12 +8,14 @@ from typing import Any, Final
 
 import msgspec
 import pytest
+from generated_results import valid
 from msgspec import inspect
 from transcript import SMALL, Script
 
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note, Send, Write
+from starling.controller.core.records import CompletionsStored
 
 Path = tuple[str, ...]
 """Names of fields, ``[]`` for an entry of a sequence, ``{}`` for a value of a dict, and ``{key}`` for its key."""
@@ -191,6 +193,20 @@ def test_run_without_a_long_text_makes_its_steps() -> None:
     script = Liar()
     play(script)
     assert "(trained 2)" in script.log, script.log
+
+
+def test_problem_of_a_completion_that_has_not_failed_is_not_stored() -> None:
+    """Nothing would delete it: not the end of an evaluation, nor that of a step."""
+    script = Script(SMALL)
+    script.start_run()
+    result = valid()
+    result.change(0, problem="x" * 60_000)
+    result.send(script)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert [one.problem for one in group.trajectories] == ["", ""]
+    [stored] = [write.record for write in script.journal if isinstance(write.record, CompletionsStored)]
+    assert [one.problem for one in stored.trajectories] == ["", ""]
 
 
 @pytest.mark.parametrize(

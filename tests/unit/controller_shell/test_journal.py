@@ -43,7 +43,7 @@ from starling.controller.shell.journal.journal import Journal, JournalError, Jou
 def generated(key: str, content: str) -> JournalEntry:
     """Return a record of one completion with `content` as its text and payload, and the payload."""
     trajectory = TrajectoryMeta(
-        status=Status.OK, num_tokens=len(content), text=content, oldest_version=0, newest_version=0
+        status=Status.OK, num_tokens=len(content), text=content, oldest_version=0, newest_version=0, metrics={"a": 1.0}
     )
     payload = (content.encode(), b"", content.encode() * 2)
     tensors = tuple(TensorMeta(dtype="uint8", shape=(len(buffer),), nbytes=len(buffer)) for buffer in payload)
@@ -72,7 +72,7 @@ def without_contents(kept: JournalEntry) -> JournalEntry:
     if isinstance(kept.record, TeacherLogprobsStored):
         return JournalEntry(kept.record)
     assert isinstance(kept.record, CompletionsStored)
-    trajectories = tuple(replace(t, text="") for t in kept.record.trajectories)
+    trajectories = tuple(replace(t, text="", metrics={}) for t in kept.record.trajectories)
     return JournalEntry(replace(kept.record, trajectories=trajectories))
 
 

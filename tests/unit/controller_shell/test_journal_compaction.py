@@ -41,7 +41,8 @@ from starling.controller.core.records import (
 )
 from starling.controller.core.recovery import restore
 from starling.controller.core.state import ControllerState, RunPrompts
-from starling.controller.shell.journal.journal import Journal, read_journal
+from starling.controller.shell.journal import journal as journal_module
+from starling.controller.shell.journal.journal import Journal, StateTooLargeError, read_journal
 from starling.controller.shell.journal.resume import compact_long, missing_lines, start_incarnation
 from starling.controller.shell.recording.format import read_recording
 from starling.controller.shell.recording.recorder import Recorder, RecordingPrompts
@@ -185,6 +186,20 @@ def test_compacted_journal_takes_further_records(path: Path) -> None:
         assert journal.num_uncompacted == whole.num_uncompacted - 9 * 8 - 1
     with contextlib.closing(Journal(path)) as journal:
         assert journal.num_uncompacted == 2 * 8
+
+
+def test_state_that_is_too_large_for_a_row_leaves_the_journal_as_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with 100,000 groups at a time, each with many scores, goes on with a journal that grows."""
+    monkeypatch.setattr(journal_module, "MAX_ROW_BYTES", 100)
+    with contextlib.closing(Journal(path)) as journal:
+        write(journal, BEGUN, *a_step(1))
+        with pytest.raises(StateTooLargeError, match=r"the state takes [0-9]+ bytes, and a row of SQLite 100"):
+            compacted(journal)
+        write(journal, *a_step(2))
+    entries = [BEGUN, *a_step(1), *a_step(2)]
+    assert [type(one.record) for one in read_journal(path)] == [type(one.record) for one in entries]
 
 
 def test_compaction_keeps_the_groups_of_steps_that_may_be_repeated(path: Path) -> None:

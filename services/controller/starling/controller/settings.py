@@ -24,6 +24,7 @@ from starling.common.settings import Seconds, ServiceSettings, SettingsSection, 
 from starling.common.wire.messages import Sampling
 from starling.controller.core.groups.truncation import recording_problem
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
+from starling.controller.core.training.train_groups import step_problem
 from starling.controller.data.settings import DataSettings
 from starling.controller.data.trajectories import TRAJECTORIES
 from starling.weightsync.offers.offer import TransportChoice
@@ -316,6 +317,15 @@ class ControllerProcess(ServiceSettings):
     def _check(self) -> Self:
         self._check_kind()
         if self.kind.keeps_tokens and (problem := recording_problem(self.sampling.to_wire(), self.rl.group_size)):
+            raise ValueError(problem)
+        if self.kind.trains and (
+            problem := step_problem(
+                self.rl.prompts_per_step,
+                self.rl.group_size,
+                is_truncated=self.sampling.logprobs == "truncated",
+                has_teacher=self.controller.num_teachers > 0,
+            )
+        ):
             raise ValueError(problem)
         num_groups = num_slots(self.rl.prompts_per_step, self.rl.max_staleness)
         if num_groups > MAX_GROUPS:

@@ -47,6 +47,12 @@ def pack(envelope: Envelope, message: Up | Down, buffers: Buffers = ()) -> list[
             "make the prompts or the step smaller",
             "size",
         )
+    if len(buffers) > MAX_BUFFERS:
+        raise WireError(
+            f"a {type(message).__name__} with {len(buffers)} buffers is over the limit of {MAX_BUFFERS}; make the step "
+            "smaller",
+            "size",
+        )
     return [_encoder.encode(envelope), body, *buffers]
 
 

@@ -48,7 +48,7 @@ from starling.controller.data.trajectories import Trajectories
 from starling.controller.settings import ControllerProcess
 from starling.controller.shell.checkpoint import CheckpointReader, read_checkpoint
 from starling.controller.shell.journal.commit_queue import CommitQueue
-from starling.controller.shell.journal.journal import Journal, JournalFullError
+from starling.controller.shell.journal.journal import Journal, JournalFullError, StateTooLargeError
 from starling.controller.shell.journal.resume import (
     JOURNAL,
     check_data,
@@ -258,6 +258,9 @@ class Shell:
             self._journal.compact(msgspec.structs.replace(record, data=self._data.read, metrics=metrics))
         except JournalFullError:
             return  # the next commit reports it, and waits for space
+        except StateTooLargeError as error:
+            log.warning("not_compacted", reason=str(error))
+            return
         self._compact_at = num_between
         log.info("compacted", num_records=num_records, seconds=round(time.monotonic() - begun, 4))
 

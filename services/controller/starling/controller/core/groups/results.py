@@ -96,6 +96,8 @@ def on_generated(
     keeps_tokens = group.purpose == "train" and state.plan.kind.keeps_tokens
     tensors, buffers = (message.tensors, event.buffers) if keeps_tokens else ((), ())
     trajectories = _with_known_names(state, member, message.trajectories, group.purpose)
+    if any(one.problem for one in trajectories):  # none of them has failed, and it would be kept
+        trajectories = tuple([msgspec.structs.replace(one, problem="") for one in trajectories])
     giver = group.partial.giver_for(member.name) if group.partial is not None else None
     groups.store_completions(group, trajectories, tensors, buffers, message.lease)
     group.generator, group.giver = member.name, giver

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
+
+from starling.common.ranges import MAX_TOKENS
 from starling.common.wire import messages as wire
+from starling.common.wire.codec import MAX_BUFFERS, MAX_MESSAGE_BYTES
+from starling.common.wire.tensors import GROUP_TENSORS, KEPT_TENSORS, LOSS_MASK, PROMPT_TENSORS, TEACHER_TENSORS
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.group import Group
+
+FURTHER_BYTES: Final = 1 << 20
+"""Of a message with a step, besides its groups: its settings, and the layouts' names."""
+ID_CHARACTERS: Final = 64
+"""Longest id of a prompt: `train/EPOCH/ROW`."""
 
 
 def to_train_group(group: Group) -> wire.TrainGroup:
@@ -19,6 +31,32 @@ def to_train_group(group: Group) -> wire.TrainGroup:
         trajectories=tuple(trajectories),
         tensors=group.tensors,
         temperature=group.temperature,
+    )
+
+
+def step_problem(prompts_per_step: int, group_size: int, *, is_truncated: bool, has_teacher: bool) -> str:
+    """Return why the groups of a step may not fit into one message, in one sentence; empty if they always do.
+
+    A rollout chooses how many tensors its groups have, and how large the numbers in them are, within what the recipe
+    allows: the largest ones count.
+    """
+    names = [*[""] * len(GROUP_TENSORS), LOSS_MASK, *PROMPT_TENSORS]
+    names += [*(KEPT_TENSORS if is_truncated else ()), *(TEACHER_TENSORS if has_teacher else ())]
+    most = 1 << 40
+    tensors = [wire.TensorMeta(dtype="float32", shape=(most, most), nbytes=most, name=name) for name in names]
+    trajectory = wire.ScoredTrajectory(
+        num_tokens=MAX_TOKENS, oldest_version=most, reward=0.5, status=wire.Status.TRUNCATED
+    )
+    group = wire.TrainGroup(prompt_id="x" * ID_CHARACTERS, trajectories=(), tensors=tuple(tensors), temperature=0.5)
+    group_bytes, completion_bytes = (len(msgspec.msgpack.encode(one)) for one in (group, trajectory))
+    num_buffers, num_bytes = len(names), group_bytes + group_size * completion_bytes
+    fit = min(MAX_BUFFERS // num_buffers, (MAX_MESSAGE_BYTES - FURTHER_BYTES) // num_bytes)
+    if prompts_per_step <= fit:
+        return ""
+    return (
+        f"rl.prompts_per_step = {prompts_per_step} with rl.group_size = {group_size} does not fit into a message: one "
+        f"has at most {MAX_BUFFERS} tensors and {MAX_MESSAGE_BYTES} bytes besides them; set at most {fit} prompts per "
+        "step, or smaller groups"
     )
 
 

@@ -77,6 +77,8 @@ _PARTS: Final = 16
 
 MAX_RECORDS: Final = 1 << 46
 """Positions of records are below it, so that each `contents.id` is an integer of SQLite."""
+MAX_ROW_BYTES: Final = 900_000_000
+"""Of a row; SQLite allows a tenth more."""
 
 WITH_CONTENTS: Final = (CompletionsStored, TeacherLogprobsStored, PartialCompletionsStored)
 """Records with contents, as a tuple: `isinstance` takes ten times as long with a union."""
@@ -90,6 +92,10 @@ class JournalError(RestartError):
 
 class JournalTakenError(StarlingError):
     """Another controller has opened the journal, or the file was moved away or deleted."""
+
+
+class StateTooLargeError(StarlingError):
+    """The state of the run is larger than a row of SQLite can be. The journal goes on as it is, and grows."""
 
 
 class JournalFullError(StarlingError):
@@ -177,16 +183,20 @@ class Journal:
     def compact(self, record: StateCompacted) -> None:
         """Replace all records but the first by `record`, the state that they have led to, in one transaction.
 
-        The contents of groups stay. Nothing may be pending. Raises as `commit`; a full disk changes nothing.
+        The contents of groups stay. Nothing may be pending. Raises as `commit`, where a full disk changes nothing; and
+        StateTooLargeError.
         """
         assert not self.num_pending, "a state that is compacted has all its records in the journal"
         seq = self._seq + 1
+        body = encode(record, self._binding.of_record(seq))
+        if len(body) > MAX_ROW_BYTES:
+            raise StateTooLargeError(f"the state takes {len(body)} bytes, and a row of SQLite {MAX_ROW_BYTES}")
         with self._transaction():
             self._db.execute("BEGIN IMMEDIATE")
             token = self._check_owner()
             self._db.execute("DELETE FROM records WHERE seq > (SELECT min(seq) FROM records)")
             self._db.execute("DELETE FROM adopted")
-            self._db.execute("INSERT INTO records VALUES (?, ?)", (seq, encode(record, self._binding.of_record(seq))))
+            self._db.execute("INSERT INTO records VALUES (?, ?)", (seq, body))
             self._db.execute("INSERT OR REPLACE INTO marks VALUES ('compacted', ?)", (seq,))
             self._db.execute("COMMIT")
         self._seq = self._compacted = seq
@@ -487,7 +497,8 @@ def _keys(db: sqlite3.Connection) -> set[str]:
 
 
 def _without_texts(record: CompletionsStored) -> CompletionsStored:
-    return replace(record, trajectories=tuple([replace(t, text="") for t in record.trajectories]))
+    bare = tuple([replace(one, text="", problem="", metrics={}) for one in record.trajectories])
+    return replace(record, trajectories=bare)
 
 
 def _read(path: Path, db: sqlite3.Connection, binding: Binding) -> Iterator[JournalEntry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from starling.controller.core.records import (
 from starling.controller.core.recovery import restore
 from starling.controller.core.state import ControllerState
 from starling.controller.data.load import RunData
-from starling.controller.shell.journal.journal import Journal
+from starling.controller.shell.journal.journal import Journal, StateTooLargeError
 
 JOURNAL = "journal.sqlite"
 LATER_FILES = ("metrics.jsonl", "events-*.rec", "samples.jsonl", "trajectories/*", "states/version-*/*")
@@ -79,7 +80,8 @@ def compact_long(journal: Journal, state: ControllerState, data: DataRead | None
     restore(state, journal.read())
     record = compact(state)
     if record is not None:
-        journal.compact(msgspec.structs.replace(record, data=data, metrics=metrics))
+        with suppress(StateTooLargeError):
+            journal.compact(msgspec.structs.replace(record, data=data, metrics=metrics))
 
 
 def missing_lines(records: Iterable[Record], written: Set[tuple[str, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
