@@ -76,9 +76,10 @@ def _besides(folder: str, *parts: str) -> tuple[str, ...]:
 _VLLM = (("TORCH_COMPILE_DISABLE", "1"),)
 _ARCHITECTURES = "tests/vllm/test_architectures.py"
 _STATES = "tests/parallel/test_mesh_states.py"
-_OF_STEPS = tuple(
-    f"tests/parallel/test_{axis}_steps.py" for axis in ("adapter", "context", "expert", "pipeline", "sharded", "tensor")
-)
+_CUTS = "tests/unit/power_cuts"
+_WEIGHTSYNC = "tests/unit/weightsync"
+_OF_STEPS = tuple(f"tests/parallel/test_{axis}_steps.py" for axis in ("adapter", "context", "sharded", "tensor"))
+_OF_STAGES = tuple(f"tests/parallel/test_{axis}_steps.py" for axis in ("expert", "pipeline"))
 
 SHARDS = (
     Shard("unit", ("tests/unit", "tests/scenarios"), 6.5),
@@ -87,13 +88,21 @@ SHARDS = (
     Shard("parallel", ("tests/parallel",), 1.8, dist="worksteal"),
     Shard("system", ("tests/system",), 4.5, services=True),
     Shard("vllm", ("tests/vllm",), 3.0, services=True, environment=_VLLM),
-    Shard("unit-campaign", (*_besides("tests/unit", "tests/unit/weightsync"), "tests/scenarios"), 12.0, campaign=True),
-    Shard("weightsync-campaign", ("tests/unit/weightsync",), 5.0, campaign=True),
+    Shard("unit-campaign", (*_besides("tests/unit", _WEIGHTSYNC, _CUTS), "tests/scenarios"), 10.0, campaign=True),
+    Shard("cuts-campaign", (_CUTS,), 8.0, campaign=True, dist="worksteal"),
+    Shard("weightsync-campaign", (_WEIGHTSYNC,), 3.5, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 1.0, campaign=True, services=True),
-    Shard("sim-campaign", ("tests/sim",), 1.0, campaign=True),
-    Shard("steps-campaign", _OF_STEPS, 9.0, campaign=True, dist="worksteal"),
+    Shard("sim-campaign", ("tests/sim",), 1.7, campaign=True),
+    Shard("steps-campaign", _OF_STEPS, 8.0, campaign=True, dist="worksteal"),
+    Shard("stages-campaign", _OF_STAGES, 8.0, campaign=True, dist="worksteal"),
     Shard("states-campaign", (_STATES,), 8.0, campaign=True, dist="worksteal"),
-    Shard("parallel-campaign", _besides("tests/parallel", *_OF_STEPS, _STATES), 8.0, campaign=True, dist="worksteal"),
+    Shard(
+        "parallel-campaign",
+        _besides("tests/parallel", *_OF_STEPS, *_OF_STAGES, _STATES),
+        8.0,
+        campaign=True,
+        dist="worksteal",
+    ),
     Shard("system-campaign", ("tests/system",), 10.0, campaign=True, services=True),
     Shard("architectures-campaign", (_ARCHITECTURES,), 7.0, True, True, dist="worksteal", environment=_VLLM),
     Shard("vllm-campaign", _besides("tests/vllm", _ARCHITECTURES), 9.0, True, True, environment=_VLLM),
