@@ -92,7 +92,7 @@ class PullMessageReceiver:
         except TimeoutError:
             return None
         except msgspec.MsgspecError as error:
-            log.warning("dropped a message", reason=str(error))
+            log.warning("pull_message_dropped", reason=str(error))
             return None
 
     def pass_on(self, message: bytes) -> None:
