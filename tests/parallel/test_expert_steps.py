@@ -8,10 +8,10 @@ import torch
 from rank_processes import run_ranks
 from small_steps import Array, check_mesh, make_model
 
+from starling.algo.experts import find_experts
 from starling.common.errors import ConfigError
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.train.loss.experts import load_metrics
-from starling.policy.train.model.experts import find_experts
 from starling.policy.train.parallel.expert import check_experts, divide_experts
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.weights.shards import local_part

@@ -398,7 +398,7 @@ def with_kept(
         (lambda m, b: (replace(m, tensors=(replace(m.tensors[0], dtype="int64"), *m.tensors[1:])), b), "is int64"),
         (lambda m, b: (m, [b[0], struct.pack("<f", float("nan")) * 4, b[2]]), "not finite"),
         (lambda m, b: (m, [struct.pack("<i", -1) * 4, *b[1:]]), "negative token id"),
-        (lambda m, b: (replace(m, tensors=(*m.tensors, m.tensors[0])), [*b, b[0]]), "4 tensors"),
+        (lambda m, b: (replace(m, tensors=(*m.tensors, m.tensors[0])), [*b, b[0]]), "a tensor '' came"),
         (lambda m, b: (replace(m, temperature=float("inf")), b), "temperature"),
         (lambda m, b: with_kept(m, b, [1, 1, 1], [0, 0, 0]), "3 sets of kept tokens came with 4 tokens"),
         (lambda m, b: with_kept(m, b, [1, 1, 1, 1], [0, 3, 0, 0]), "token 1 is not among"),
@@ -519,7 +519,9 @@ def test_no_change_of_a_result_is_stored_that_a_policy_cannot_read(data: st.Data
             fields = {
                 "dtype": data.draw(st.sampled_from(["int32", "float32", "int64", "uint8", "object"])),
                 "shape": tuple(data.draw(st.lists(st.integers(-2, 5), max_size=3))),
-                "name": data.draw(st.sampled_from(["", "loss_mask", "kept_counts", "kept_ids", "position_ids"])),
+                "name": data.draw(
+                    st.sampled_from(["", "loss_mask", "kept_counts", "kept_ids", "routing", "position_ids"])
+                ),
             }
             name = data.draw(st.sampled_from(list(fields)))
             result.tensors[index] = replace(result.tensors[index], **{name: fields[name]})

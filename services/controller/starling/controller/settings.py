@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,6 +31,8 @@ from starling.weightsync.offers.offer import TransportChoice
 
 ANSWERS_PER_FILE = 64
 """Prompts whose answers are written together."""
+NOTHING_RECORDED: Final = {"logprobs": "full", "routing": "own"}
+"""What differs in [sampling] where nothing is trained."""
 
 
 class SamplingSettings(SettingsSection):
@@ -51,6 +53,9 @@ class SamplingSettings(SettingsSection):
     """Log-probabilities in training: over the whole vocabulary, or over the tokens that `top_p`, `top_k` and `min_p`
     kept, which the rollout then records. Only the latter are those of the distribution from which tokens are drawn; see
     `docs/reference/algorithms.md`. It needs `top_k`, which bounds what is recorded."""
+    routing: Literal["own", "replayed"] = "own"
+    """Experts of each token in training, for a mixture of experts: those that the policy's routers choose, or those
+    that the rollout's chose, which it then records; see `docs/how-to/router-replay.md`."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
@@ -60,7 +65,7 @@ class SamplingSettings(SettingsSection):
 
     def without_truncation(self, temperature: float) -> SamplingSettings:
         """Return the settings of an evaluation: at `temperature`, over the whole vocabulary."""
-        full = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": "full"}
+        full = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **NOTHING_RECORDED}
         return self.model_copy(update=full)
 
 
@@ -407,7 +412,7 @@ class ControllerProcess(ServiceSettings):
     @property
     def answering(self) -> SamplingSettings:
         """How prompts are answered that are each answered once: by [sampling], at the evaluation's temperature."""
-        return self.sampling.model_copy(update={"temperature": self.evaluation.temperature, "logprobs": "full"})
+        return self.sampling.model_copy(update={"temperature": self.evaluation.temperature, **NOTHING_RECORDED})
 
     def plan(self) -> RunPlan:
         """Return the numbers that the core decides by."""

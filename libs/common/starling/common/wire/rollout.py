@@ -22,7 +22,7 @@ class GenerateGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="ge
 
     If another rollout began the group, buffers follow in the order of `tensors`, from which generation resumes:
     completion token ids (int32, [sum of num_tokens]), log-probabilities (float32), weight versions (int32); and, if
-    they were recorded, ``kept_counts`` and ``kept_ids`` as in `TrainGroup`.
+    they were recorded, ``kept_counts`` and ``kept_ids``, and ``routing``, as in `TrainGroup`.
     """
 
     lease: str

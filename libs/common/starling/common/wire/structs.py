@@ -111,6 +111,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: Literal["full", "truncated"] = "full"
     """Log-probabilities over the whole vocabulary, or renormalised over the tokens that `min_p`, `top_k` and `top_p`
     kept, which are then recorded."""
+    routing: Literal["own", "replayed"] = "own"
+    """Whether training chooses the experts of a mixture by its own routers, or replays those that the rollout's chose,
+    which are then recorded."""
 
 
 class MediaInputs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -128,6 +131,17 @@ class MediaInputs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Positions that a token can have: the context length; 0 for no limit."""
 
 
+class ModelExperts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The experts of a mixture, whose routers can be made to choose recorded ones."""
+
+    num_layers: int
+    """Layers with experts."""
+    num_experts: int
+    """Experts of each of these."""
+    num_chosen: int
+    """Experts of each token in each of these."""
+
+
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the trained model can read of a group."""
 
@@ -137,6 +151,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Most tokens of a prompt and one of its completions; 0 for no limit."""
     media: MediaInputs | None = None
     """Images and videos of prompts; absent if the model reads only text."""
+    experts: ModelExperts | None = None
+    """Absent if the model has none, or if its routers cannot be made to choose others than their own."""
 
 
 class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -206,8 +222,11 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     log-probability is 0 and their version is that of the token before. If `Sampling.logprobs` is ``truncated``,
     ``kept_counts`` (int32, the shape of the token ids) says how many tokens were kept at each position, 0 for the whole
     vocabulary and for tokens of an environment, and ``kept_ids`` (int32, [sum of the counts]) has their ids, position
-    after position, ascending in each; the log-probability of a token is then the one among these. If a teacher scored
-    the group, the tensors of `TokensScored` follow.
+    after position, ascending in each; the log-probability of a token is then the one among these. If
+    `Sampling.routing` is ``replayed``, ``prompt_routing`` ([prompt, layers, chosen]) and ``routing`` ([sum of
+    num_tokens, layers, chosen]) have the experts of each token in each layer with experts, by `ModelExperts`: uint8 for
+    at most 255 experts, else uint16. A token whose experts were not recorded, as a completion's last one, has the
+    largest number of the type everywhere. If a teacher scored the group, the tensors of `TokensScored` follow.
     """
 
     prompt_id: str

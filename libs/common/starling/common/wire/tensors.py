@@ -48,6 +48,18 @@ MAX_KEPT_PER_TOKEN: Final = 1024
 """Largest `sampling.top_k` with which the kept tokens are recorded."""
 MAX_KEPT_BYTES: Final = 1 << 28
 """Largest `kept_ids` of one group: the controller holds those of all groups of some steps."""
+PROMPT_ROUTING: Final = "prompt_routing"
+ROUTING: Final = "routing"
+ROUTING_TENSORS: Final = (PROMPT_ROUTING, ROUTING)
+"""Names of the tensors of the experts that a rollout's routers chose. A group has both, or none."""
+ROUTING_FORMS: Final[dict[str, TensorForm]] = {
+    "uint8": TensorForm("uint8", 1, 3),
+    "uint16": TensorForm("uint16", 2, 3),
+}
+"""Form of such a tensor by its element type: the first one for models of at most 255 experts in a layer."""
+MAX_ROUTING_BYTES: Final = 1 << 28
+"""Largest `prompt_routing` and `routing` of one group together: the controller holds those of all groups of some
+steps."""
 TEACHER_TENSORS: Final[dict[str, TensorForm]] = {
     "teacher_logprobs": TensorForm("float32", 4, 1),
     "teacher_top_ids": TensorForm("int32", 4, 2),

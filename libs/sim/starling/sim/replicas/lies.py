@@ -223,6 +223,8 @@ def _partial(lease: str, rng: random.Random) -> Lie:
     if rng.random() < 0.2:
         kinds += [("int32", "kept_counts"), ("int32", "kept_ids")]
     tensors = tuple(wire.TensorMeta(dtype=dtype, shape=(total,), nbytes=4 * total, name=name) for dtype, name in kinds)
+    if rng.random() < 0.2:
+        tensors += (wire.TensorMeta(dtype="uint8", shape=(total, 2, 2), nbytes=4 * total, name="routing"),)
     statuses = (None, None, None, wire.Status.OK, wire.Status.INFRA_LOST)
     message = wire.GroupInterrupted(
         lease=lease,

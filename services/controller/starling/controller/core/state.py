@@ -169,7 +169,8 @@ class ControllerState:
             changes = self.training.changes.in_order()
             changed = [value for key, value, _ in changes if key == "sampling.top_k"]
             num_kept = 2 * int(max([self.plan.sampling.top_k, *changed])) + MAX_TIED
-        return self.group_limits.message_bytes(self.training.limits, num_kept)
+        is_routed = self.plan.sampling.routing == "replayed"
+        return self.group_limits.message_bytes(self.training.limits, num_kept, is_routed=is_routed)
 
     def find_group(self, key: str) -> tuple[Groups, Group] | None:
         """Return the live group of this key, and the groups that it belongs to."""

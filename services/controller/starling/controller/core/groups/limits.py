@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from starling.algo.routing import routing_bytes
 from starling.common.ids import Role
 from starling.common.ranges import MAX_TOKENS
 from starling.common.wire.codec import MAX_ENVELOPE_BYTES, MAX_MESSAGE_BYTES
@@ -61,12 +62,13 @@ class GroupLimits:
                 )
         return ""
 
-    def message_bytes(self, model: ModelLimits | None, num_kept: int) -> dict[Role, int]:
+    def message_bytes(self, model: ModelLimits | None, num_kept: int, *, is_routed: bool = False) -> dict[Role, int]:
         """Return how many bytes a message with a group may have, by the role that sends it.
 
         Args:
             model: None if it is not known; then its images are not, and its context is not unless the recipe says it.
             num_kept: tokens that truncation keeps for each token; 0 if they are not recorded.
+            is_routed: whether the experts of each token are recorded.
         """
         longest = self.longest or (model.longest if model is not None else 0)
         if not longest:
@@ -74,6 +76,9 @@ class GroupLimits:
         num_tokens = self.num_completions * longest
         media = 0 if model is not None and model.media is None else self.media_bytes or UNLIMITED
         rollout = PROMPT_TOKEN_BYTES * longest + (TOKEN_BYTES + 4 * num_kept) * num_tokens + media
+        if is_routed:
+            experts = None if model is None else model.experts
+            rollout += UNLIMITED if experts is None else routing_bytes(experts, longest + num_tokens)
         teacher = UNLIMITED if self.teacher_top_k is None else (4 + 8 * self.teacher_top_k) * num_tokens
         return {"rollout": rollout + MESSAGE_BYTES, "teacher": teacher + MESSAGE_BYTES}
 

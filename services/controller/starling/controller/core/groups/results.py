@@ -14,7 +14,15 @@ import msgspec
 
 from starling.common.ids import Purpose, lease_incarnation
 from starling.common.wire import messages as wire
-from starling.common.wire.tensors import GROUP_TENSORS, KEPT_COUNTS, KEPT_IDS, KEPT_TENSORS, LOSS_MASK
+from starling.common.wire.tensors import (
+    GROUP_TENSORS,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    KEPT_TENSORS,
+    LOSS_MASK,
+    ROUTING,
+    ROUTING_TENSORS,
+)
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Buffers, Received
 from starling.controller.core.groups.admission import newest_allowed, num_completions
@@ -168,10 +176,12 @@ def _problem(
     check_num_media(group.prompt, message.tensors, state.training.limits)
     further = message.tensors[len(GROUP_TENSORS) :]
     names = {tensor.name for tensor in further} if further else set[str]()
-    if groups.needs_teacher and names - {LOSS_MASK, *KEPT_TENSORS}:
+    if groups.needs_teacher and names - {LOSS_MASK, *KEPT_TENSORS, *ROUTING_TENSORS}:
         return "its prompt has more than tokens, and a teacher reads nothing else", False, None
     if _is_recorded(state, group) and KEPT_COUNTS not in names:
         return "its engine does not record kept tokens; set sampling.logprobs = 'full'", True, None
+    if _is_routed(state, group) and ROUTING not in names:
+        return "its engine does not record the experts of its tokens; set sampling.routing = 'own'", True, None
     return None
 
 
@@ -180,11 +190,18 @@ def _is_recorded(state: ControllerState, group: Group) -> bool:
     return group.purpose == "train" and state.plan.sampling.logprobs == "truncated"
 
 
+def _is_routed(state: ControllerState, group: Group) -> bool:
+    """Say whether the experts of its tokens are recorded for a group."""
+    return group.purpose == "train" and state.plan.sampling.routing == "replayed"
+
+
 def _check_recording(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta], num_tokens: int) -> None:
-    """Check that kept tokens came only if they are recorded, and no more of them than truncation keeps.
+    """Check that kept tokens and experts came only if they are recorded, and no more tokens than truncation keeps.
 
     No policy expects those of some groups only. And the controller holds those of all groups of some steps.
     """
+    if not _is_routed(state, group) and not {*ROUTING_TENSORS}.isdisjoint([tensor.name for tensor in tensors]):
+        raise InvalidResultError("experts of its tokens came, and sampling.routing is 'own'")
     if not _is_recorded(state, group):
         if not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
             raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
@@ -319,6 +336,8 @@ def _store_partial(
     _check_recording(state, group, partial.tensors, partial.num_tokens)
     if _is_recorded(state, group) and not any(tensor.name == KEPT_COUNTS for tensor in partial.tensors):
         raise UnusableResultError("its engine does not record kept tokens")  # else the next rollout would be blamed
+    if _is_routed(state, group) and not any(tensor.name == ROUTING for tensor in partial.tensors):
+        raise UnusableResultError("its engine does not record the experts of its tokens")
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise UnusableResultError(

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
+from starling.algo.routing import Routing, experts_problem, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
@@ -39,8 +40,13 @@ from starling.common.wire.tensors import (
     LOSS_MASK,
     MASK_FORM,
     MAX_KEPT_BYTES,
+    MAX_ROUTING_BYTES,
     PIXEL_GRIDS,
+    PROMPT_ROUTING,
     PROMPT_TENSORS,
+    ROUTING,
+    ROUTING_FORMS,
+    ROUTING_TENSORS,
     TEACHER_TENSORS,
     TensorForm,
 )
@@ -243,6 +249,7 @@ def check_group_contents(
     _check_versions(trajectories, buffers[3], mask)
     if named:
         _check_kept(named, tokens.view(INT32), mask, limits)
+        _check_routing(named, len(prompt), len(tokens), limits)
     inputs = limits.media if limits is not None else None
     if named or inputs is not None:
         _check_media(named, prompt.view(INT32), tokens.view(INT32), inputs)
@@ -275,6 +282,8 @@ def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     for meta, buffer in zip(tensors, buffers, strict=True):
         form = MASK_FORM if meta.name == LOSS_MASK else NAMED_FORMS.get(meta.name)
+        if meta.name in ROUTING_TENSORS:
+            form = ROUTING_FORMS.get(meta.dtype, ROUTING_FORMS["uint8"])
         if form is None or meta.name in arrays:
             raise InvalidResultError(f"a tensor {meta.name[:MAX_NAME_CHARACTERS]!r} came, or came twice")
         arrays[meta.name] = _array(meta.name, form, meta, buffer)
@@ -355,6 +364,27 @@ def _check_kept(named: Mapping[str, Array], tokens: Array, mask: Array | None, l
     _check_ids(ids.view(UINT32), None, limits)
 
 
+def _check_routing(named: Mapping[str, Array], num_prompt: int, num_tokens: int, limits: ModelLimits | None) -> None:
+    """Check the experts of the tokens, where they were recorded."""
+    prompt, completions = named.get(PROMPT_ROUTING), named.get(ROUTING)
+    if prompt is None and completions is None:
+        return
+    if prompt is None or completions is None:
+        raise InvalidResultError(f"one of {PROMPT_ROUTING} and {ROUTING} came without the other")
+    _check_routing_size(prompt.nbytes + completions.nbytes)
+    sizes = None if limits is None else limits.experts
+    if problem := routing_problem(Routing(prompt, completions), num_prompt, num_tokens, sizes):
+        raise InvalidResultError(problem)
+
+
+def _check_routing_size(num_bytes: int) -> None:
+    if num_bytes > MAX_ROUTING_BYTES:
+        raise UnusableResultError(
+            f"the experts of its tokens take {num_bytes} bytes, and {MAX_ROUTING_BYTES} are allowed; lower "
+            "sampling.max_tokens or rl.group_size"
+        )
+
+
 def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask: Array | None) -> None:
     """Check that each trajectory names the oldest and the newest version of its sampled tokens."""
     if not encoded:
@@ -407,7 +437,8 @@ def check_partial_tensors(
         InvalidResultError: naming the first that is wrong.
     """
     forms = GROUP_TENSORS[1:]
-    if len(tensors) not in (len(forms), len(forms) + len(KEPT_TENSORS)) or len(buffers) != len(tensors):
+    further = {len(KEPT_TENSORS) * with_kept + with_experts for with_kept in (0, 1) for with_experts in (0, 1)}
+    if len(tensors) - len(forms) not in further or len(buffers) != len(tensors):
         raise InvalidResultError(f"{len(tensors)} tensors came in {len(buffers)} buffers instead of {len(forms)}")
     _check_sizes(buffers)
     own = slice(0, len(forms))
@@ -420,9 +451,13 @@ def check_partial_tensors(
         raise InvalidResultError("a completion has a placeholder token of images or videos")
     _require_finite("a log-probability", logprobs)
     named = _named(tensors[len(forms) :], buffers[len(forms) :])
-    if named.keys() - KEPT_TENSORS:
+    if named.keys() - {*KEPT_TENSORS, ROUTING}:
         raise InvalidResultError(f"tensors {', '.join(named)} came with partial completions")
     _check_kept(named, tokens, None, limits)
+    if (experts := named.get(ROUTING)) is not None:
+        _check_routing_size(experts.nbytes)
+        if problem := experts_problem(experts, total, None if limits is None else limits.experts):
+            raise InvalidResultError(problem)
     return versions
 
 

@@ -11,6 +11,7 @@ from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
 from starling.controller.core.explain import explain, status, waiting, why
+from starling.controller.core.groups.routing import replay_problem
 from starling.controller.core.groups.truncation import recording_problem
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import SettingChanged, StopAsked
@@ -91,10 +92,12 @@ def _change(state: ControllerState, message: wire.ChangeSetting) -> str:
     if message.key == "evaluation.every" and value:
         _require_scorers(state)
     training = state.training
-    if message.key.startswith("sampling.") and state.plan.sampling.logprobs == "truncated":
+    sampling, group_size = state.plan.sampling, state.plan.group_size
+    if message.key.startswith("sampling.") and (sampling.logprobs == "truncated" or sampling.routing == "replayed"):
         number = int(value) if DYNAMIC[message.key].is_whole else value
         changed = msgspec.structs.replace(training.sampling, **{message.key.removeprefix("sampling."): number})
-        if problem := recording_problem(changed, state.plan.group_size):
+        problem = recording_problem(changed, group_size) or replay_problem(changed, group_size, training.limits)
+        if problem:
             raise ValueError(problem)
     begun = training.step.number if training.step is not None else state.version
     # Steps of examples stay as the recipe says: it is not known which of them were dispatched before a change.

@@ -9,6 +9,7 @@ from starling.common.errors import WeightsError
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.events import Received
+from starling.controller.core.groups.routing import replay_problem
 from starling.controller.core.records import CheckpointLoaded, MemberJoined
 from starling.controller.core.replicas.departure import depart, evict, refuse
 from starling.controller.core.replicas.membership import LAYOUT_BYTES_PER_HELLO, LAYOUT_PARTS_PER_HELLO, Member
@@ -97,7 +98,7 @@ def _check(
         if refusal is not None:
             membership.ban(name, incarnation, refusal)
     if refusal is None and message.role == "policy":
-        refusal = version_problem(state, message.version) or _limits_problem(message.limits)
+        refusal = version_problem(state, message.version) or _limits_problem(state, message.limits)
         if not (state.plan.kind.trains or state.plan.fans_out):
             refusal = "this run trains nothing, and its rollouts read their weights themselves; start no policy"
     has_no_weights = message.role == "rollout" and message.version < membership.initial_version
@@ -163,7 +164,7 @@ def _checkpoint_problem(state: ControllerState, name: str, digest: str) -> str |
     )
 
 
-def _limits_problem(limits: wire.ModelLimits | None) -> str | None:
+def _limits_problem(state: ControllerState, limits: wire.ModelLimits | None) -> str | None:
     """Return why the limits of a policy's model cannot be used, or None."""
     if limits is None:
         return None
@@ -171,7 +172,13 @@ def _limits_problem(limits: wire.ModelLimits | None) -> str | None:
     if media is not None:
         numbers += [media.image_token_id, media.video_token_id, media.num_positions]
         numbers += [media.patch_values - 1, media.merge_size - 1]
-    return None if all(0 <= number < 1 << 31 for number in numbers) else f"no model has the limits {limits}"
+    experts, fits = limits.experts, all(0 <= number < 1 << 31 for number in numbers)
+    if experts is not None:
+        fits = fits and 1 <= experts.num_chosen <= experts.num_experts < 1 << 15 and 1 <= experts.num_layers < 1 << 15
+    if not fits:
+        return f"no model has the limits {limits}"
+    plan = state.plan
+    return (plan.kind.keeps_tokens and replay_problem(plan.sampling, plan.group_size, limits)) or None
 
 
 def _model(state: ControllerState, message: wire.Hello) -> tuple[TensorSpec, ...] | None:

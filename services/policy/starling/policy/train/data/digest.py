@@ -26,6 +26,8 @@ def group_digest(group: ScoredGroup, advantages: Sequence[float]) -> int:
         digest.update(group.loss_mask.tobytes())
     if group.kept is not None:
         digest.update(group.kept.counts.tobytes() + group.kept.ids.tobytes())
+    if group.routing is not None:
+        digest.update(group.routing.prompt.tobytes() + group.routing.completions.tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

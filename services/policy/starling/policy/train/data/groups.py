@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
+from starling.algo.routing import Routing, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WireError
@@ -22,7 +23,11 @@ from starling.common.wire.tensors import (
     KEPT_TENSORS,
     LOSS_MASK,
     MASK_FORM,
+    PROMPT_ROUTING,
     PROMPT_TENSORS,
+    ROUTING,
+    ROUTING_FORMS,
+    ROUTING_TENSORS,
     TEACHER_TENSORS,
     TensorForm,
 )
@@ -78,6 +83,9 @@ class ScoredGroup:
     kept: KeptTokens | None = None
     """The tokens that truncated sampling kept at each of the T positions, over which `logprobs` are normalised; None
     where they are those of the whole vocabulary."""
+    routing: Routing | None = None
+    """The experts that the rollout's routers chose for each token of the prompt and of the completions; None where the
+    model's own routers choose."""
 
     @property
     def sampled(self) -> Flags:
@@ -110,6 +118,7 @@ class ScoredGroup:
             )
         _check_mask(self.loss_mask, total, self.prompt_id)
         _check_kept(self)
+        _check_routing(self, None)
         if len(self.rewards) != len(self.lengths):
             raise ConfigError(
                 f"group {self.prompt_id!r} has {len(self.lengths)} completions but {len(self.rewards)} rewards: "
@@ -167,6 +176,14 @@ def _check_limits(group: ScoredGroup, limits: ModelLimits) -> None:
     """Refuse a group that would fail in the model's forward pass, and all groups of the step with it."""
     _check_vocabulary(group, limits.vocabulary_size)
     _check_longest(group, limits.longest)
+    if group.routing is not None and limits.experts is None:
+        raise WireError(
+            f"group {group.prompt_id!r} has the experts of its tokens, and the model has none, or cannot replay them"
+        )
+    try:
+        _check_routing(group, limits)
+    except ConfigError as error:
+        raise WireError(str(error)) from error
     inputs = limits.media
     if group.extra and inputs is None:
         raise WireError(f"group {group.prompt_id!r} has images or videos, and the model reads only text")
@@ -210,6 +227,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
     extra: dict[str, npt.NDArray[Any]] = {}
     teacher: dict[str, npt.NDArray[Any]] = {}
     kept: dict[str, npt.NDArray[Any]] = {}
+    experts: dict[str, npt.NDArray[Any]] = {}
     loss_mask: npt.NDArray[np.uint8] | None = None
     for index, meta in enumerate(group.tensors):
         frame = next(frames)
@@ -221,16 +239,20 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             teacher[meta.name] = _array(group.prompt_id, meta, TEACHER_TENSORS[meta.name], frame)
         elif meta.name in KEPT_TENSORS:
             kept[meta.name] = _array(group.prompt_id, meta, KEPT_TENSORS[meta.name], frame)
+        elif meta.name in ROUTING_TENSORS:
+            form = ROUTING_FORMS.get(meta.dtype, ROUTING_FORMS["uint8"])
+            experts[meta.name] = _array(group.prompt_id, meta, form, frame)
         elif meta.name == LOSS_MASK:
             loss_mask = _array(group.prompt_id, meta, MASK_FORM, frame)
         else:
-            allowed = ", ".join([*PROMPT_TENSORS, *TEACHER_TENSORS, *KEPT_TENSORS, LOSS_MASK])
+            allowed = ", ".join([*PROMPT_TENSORS, *TEACHER_TENSORS, *KEPT_TENSORS, *ROUTING_TENSORS, LOSS_MASK])
             raise WireError(f"group {group.prompt_id!r} has a tensor {meta.name!r} and can only have {allowed}")
     prompt_ids, completion_ids, logprobs, versions = arrays
-    if len(kept) == 1:
-        raise WireError(
-            f"group {group.prompt_id!r} has {next(iter(kept))} and lacks the other of {KEPT_COUNTS}, {KEPT_IDS}"
-        )
+    for found, names in ((kept, (KEPT_COUNTS, KEPT_IDS)), (experts, ROUTING_TENSORS)):
+        if len(found) == 1:
+            raise WireError(
+                f"group {group.prompt_id!r} has {next(iter(found))} and lacks the other of {', '.join(names)}"
+            )
     try:
         return ScoredGroup(
             prompt_ids=prompt_ids,
@@ -246,6 +268,7 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             extra=extra,
             loss_mask=loss_mask,
             kept=KeptTokens(kept[KEPT_COUNTS], kept[KEPT_IDS]) if kept else None,
+            routing=Routing(experts[PROMPT_ROUTING], experts[ROUTING]) if experts else None,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error
@@ -292,6 +315,15 @@ def _check_kept(group: ScoredGroup) -> None:
     if group.kept is None:
         return
     problem = kept_problem(group.kept, group.completion_ids, None if group.loss_mask is None else group.sampled)
+    if problem:
+        raise ConfigError(f"group {group.prompt_id!r} cannot be trained: {problem}")
+
+
+def _check_routing(group: ScoredGroup, limits: ModelLimits | None) -> None:
+    if group.routing is None:
+        return
+    sizes = None if limits is None else limits.experts
+    problem = routing_problem(group.routing, len(group.prompt_ids), len(group.completion_ids), sizes)
     if problem:
         raise ConfigError(f"group {group.prompt_id!r} cannot be trained: {problem}")
 

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from starling.algo.experts import find_experts
 from starling.common.errors import ConfigError
-from starling.policy.train.model.experts import find_experts
 
 _BIAS: Final = "e_score_correction_bias"
 """Its name in the models of transformers."""

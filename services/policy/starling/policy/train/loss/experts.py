@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from starling.algo.experts import find_experts, num_experts
 from starling.policy.train.data.packing import Index, MicrobatchInputs
-from starling.policy.train.model.experts import find_experts, num_experts
 
 
 class TokenRanks(Protocol):

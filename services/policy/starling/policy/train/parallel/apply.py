@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from starling.algo.architecture import placeholders
+from starling.algo.experts import find_experts, num_experts
 from starling.common.errors import ConfigError
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
@@ -22,7 +23,6 @@ from starling.policy.train.checkpoint.shared_export import ModelOutline
 from starling.policy.train.data.packing import Index, Microbatch, MicrobatchInputs
 from starling.policy.train.loss.router import declared_routers
 from starling.policy.train.metrics.flops import ModelCost, model_cost
-from starling.policy.train.model.experts import find_experts, num_experts
 from starling.policy.train.model.layout import AttentionPlan, attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors

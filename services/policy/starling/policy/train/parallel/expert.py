@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from starling.algo.experts import find_experts, num_experts
 from starling.common.errors import ConfigError
 from starling.policy.train.memory.blocks import class_forward, replace_forward
-from starling.policy.train.model.experts import find_experts, num_experts
 from starling.policy.train.parallel.collectives import exchange
 from starling.policy.train.parallel.mesh import Mesh
 from starling.policy.train.parallel.weights.shards import local_parameters

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from starling.algo.experts import find_experts
 from starling.policy.train.memory.blocks import find_blocks
-from starling.policy.train.model.experts import find_experts
 from starling.policy.train.optim.masters import LOW
 from starling.policy.train.parallel.media import tower_blocks
 from starling.policy.train.parallel.mesh import SHARDS, Mesh

@@ -21,9 +21,9 @@ from typing import Any, Final, Literal
 
 import torch
 
+from starling.algo.experts import find_experts
 from starling.common.errors import ConfigError
 from starling.policy.train.memory.blocks import find_blocks, last_norm
-from starling.policy.train.model.experts import find_experts
 from starling.policy.train.model.lm_head import (
     has_final_layer,
 )
