@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.routing import Experts
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import StarlingError
 from starling.common.settings import ModelSettings, WeightsSettings
@@ -72,6 +73,10 @@ class PartialCompletion:
     """As `Completion.kept`; None if it was not recorded."""
     truncation_nats: npt.NDArray[np.float32] | None = None
     """As `Completion.truncation_nats`."""
+    routing: Experts | None = None
+    """As `Completion.routing`; None if it was not recorded."""
+    prompt_routing: Experts | None = None
+    """As `GroupResult.prompt_routing`; it does not travel to another replica, which computes the prompt again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,9 @@ class Completion:
     truncation_nats: npt.NDArray[np.float32] | None = None
     """``-log(sum of the kept tokens' probabilities)`` of each token that this engine sampled with top_p, top_k or
     min_p, NaN for others; None if there are none, or if it was not measured."""
+    routing: Experts | None = None
+    """The experts that the routers chose for each token, with `Sampling.routing` ``replayed``, unrecorded for tokens
+    that were not computed, as the last one; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,9 @@ class GroupResult:
     """`GroupRequest.tensors`."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set if the request has `score_prompt` and the engine supports it."""
+    prompt_routing: Experts | None = None
+    """The experts that the routers chose for each token of the prompt, with `Sampling.routing` ``replayed``; None if
+    it was not recorded, or not computed because all completions had ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,9 @@ class EngineQueue:
             return
         request, future = self._running.pop(lease)
         completions = tuple(
-            Completion(p.token_ids, p.logprobs, p.versions, p.status or Status.OK, p.kept, p.truncation_nats)
+            Completion(p.token_ids, p.logprobs, p.versions, p.status or Status.OK, p.kept, p.truncation_nats, p.routing)
             for p in partials
         )
         prompt_ids = np.asarray(request.prompt_ids, np.int32)
-        future.set_result(GroupResult(lease, prompt_ids, completions, request.tensors))
+        routing = partials[0].prompt_routing
+        future.set_result(GroupResult(lease, prompt_ids, completions, request.tensors, prompt_routing=routing))

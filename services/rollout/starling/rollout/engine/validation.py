@@ -8,10 +8,11 @@ from typing import Final
 import numpy as np
 
 from starling.algo.media import media_problem, placeholders_in
+from starling.algo.routing import experts_problem
 from starling.algo.truncation import kept_problem
 from starling.common.counts import counted
 from starling.common.wire.messages import MediaInputs
-from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
+from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN, MAX_ROUTING_BYTES
 from starling.rollout.engine.base import GroupRequest, RequestError
 
 MOST_TOP_K: Final = (1 << 31) - 1
@@ -77,6 +78,16 @@ def kept_size_problem(num_bytes: int) -> str:
     )
 
 
+def routing_size_problem(num_bytes: int) -> str:
+    """Return why a group whose recorded experts take `num_bytes` cannot be sent; empty if it can."""
+    if num_bytes <= MAX_ROUTING_BYTES:
+        return ""
+    return (
+        f"the experts of the group's tokens take {num_bytes} bytes, and {MAX_ROUTING_BYTES} can be sent; lower "
+        "sampling.max_tokens or rl.group_size"
+    )
+
+
 def check_partial(request: GroupRequest, vocab_size: int, inputs: MediaInputs | None) -> None:
     """Raise a `RequestError` if the partial completions of `request` cannot be resumed."""
     if request.partial and len(request.partial) != request.num_completions:
@@ -92,6 +103,8 @@ def check_partial(request: GroupRequest, vocab_size: int, inputs: MediaInputs | 
                 f"log-probabilities and {len(partial.versions)} versions; give one of each for every token"
             )
         if partial.kept is not None and (problem := kept_problem(partial.kept, ids, None)):
+            raise RequestError(f"{request.lease}: partial completion {index} cannot be resumed: {problem}")
+        if partial.routing is not None and (problem := experts_problem(partial.routing, len(ids), None)):
             raise RequestError(f"{request.lease}: partial completion {index} cannot be resumed: {problem}")
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
             raise RequestError(

@@ -10,7 +10,7 @@ import structlog
 
 from starling.algo.text import decode
 from starling.rollout.engine.base import EngineLostError, GroupFailed, GroupRequest, RequestError
-from starling.rollout.engine.validation import kept_size_problem
+from starling.rollout.engine.validation import kept_size_problem, routing_size_problem
 from starling.rollout.env.runner import EpisodeRunner
 from starling.rollout.shell.results import generated_message, interrupted_message, played_message, read_partials
 
@@ -169,7 +169,10 @@ def _problem(result: GroupResult | GroupFailed) -> str:
     """Return why a group cannot be answered with `result`; empty if it can."""
     if isinstance(result, GroupFailed):
         return result.reason
-    return kept_size_problem(sum(one.kept.ids.nbytes for one in result.completions if one.kept is not None))
+    routings = [result.prompt_routing, *(one.routing for one in result.completions)]
+    return kept_size_problem(
+        sum(one.kept.ids.nbytes for one in result.completions if one.kept is not None)
+    ) or routing_size_problem(sum(one.nbytes for one in routings if one is not None))
 
 
 def _note_anew(lease: str, reason: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.routing import Experts, join_experts
 from starling.algo.truncation import KeptTokens, join_kept, mean_nats
 from starling.common.wire.messages import (
     GenerateGroup,
@@ -19,7 +20,7 @@ from starling.common.wire.messages import (
     TensorMeta,
     TrajectoryMeta,
 )
-from starling.common.wire.tensors import KEPT_COUNTS, KEPT_IDS
+from starling.common.wire.tensors import KEPT_COUNTS, KEPT_IDS, PROMPT_ROUTING, ROUTING, ROUTING_FORMS
 
 if TYPE_CHECKING:
     from starling.rollout.engine.base import GroupResult, PartialCompletion
@@ -35,7 +36,7 @@ def generated_message(
     result: GroupResult, decode: Callable[[Sequence[int]], str], temperature: float = -1.0
 ) -> tuple[GroupGenerated, tuple[bytes, ...]]:
     """Return the message for `result`, and its buffers: prompt ids, token ids, log-probabilities, versions, and the
-    named tensors of its images and videos, and of its kept tokens.
+    named tensors of its images and videos, of its kept tokens, and of the experts of its tokens.
 
     `temperature` is the request's; -1 if unknown.
     """
@@ -47,6 +48,9 @@ def generated_message(
         ("", np.concatenate([c.versions for c in completions])),
         *result.tensors.items(),
         *_kept_arrays(join_kept((c.kept, len(c.token_ids)) for c in completions)),
+        *_routing_arrays(
+            (result.prompt_routing, len(result.prompt_ids)), [(c.routing, len(c.token_ids)) for c in completions]
+        ),
     ]
     trajectories = tuple(
         TrajectoryMeta(
@@ -77,6 +81,8 @@ def interrupted_message(
     columns_and_dtypes = zip(columns, DTYPES, strict=True)
     arrays: NamedArrays = [("", np.concatenate(column).astype(dtype)) for column, dtype in columns_and_dtypes]
     arrays += _kept_arrays(join_kept((p.kept, len(p.token_ids)) for p in partials))
+    if (experts := join_experts((p.routing, len(p.token_ids)) for p in partials)) is not None:
+        arrays.append((ROUTING, experts))
     tensors, buffers = _frames(arrays)
     metas = tuple(
         PartialCompletionMeta(num_tokens=len(partial.token_ids), status=partial.status) for partial in partials
@@ -99,11 +105,16 @@ def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[Par
         return ()
     total = sum(meta.num_tokens for meta in message.partial)
     sizes = [len(buffer) for buffer in buffers]
-    counts, ids = (np.frombuffer(buffer, "<i4") for buffer in buffers[3:]) if len(sizes) == 5 else (None, None)
-    fits = sizes[:3] == [total * dtype.itemsize for dtype in DTYPES] and len(sizes) in (3, 5)
-    if counts is not None and ids is not None:
-        fits = fits and len(counts) == total and counts.min(initial=0) >= 0 and counts.sum(dtype=np.int64) == len(ids)
-    if not fits:
+    further = {tensor.name: (tensor, buffer) for tensor, buffer in zip(message.tensors[3:], buffers[3:], strict=False)}
+    fits = sizes[:3] == [total * dtype.itemsize for dtype in DTYPES] and len(sizes) == len(message.tensors)
+    fits = fits and len(further) == len(sizes) - 3
+    fits = fits and further.keys() - {ROUTING} in (set(), {KEPT_COUNTS, KEPT_IDS})
+    counts = ids = None
+    if fits and KEPT_IDS in further:
+        counts, ids = (np.frombuffer(further[name][1], "<i4") for name in (KEPT_COUNTS, KEPT_IDS))
+        fits = len(counts) == total and counts.min(initial=0) >= 0 and counts.sum(dtype=np.int64) == len(ids)
+    experts = _read_experts(*further[ROUTING]) if fits and ROUTING in further else None
+    if not fits or (experts is not None and len(experts) != total):
         raise RequestError(f"its partial completions have {total} tokens, and buffers of {sizes} bytes")
     ends = np.cumsum([meta.num_tokens for meta in message.partial])
     arrays = (np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers[:3], DTYPES, strict=True))
@@ -116,6 +127,7 @@ def read_partials(message: GenerateGroup, buffers: Sequence[bytes]) -> tuple[Par
             versions[index],
             meta.status if meta.num_tokens else None,  # none has ended without a token: an answer needs its version
             None if kept is None else kept.take(slice(ends[index] - meta.num_tokens, ends[index])),
+            routing=None if experts is None else experts[ends[index] - meta.num_tokens : ends[index]],
         )
         for index, meta in enumerate(message.partial)
     )
@@ -134,6 +146,9 @@ def played_message(
         ("", np.concatenate([trajectory.versions for trajectory in trajectories])),
         *played.tensors.items(),
         *_kept_arrays(join_kept((t.kept, len(t.token_ids)) for t in trajectories)),
+        *_routing_arrays(
+            (played.prompt_routing, len(played.prompt_ids)), [(t.routing, len(t.token_ids)) for t in trajectories]
+        ),
     ]
     loss_mask = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
     if not loss_mask.all():
@@ -175,6 +190,22 @@ def lease_progress(progress: PullProgress) -> LeaseProgress:
 
 def _kept_arrays(kept: KeptTokens | None) -> NamedArrays:
     return [] if kept is None else [(KEPT_COUNTS, kept.counts), (KEPT_IDS, kept.ids)]
+
+
+def _routing_arrays(prompt: tuple[Experts | None, int], completions: list[tuple[Experts | None, int]]) -> NamedArrays:
+    """Return the experts of a prompt and of its completions, each with its number of tokens; nothing without any."""
+    joined = join_experts([prompt, *completions])
+    return [] if joined is None else [(PROMPT_ROUTING, joined[: prompt[1]]), (ROUTING, joined[prompt[1] :])]
+
+
+def _read_experts(tensor: TensorMeta, buffer: bytes) -> Experts:
+    """Return the experts of tokens, from another replica; of no token if their form is wrong."""
+    form = ROUTING_FORMS.get(tensor.dtype)
+    if form is None or len(tensor.shape) != form.num_dims or min(tensor.shape) < 0:
+        return np.zeros((0, 0, 0), np.uint8)
+    if math.prod(tensor.shape) * form.item_bytes != len(buffer):
+        return np.zeros((0, 0, 0), np.uint8)
+    return np.frombuffer(buffer, form.dtype).reshape(tensor.shape)
 
 
 def _frames(arrays: NamedArrays) -> tuple[tuple[TensorMeta, ...], tuple[bytes, ...]]:

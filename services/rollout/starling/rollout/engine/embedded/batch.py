@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.routing import Experts, fill, is_recorded, no_experts
 from starling.algo.truncation import NO_IDS, KeptTokens, is_truncated
 from starling.common.wire.messages import Status
 from starling.rollout.engine.base import Completion, GroupRequest, GroupResult, PartialCompletion, PromptLogprobs
@@ -32,6 +33,7 @@ ROW_DTYPE: Final = np.dtype(
         ("top_k", np.int64),
         ("min_p", np.float64),
         ("records", np.int64),  # 1 if its kept tokens are recorded, else 0
+        ("routed", np.int64),  # 1 if the experts of its tokens are recorded, else 0
         ("key", np.uint64),  # key of the completion's stream of uniforms
     ]
 )
@@ -68,9 +70,15 @@ class EmbeddedGroup:
     """The completions that have ended, by index."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set after the prefill if the request has `score_prompt`."""
+    prompt_routing: Experts | None = None
+    """Set after the first prefill if the experts of its tokens are recorded."""
+    prefilled_routing: dict[int, Experts] = field(default_factory=dict)
+    """Experts of the resumed tokens of completions, by index, as the prefill has computed them."""
 
     def __post_init__(self) -> None:
         """Move partial completions that have already ended to `done`."""
+        if self.request.partial:
+            self.prompt_routing = self.request.partial[0].prompt_routing
         for index, partial in enumerate(self.request.partial):
             if (status := self._ending(partial)) is not None:
                 self.done[index] = Completion(
@@ -80,7 +88,13 @@ class EmbeddedGroup:
                     status=status,
                     kept=partial.kept,
                     truncation_nats=partial.truncation_nats,
+                    routing=partial.routing,
                 )
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the experts of its tokens are recorded."""
+        return self.request.sampling.routing == "replayed"
 
     @property
     def num_rows(self) -> int:
@@ -133,7 +147,14 @@ class EmbeddedGroup:
         """Return the result of a group whose completions have all ended."""
         completions = tuple(self.done[index] for index in range(self.request.num_completions))
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
-        return GroupResult(self.request.lease, prompt_ids, completions, self.request.tensors, self.prompt_logprobs)
+        return GroupResult(
+            self.request.lease,
+            prompt_ids,
+            completions,
+            self.request.tensors,
+            self.prompt_logprobs,
+            self.prompt_routing,
+        )
 
     def _ending(self, partial: PartialCompletion) -> Status | None:
         """Return how a partial completion ended, by its status or its tokens; None if it has not ended."""
@@ -145,6 +166,15 @@ class EmbeddedGroup:
 
 
 _NOTHING: Final = PartialCompletion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+
+
+def _resumed_routing(group: EmbeddedGroup, index: int) -> list[Experts]:
+    """Return the experts of each token that completion `index` resumes: those with which the tokens after it were
+    sampled, or those of this engine's prefill."""
+    resumed, own = group.resumed(index).routing, group.prefilled_routing.pop(index, None)
+    if resumed is not None and own is not None:
+        return list(fill(resumed, own))
+    return list(resumed if resumed is not None else own if own is not None else ())
 
 
 def last_position(request: GroupRequest) -> int:
@@ -172,6 +202,8 @@ class RunningRows:
         """See `Completion.truncation_nats`."""
         self._kept: dict[int, list[npt.NDArray[np.int32]]] = {}
         """The kept tokens at each position of the rows that record them, by slot."""
+        self._routing: dict[int, list[Experts]] = {}
+        """The experts [layers, chosen] of each token that was computed, of the rows that record them, by slot."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -195,6 +227,7 @@ class RunningRows:
             ("top_k", [group.request.sampling.top_k for group in groups]),
             ("min_p", [group.request.sampling.min_p for group in groups]),
             ("records", [group.request.sampling.logprobs == "truncated" for group in groups]),
+            ("routed", [group.is_routed for group in groups]),
             ("slot", [self._free_slots.pop() for _ in rows]),
             ("key", [sequence.group.stream_key(index) for sequence, index in rows]),
         ):
@@ -202,15 +235,18 @@ class RunningRows:
         self.table = np.concatenate((self.table, new))
         self._append_stops(groups)
         self._widen(int(new["num_resumed"].max()))
-        for slot, records, (sequence, index) in zip(new["slot"], new["records"], rows, strict=True):
+        for row, (sequence, index) in zip(new, rows, strict=True):
+            slot = int(row["slot"])
             resumed = sequence.group.resumed(index)
             num = len(resumed.token_ids)
             self._token_ids[slot, :num] = resumed.token_ids
             self._logprobs[slot, :num] = resumed.logprobs
             self._versions[slot, :num] = resumed.versions
             self._nats[slot] = np.nan
-            if records:
-                self._kept[int(slot)] = resumed.kept.rows() if resumed.kept is not None else [NO_IDS] * num
+            if row["routed"]:
+                self._routing[slot] = _resumed_routing(sequence.group, index)
+            if row["records"]:
+                self._kept[slot] = resumed.kept.rows() if resumed.kept is not None else [NO_IDS] * num
 
     def _append_stops(self, groups: Sequence[EmbeddedGroup]) -> None:
         """Add the stop tokens of new rows, padded to the width of the longest list."""
@@ -259,18 +295,49 @@ class RunningRows:
             for row in np.flatnonzero(sampled & (self.table["records"] == 1)):
                 self._kept[int(self.table["slot"][row])].append(rows[row])
 
+    def record_experts(self, experts: Experts) -> None:
+        """Note the experts of the newest token of each row, [rows, layers, chosen]: it has just been computed.
+
+        A replayed token keeps those with which the tokens after it were sampled.
+        """
+        for row in np.flatnonzero(self.table["routed"] == 1):
+            known, at = self._routing[int(self.table["slot"][row])], int(self.table["length"][row]) - 1
+            if at == len(known):
+                known.append(experts[row])
+            elif not is_recorded(known[at][None])[0]:
+                known[at] = experts[row]
+
     def completion(self, row: int, status: Status) -> Completion:
         """Return the completion of row number `row`."""
         length = int(self.table["length"][row])
         kept, nats = self._truncation(row, length)
-        return Completion(*self._transcript(row, length), status=status, kept=kept, truncation_nats=nats)
+        routing = self._experts(row, length)
+        return Completion(
+            *self._transcript(row, length), status=status, kept=kept, truncation_nats=nats, routing=routing
+        )
 
-    def partial(self, row: int) -> PartialCompletion:
+    def partial(self, row: int, prompt_routing: Experts | None) -> PartialCompletion:
         """Return the partial completion of running row `row`, including resumed tokens that are not replayed yet."""
         record = self.table[row]
         length = int(max(record["length"], record["num_resumed"]))
         kept, nats = self._truncation(row, length)
-        return PartialCompletion(*self._transcript(row, length), kept=kept, truncation_nats=nats)
+        return PartialCompletion(
+            *self._transcript(row, length),
+            kept=kept,
+            truncation_nats=nats,
+            routing=self._experts(row, length),
+            prompt_routing=prompt_routing,
+        )
+
+    def _experts(self, row: int, length: int) -> Experts | None:
+        """Return the experts of row `row`, which has `length` tokens; None if none are recorded.
+
+        The newest token has not been computed.
+        """
+        known = self._routing.get(int(self.table["slot"][row]))
+        if not known:
+            return None
+        return np.stack([*known[:length], *no_experts(length - len(known[:length]), known[0][None])])
 
     def _truncation(self, row: int, length: int) -> tuple[KeptTokens | None, npt.NDArray[np.float32] | None]:
         """Return the kept tokens and the nats of truncation of row `row`, which has `length` tokens."""
@@ -301,9 +368,10 @@ class RunningRows:
         order[removed[:left]] = left + np.flatnonzero(~removed[left:])
         slots = [int(slot) for slot in self.table["slot"][removed]]
         self._free_slots.extend(slots)
-        if self._kept:
-            for slot in slots:
-                self._kept.pop(slot, None)
+        for known in (self._kept, self._routing):
+            if known:
+                for slot in slots:
+                    known.pop(slot, None)
         self.table, self._stops = self.table[order], self._stops[order]
         return order
 

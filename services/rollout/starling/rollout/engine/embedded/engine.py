@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from starling.algo.architecture import context_length, media_inputs
 from starling.algo.media import placeholder_ids
+from starling.algo.routing import experts_problem
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import MediaInputs, Status
@@ -202,6 +203,7 @@ class TransformersEngine:
         check_request(request, self._vocab_size, self._max_model_len, self._max_rows)
         check_partial(request, self._vocab_size, self._media_inputs)
         check_tensors(request, self._media_inputs)
+        self._check_routing(request)
         if request.lease in self._leases:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))
@@ -216,6 +218,22 @@ class TransformersEngine:
         self._waiting.append(group)
         self._leases.add(request.lease)
         self._num_added += 1
+
+    def _check_routing(self, request: GroupRequest) -> None:
+        """Raise a `RequestError` if the experts of the group's tokens cannot be recorded."""
+        if request.sampling.routing == "own":
+            return
+        sizes = self._forward.experts
+        if sizes is None:
+            raise RequestError(
+                f"{request.lease}: routing is 'replayed', and the model has no experts whose choice is recorded; set "
+                "sampling.routing = 'own'"
+            )
+        for index, partial in enumerate(request.partial):
+            if partial.routing is not None and (
+                problem := experts_problem(partial.routing, len(partial.token_ids), sizes)
+            ):
+                raise RequestError(f"{request.lease}: partial completion {index} cannot be resumed: {problem}")
 
     def cancel(self, lease: str) -> bool:
         """Drop a group and free its rows at once; return whether the engine held it."""
@@ -238,12 +256,19 @@ class TransformersEngine:
         group, removed = self._running.pop(number), self._rows.table["group"] == number
         partials = {
             index: PartialCompletion(
-                done.token_ids, done.logprobs, done.versions, done.status, done.kept, done.truncation_nats
+                done.token_ids,
+                done.logprobs,
+                done.versions,
+                done.status,
+                done.kept,
+                done.truncation_nats,
+                done.routing,
+                group.prompt_routing,
             )
             for index, done in group.done.items()
         }
         for row in np.flatnonzero(removed):
-            partials.setdefault(int(self._rows.table["index"][row]), self._rows.partial(row))
+            partials.setdefault(int(self._rows.table["index"][row]), self._rows.partial(row, group.prompt_routing))
         with torch.inference_mode():
             self._remove_rows(removed)
         return group, tuple(partials[index] for index in range(group.request.num_completions))
@@ -257,7 +282,7 @@ class TransformersEngine:
             parts = []
             ended += self._make_room()
             if len(self._rows):
-                parts.append(self._forward.decode(self._rows.table["last"], self._rows.table["position"]))
+                parts.append(self._decode())
             joining = self._take_joining()
             ended += [self._end(group) for group in joining if not group.num_rows]
             if self._waiting and not joining and not len(self._rows):
@@ -323,6 +348,16 @@ class TransformersEngine:
             return True
         growth = 0 if alone else len(self._rows) + sum(len(sequence.indices) for sequence in sequences)
         return self._forward.num_blocks_of(sequences) + growth <= free
+
+    def _decode(self) -> torch.Tensor:
+        """Compute the newest token of every row; return the logits of the next ones."""
+        table, recorder = self._rows.table, self._forward.recorder
+        if not table["routed"].any():
+            return self._forward.decode(table["last"], table["position"])
+        with recorder.recording():
+            logits = self._forward.decode(table["last"], table["position"])
+        self._rows.record_experts(recorder.take())
+        return logits
 
     def _join(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
         """Prefill `sequences` and add their rows; return the logits of the rows' next tokens."""

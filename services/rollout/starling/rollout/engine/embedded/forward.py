@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -33,7 +34,8 @@ from starling.rollout.engine.embedded.attention import (
 from starling.rollout.engine.embedded.batch import PrefillSequence
 from starling.rollout.engine.embedded.cache import CachedSequence, LayerShape, PagedCache, PrefillCache
 from starling.rollout.engine.embedded.decoder import plain_decoder
-from starling.rollout.engine.embedded.packing import Packing, Places
+from starling.rollout.engine.embedded.packing import Packing, Places, token_spans
+from starling.rollout.engine.embedded.routing import ExpertRecorder
 from starling.rollout.engine.embedded.sampling import join_prompt_logprobs, score_prompt_tokens
 
 log = structlog.get_logger(__name__)
@@ -66,7 +68,11 @@ class Forward:
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._window: int | None = model.config.get_text_config().sliding_window if self._sliding else None
         self._max_cache_bytes = max_cache_bytes
-        self._shapes = _layer_shapes(model, self.device)
+        self.recorder = ExpertRecorder(model)
+        with self.recorder.recording():
+            self._shapes = _layer_shapes(model, self.device)
+        self.experts = self.recorder.sizes()
+        """Of the model; None if it has none."""
         reason = why_unpacked(model)
         if reason is not None:
             log.info(
@@ -113,10 +119,11 @@ class Forward:
         """Return the blocks of the KV cache that `prefill` needs."""
         return self.cache.num_blocks_of([_cached(sequence) for sequence in sequences])
 
-    def prefill(self, sequences: Sequence[PrefillSequence], version: int) -> torch.Tensor:
+    def prefill(self, sequences: Sequence[PrefillSequence], version: int, *, records: bool = True) -> torch.Tensor:
         """Prefill `sequences` and add their rows to the cache, in order; return the logits after each row's last token.
 
-        Sets `prompt_logprobs`, with `version`, of the groups that need it.
+        Sets `prompt_logprobs`, with `version`, of the groups that need it; and, with `records`, the experts of the
+        tokens of the groups that record them.
 
         Returns:
             [new rows, vocabulary].
@@ -127,13 +134,38 @@ class Forward:
         places = self.cache.join([_cached(sequence) for sequence in sequences])
         parts = []
         for some in _chunks(sequences):
-            parts.append(self._prefill(sequences[some], places[some], version))
+            routed = records and any(sequence.group.is_routed for sequence in sequences[some])
+            with self.recorder.recording() if routed else nullcontext():
+                parts.append(self._prefill(sequences[some], places[some], version))
+            if routed:
+                self._keep_experts(sequences[some])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recompute(self, sequences: Sequence[PrefillSequence], version: int) -> None:
         """Recompute the KV cache of all rows; `sequences` has one row each, in batch order."""
         self.cache = self._new_cache()  # frees the old one first: both may not fit into memory
-        self.prefill(sequences, version)
+        self.prefill(sequences, version, records=False)
+
+    def _keep_experts(self, sequences: Sequence[PrefillSequence]) -> None:
+        """Note the experts of the tokens of `sequences`, which have just been prefilled."""
+        experts = self.recorder.take()
+        for sequence, (prompt, own) in zip(sequences, self._spans(sequences), strict=True):
+            group = sequence.group
+            if group.is_routed and group.prompt_routing is None:
+                group.prompt_routing = experts[prompt]
+            if group.is_routed and own.stop > own.start:
+                group.prefilled_routing |= dict.fromkeys(sequence.indices, experts[own])
+
+    def _spans(self, sequences: Sequence[PrefillSequence]) -> Iterator[tuple[slice, slice]]:
+        """Yield where the tokens of each prompt, and those after it, are among the tokens of a prefill."""
+        if self._packs:
+            yield from token_spans(sequences)
+            return
+        begin = 0
+        for sequence in sequences:
+            middle, end = begin + len(sequence.group.request.prompt_ids), begin + len(sequence.ids)
+            yield slice(begin, middle), slice(middle, end)
+            begin = end
 
     def to_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """Return `values` as a tensor on the model's device."""

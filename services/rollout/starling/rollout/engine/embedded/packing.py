@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,21 @@ class Packing:
                 own = last_position(request) + 1 + np.arange(num_own)
                 positions[:, 0, end + 1 - num_own : end + 1] = own
         return positions
+
+
+def token_spans(sequences: Sequence[PrefillSequence]) -> Iterator[tuple[slice, slice]]:
+    """Yield where the prompt of each sequence, and its tokens after that, are in the row of a `Packing`."""
+    by_group: dict[int, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        by_group.setdefault(sequence.group.number, []).append(number)
+    found, end = dict[int, tuple[slice, slice]](), 0
+    for numbers in by_group.values():
+        begin, end = end, end + len(sequences[numbers[0]].group.request.prompt_ids)
+        prompt = slice(begin, end)
+        for number in numbers:
+            begin, end = end, end + len(sequences[number].ids) - (prompt.stop - prompt.start)
+            found[number] = prompt, slice(begin, end)
+    yield from (found[number] for number in range(len(sequences)))
 
 
 def num_packed_tokens(sequences: Sequence[PrefillSequence]) -> int:

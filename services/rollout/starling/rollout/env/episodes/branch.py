@@ -77,6 +77,8 @@ class Branch(TokenEpisode):
         other._versions = self._versions[: reply_end.num_tokens]
         other._sampled = self._sampled[: reply_end.num_tokens]
         other._kept = self._kept[: reply_end.num_tokens]
+        if self._routing is not None:
+            other._routing = self._routing[: len(self._context) + reply_end.num_tokens]
         other._messages = [dict(message) for message in self._messages[: reply_end.num_messages]]
         other._turns, other._reply_ends = self._turns[:num_turns], self._reply_ends[:num_turns]
         other._pending_messages, other._pending_texts, other._end_token_text = [], ([], []), reply_end.ending

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.routing import Experts, fill, join_experts, no_experts
 from starling.algo.text import conversation, conversation_text, decode, encode_text
 from starling.algo.truncation import NO_IDS, IntArray, mean_nats
 from starling.common.counts import counted
@@ -76,6 +77,9 @@ class TokenEpisode:
         self._kept: list[IntArray] = []
         """The kept tokens of `_token_ids` up to the last one for which they were recorded, none where it was not
         sampled; empty if they are not recorded."""
+        self._routing: Experts | None = None
+        """The experts of the tokens so far, those of the context included, up to the last reply; None if they are not
+        recorded."""
         self._pending_messages: list[Mapping[str, Any]] = []
         """Messages that are not encoded yet."""
         self._pending_texts: tuple[list[str], list[str]] = ([], [])
@@ -230,6 +234,7 @@ class TokenEpisode:
             sampled=self._sampled[:last],
             kept=self._kept + [NO_IDS] * (last - len(self._kept)) if self._kept else [],
             truncation_nats=mean_nats(turn.truncation_nats for turn in self._turns),
+            routing=None if self._routing is None or not last else self._routing[: len(self._context) + last],
             status=status,
             reward=outcome.reward,
             metrics=outcome.metrics,
@@ -303,8 +308,23 @@ class TokenEpisode:
             tensors=_extend_positions(self._task.tensors, len(ids)),
             listener=stops.listener,
         )
-        (completion,) = (await self._generate(request, stops.reached)).completions
+        result = await self._generate(request, stops.reached)
+        (completion,) = result.completions
+        self._record_routing(result.prompt_routing, len(ids), stops.cut(completion))
         return completion
+
+    def _record_routing(self, prompt: Experts | None, num_prompt: int, completion: Completion) -> None:
+        """Note the experts of a prompt, which has all tokens so far, and of the reply to it.
+
+        Tokens that an earlier reply was sampled from keep those of then.
+        """
+        joined = join_experts([(prompt, num_prompt), (completion.routing, len(completion.token_ids))])
+        if joined is None:
+            return
+        if self._routing is not None:
+            known = self._routing[: len(joined)]
+            joined = fill(np.concatenate([known, no_experts(len(joined) - len(known), known)]), joined)
+        self._routing = joined
 
     def _record(self, completion: Completion) -> ModelReply:
         ids = [int(token) for token in completion.token_ids]

@@ -9,10 +9,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.routing import Experts
 from starling.algo.truncation import NO_IDS, IntArray, KeptTokens
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import Status
-from starling.rollout.engine.validation import kept_size_problem
+from starling.rollout.engine.validation import kept_size_problem, routing_size_problem
 from starling.rollout.env.episodes.turns import common_length
 
 MAX_METRICS_BYTES: Final = MAX_MESSAGE_BYTES // 2
@@ -43,6 +44,8 @@ class Trajectory:
     """As `Completion.kept`; no tokens where nothing was sampled."""
     truncation_nats: float | None = None
     """Mean of `Completion.truncation_nats` over the tokens for which it is known."""
+    routing: Experts | None = None
+    """As `Completion.routing`, also of the environment's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class EndedEpisode:
     kept: list[IntArray] = field(default_factory=list)
     """The kept tokens of each of `token_ids`, none where it was not sampled; empty if they are not recorded."""
     truncation_nats: float | None = None
+    routing: Experts | None = None
+    """The experts of the tokens of `context` and `token_ids`; None if they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,8 @@ class PlayedGroup:
     """Oldest version that the request allows; stands in for the version of a trajectory without a sampled token."""
     tensors: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Tensors of the prompt's images and videos, by name."""
+    prompt_routing: Experts | None = None
+    """As `GroupResult.prompt_routing`."""
 
 
 def group_trajectories(
@@ -113,7 +120,9 @@ def group_trajectories(
         episodes = [failed_episode(problem)] * len(episodes)
         shared = list(prompt_ids) or begun[0][:1]
     kept_bytes = sum(ids.nbytes for episode in episodes for ids in episode.kept)
-    if problem := kept_size_problem(kept_bytes) or metrics_size_problem(episodes):
+    routing_bytes = sum(episode.routing.nbytes for episode in episodes if episode.routing is not None)
+    problem = kept_size_problem(kept_bytes) or routing_size_problem(routing_bytes) or metrics_size_problem(episodes)
+    if problem:
         episodes = [failed_episode(problem)] * len(episodes)
     return PlayedGroup(
         lease=lease,
@@ -122,6 +131,7 @@ def group_trajectories(
         temperature=temperature,
         min_version=min_version,
         tensors=tensors,
+        prompt_routing=next((one.routing[: len(shared)] for one in episodes if one.routing is not None), None),
     )
 
 
@@ -157,4 +167,5 @@ def _trajectory(episode: EndedEpisode, num_shared: int) -> Trajectory:
         problem=episode.problem,
         kept=KeptTokens.from_rows([NO_IDS] * len(said) + episode.kept) if episode.kept else None,
         truncation_nats=episode.truncation_nats,
+        routing=None if episode.routing is None else episode.routing[num_shared:],
     )

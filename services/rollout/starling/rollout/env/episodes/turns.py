@@ -140,6 +140,7 @@ class StopTexts:
             status=Status.OK,
             kept=None if completion.kept is None else completion.kept.take(slice(0, low)),
             truncation_nats=None if completion.truncation_nats is None else completion.truncation_nats[:low],
+            routing=None if completion.routing is None else completion.routing[:low],
         )
 
     def _found(self, ids: Sequence[int]) -> bool:
