@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny_chat import TEMPLATES, Script, chat, completion, encode, episode, toke
 from starling.algo.text import encode_prompt
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.wire.messages import Prompt, Status
+from starling.rollout.engine.base import GroupRequest, GroupResult
 from starling.rollout.engine.queue import LEASE_PREFIX, GenerationError
 from starling.rollout.env.base import EpisodeOutcome, EpisodeOver
 from starling.rollout.env.episodes.episode import EpisodeError, TokenEpisode, turn_seed
@@ -104,6 +106,56 @@ def test_kept_tokens_follow_the_sampled_ones() -> None:
     assert made.kept.counts[made.loss_mask == 0].tolist() == [0] * (len(made.token_ids) - num - len(ids))
     expected = (nats[:num].sum() + 2.0 * len(ids)) / (num + len(ids))
     assert made.truncation_nats == pytest.approx(expected), "the mean over the tokens that are trained"
+
+
+class RoutedScript(Script):
+    """A model whose only router chooses, for each token that it computes, the number of the request."""
+
+    async def ask(self, request: GroupRequest, enough: Callable[[], bool]) -> GroupResult:
+        result = await super().ask(request, enough)
+        (one,) = result.completions
+        prompt = np.full((len(request.prompt_ids), 1, 1), len(self.asked), np.uint8)
+        own = np.concatenate([np.full((len(one.token_ids) - 1, 1, 1), len(self.asked), np.uint8), NO_EXPERTS])
+        return replace(result, completions=(replace(one, routing=own),), prompt_routing=prompt)
+
+
+NO_EXPERTS = np.full((1, 1, 1), 255, np.uint8)
+
+
+def test_experts_are_those_of_the_pass_that_the_next_token_was_sampled_from() -> None:
+    """A reply's last token and the environment's tokens are computed for the next reply."""
+    first, second = sampled("chatml", "well done! and more"), sampled("chatml", "no")
+    one = start("chatml", chat("hello"), RoutedScript(completion(first), completion(second)))
+    two = start("chatml", chat("hello there"), RoutedScript(completion(second)))
+
+    async def play() -> None:
+        await one.reply(stop=["done"])
+        one.say(USER)
+        await one.reply()
+        await two.reply()
+
+    asyncio.run(play())
+    result = played(one, two)
+    made, other = result.trajectories
+    assert made.routing is not None
+    assert other.routing is not None
+    assert result.prompt_routing is not None
+    assert result.prompt_routing.flatten().tolist() == [1] * len(result.prompt_ids)
+    said = len(other.token_ids) - len(second)
+    assert other.routing.flatten().tolist() == [1] * (said + len(second) - 1) + [255]
+    found = made.routing.flatten().tolist()
+    assert len(found) == len(made.token_ids)
+    assert found[-1] == 255
+    at = found.index(2)
+    assert found == [1] * at + [2] * (len(found) - at - 1) + [255]
+    whole = len(encode_prompt(tokenizer("chatml"), chat("hello"))) - len(result.prompt_ids)
+    assert at == whole + num_sampled_first(made) - 1, "all but the last token of the first reply"
+
+
+def num_sampled_first(made: Any) -> int:
+    """Return the tokens of the first reply: of the first run of sampled ones."""
+    begin = int(made.loss_mask.argmax())
+    return int(made.loss_mask[begin:].argmin())
 
 
 def test_sampled_tokens_are_not_reencoded() -> None:
