@@ -38,6 +38,7 @@ from starling.policy.train.memory.offload import DeviceOffload
 from starling.policy.train.metrics.clock import StepClock
 from starling.policy.train.model.load import longest_sequence, version_tensors
 from starling.policy.train.model.lora import export_model
+from starling.policy.train.model.routing import find_routing
 from starling.policy.train.preference import DpoTrainer, PreferenceTrainer, RewardModelTrainer
 from starling.policy.train.rl import RlTrainer
 from starling.policy.train.sft import SftTrainer
@@ -192,12 +193,15 @@ class Learner:
         """What the model can read of a group."""
         if self.parallel is None:
             vocabulary_size = int(self.model.get_input_embeddings().weight.shape[0])
+            experts = find_routing(self.model)
         else:
-            vocabulary_size = self.parallel.whole.vocabulary_size
+            vocabulary_size, experts = self.parallel.whole.vocabulary_size, self.parallel.whole.experts
         return ModelLimits(
             vocabulary_size=vocabulary_size,
             longest=longest_sequence(self.model) or 0,
             media=media_inputs(self.model.config),
+            # Compiled blocks have no place at which to replace a choice.
+            experts=None if self._settings.memory.compile else experts,
         )
 
     def check_whole(self) -> None:

@@ -226,6 +226,7 @@ class RlTrainer(Trainer):
             settings.tokens_per_microbatch,
             layout=self._layout,
             share=settings.share_prompts,
+            routing=tokens.routing,
         )
         return _Minibatch(tokens, packed)
 

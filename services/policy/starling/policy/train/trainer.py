@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -167,7 +168,7 @@ class Trainer:
             if reference_of is not None:
                 assert self.reference is not None, "there is a reference"
                 with self.reference.computing() as reference:
-                    found = reference_of(reference, inputs)
+                    found = reference_of(reference, _unrouted(inputs))
             with self._router_loss.recording():
                 loss = loss_of(inputs, found)
             losses.append(self._backward(self._router_loss.add_to(loss, inputs, batch.num_sequences, metrics)))
@@ -188,15 +189,16 @@ class Trainer:
         if reference_of is not None:
             assert self.reference is not None, "there is a reference"
             self._clock.enter("forward")
+            unrouted = [_unrouted(one) for one in inputs]
             with self.reference.computing() as reference:
 
                 def keep(number: int) -> None:
                     if is_empty[number]:  # other ranks gather the stage with this one
-                        self._output_sum(reference, inputs[number])
+                        self._output_sum(reference, unrouted[number])
                     else:
-                        of_reference[number] = reference_of(reference, inputs[number])
+                        of_reference[number] = reference_of(reference, unrouted[number])
 
-                pipeline.of(reference).evaluate(inputs, keep)
+                pipeline.of(reference).evaluate(unrouted, keep)
         losses = list[Tensor]()
 
         def last(number: int) -> Tensor:
@@ -330,6 +332,11 @@ def reference_model(
         return ReferenceModel(model, initial, given)
     # What the pass of the reference's adapters leaves gathered is not the trained ones.
     return ReferenceModel(model, initial, given, reload=True, swapped=parallel.end_pass)
+
+
+def _unrouted(inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """Return `inputs` for a reference, whose routers choose for themselves: it is no copy of the rollout's model."""
+    return inputs if inputs.replay is None else replace(inputs, replay=None)
 
 
 def _one_token(layout: Layout, device: torch.device, backend: Backend) -> MicrobatchInputs:

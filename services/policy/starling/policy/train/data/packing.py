@@ -26,11 +26,13 @@ from torch import Tensor
 from starling.algo import packing
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import Backend
+from starling.algo.routing import Experts, join_experts
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.common.wire.tensors import POSITION_IDS
 from starling.policy.train.data.groups import Flags, IntArray
 from starling.policy.train.data.prefixes import PrefixForest, build_trees, divide, restrict
+from starling.policy.train.data.replay import Replay
 from starling.policy.train.data.share import TokenShare
 
 Index = npt.NDArray[np.int64]
@@ -47,6 +49,8 @@ class PromptBlock:
     spans: tuple[tuple[int, int], ...]
     extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Model inputs of the prompt's images, and token positions; see `ScoredGroup`."""
+    routing: Experts | None = None
+    """The recorded experts of the prompt's tokens, [prompt, M, K]; None where they were not recorded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +83,8 @@ class PackedBatch:
     plan: tuple[Microbatch, ...]
     token_ids: IntArray
     """The step's completion tokens, [C]."""
+    routing: Experts | None = None
+    """The recorded experts of these, [C, M, K]; None where nothing is replayed."""
 
     @property
     def num_sequences(self) -> int:
@@ -141,6 +147,8 @@ class MicrobatchInputs:
     """Of the attention."""
     share: TokenShare | None = None
     """The tokens of this rank, where several compute the microbatch together; None for all of them."""
+    replay: Replay | None = None
+    """The experts that the routers are made to choose; None for their own choice."""
 
     @property
     def own_source(self) -> Tensor:
@@ -177,6 +185,7 @@ def pack_sequences(
     layout: Layout = "forest",
     share: bool = True,
     together: bool = False,
+    routing: Experts | None = None,
 ) -> PackedBatch:
     """Divide the step's completions over microbatches of at most `tokens_per_microbatch` token slots.
 
@@ -189,6 +198,7 @@ def pack_sequences(
         layout: what the model can compute.
         share: compute common beginnings once; those of prompts with images within a group only.
         together: keep the completions of a prompt in one microbatch, because a loss compares them.
+        routing: the recorded experts of the step's completion tokens, [C, M, K]; None where nothing is replayed.
     """
     owners = [(number, prompt, span) for number, prompt in enumerate(prompts) for span in prompt.spans]
     domains = [
@@ -206,7 +216,7 @@ def pack_sequences(
         if layout == "rows"
         else _pack_forests(paths, domains, tokens_per_microbatch, units)
     )
-    return PackedBatch(tuple(sequences), tuple(plan), token_ids)
+    return PackedBatch(tuple(sequences), tuple(plan), token_ids, routing)
 
 
 def to_tensors(
@@ -245,6 +255,7 @@ def to_tensors(
         sequences=rows.sequences,
         extra={name: torch.from_numpy(array).to(device) for name, array in _join_extra(rows.images).items()},
         backend=backend,
+        replay=None if rows.routing is None else Replay.of(rows.routing, device),
     )
 
 
@@ -291,6 +302,8 @@ class _Rows:
     segments: Index
     sequences: Index
     images: list[_Images]
+    routing: Experts | None
+    """[R * L, M, K]; None where nothing is replayed."""
 
 
 _Images = tuple[Index, PromptBlock, bool]
@@ -327,6 +340,10 @@ def _forest_rows(batch: PackedBatch, microbatch: Microbatch) -> _Rows:
         segments=forest.segment_of_tokens,
         sequences=np.array(members, dtype=np.int64),
         images=images,
+        routing=join_experts(
+            (_routing(batch, batch.sequences[number], start, stop), stop - start)
+            for number, start, stop in prefixes.sources
+        ),
     )
 
 
@@ -350,7 +367,27 @@ def _padded_rows(batch: PackedBatch, microbatch: Microbatch) -> _Rows:
         segments=segments,
         sequences=np.stack([numbers, numbers], axis=1),
         images=[(slots, one.prompt, True) for slots, one in zip(rows, sequences, strict=True) if one.prompt.extra],
+        routing=join_experts(
+            part
+            for one in sequences
+            for num in [len(one.input_ids)]
+            for part in ((_routing(batch, one, 0, num), num), (None, shape[1] - num))
+        ),
     )
+
+
+def _routing(batch: PackedBatch, sequence: PackedSequence, start: int, stop: int) -> Experts | None:
+    """Return the recorded experts of the tokens of a sequence from position `start` to `stop`.
+
+    Tokens that several sequences share have those of one of them.
+    """
+    if batch.routing is None:
+        return None
+    prompt, first = len(sequence.prompt.prompt_ids), sequence.span[0]
+    begin, end = max(start, prompt), max(stop, prompt)
+    own = batch.routing[first + begin - prompt : first + end - prompt]
+    known = None if sequence.prompt.routing is None else sequence.prompt.routing[start:stop]
+    return join_experts([(known, stop - start - len(own)), (own, len(own))])
 
 
 def _positions(rows: _Rows) -> Index:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from starling.algo.loss.aggregate import token_weights
 from starling.algo.packing import balance
+from starling.algo.routing import Experts, join_experts
 from starling.algo.staleness import staleness
 from starling.algo.truncation import KeptTokens, join_kept
 from starling.common.errors import ConfigError
@@ -50,6 +51,8 @@ class TrainBatch:
     """Which of the C tokens are the T trained ones, [C]; None where all are."""
     kept: KeptTokens | None = None
     """The tokens over which the log-probabilities of each of the T are normalised; None for the whole vocabulary."""
+    routing: Experts | None = None
+    """The recorded experts of each of the C tokens; None where nothing is replayed."""
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +144,9 @@ def make_train_batch(
     by_completion = [value for value, group in zip(by_group, groups, strict=True) for _ in group.lengths]
     counts = [length for length, included in zip(num_sampled, trained, strict=True) if included]
     kept = join_kept((group.kept, len(group.completion_ids)) for group in groups)
+    routing = join_experts(
+        (None if group.routing is None else group.routing.completions, len(group.completion_ids)) for group in groups
+    )
     return TrainBatch(
         blocks=_prompt_blocks(groups, trained),
         token_ids=np.concatenate([group.completion_ids for group in groups])[in_batch],
@@ -154,6 +160,7 @@ def make_train_batch(
         teacher=_join_teacher(groups, chosen),
         trained=None if sampled.all() else sampled[in_batch],
         kept=None if kept is None else kept.take(chosen),
+        routing=None if routing is None else routing[in_batch],
     )
 
 
@@ -257,7 +264,8 @@ def _prompt_blocks(groups: Sequence[ScoredGroup], trained: Sequence[bool]) -> tu
                 end += length
             index += 1
         if spans:
-            blocks.append(PromptBlock(group.prompt_ids, tuple(spans), group.extra))
+            routing = None if group.routing is None else group.routing.prompt
+            blocks.append(PromptBlock(group.prompt_ids, tuple(spans), group.extra, routing))
     return tuple(blocks)
 
 

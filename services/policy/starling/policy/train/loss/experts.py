@@ -114,6 +114,40 @@ class ExpertLoad:
         return record
 
 
+class ReplayShare:
+    """Counts replayed experts, and those that the model's own routers would not have chosen, in the forward passes that
+    compute gradients."""
+
+    def __init__(self, ranks: TokenRanks | None) -> None:
+        """Count nothing yet; `ranks`: where the model is on a mesh."""
+        self._ranks = ranks
+        self._counts: Tensor | None = None
+
+    def count(self, inputs: MicrobatchInputs) -> None:
+        """Count those of the last pass over the microbatch `inputs`."""
+        if inputs.replay is not None:
+            counts = inputs.replay.take_counts()
+            self._counts = counts if self._counts is None else self._counts + counts
+
+    def clear(self) -> None:
+        """Forget what was counted since the last `read`."""
+        self._counts = None
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Return ``router_replay_share`` since the last call, nothing without a replay; on a mesh, every rank calls it.
+
+        A rank may have counted nothing, because its passes had no microbatch, or its stage no experts.
+        """
+        counts, self._counts = self._counts, None
+        if self._ranks is not None:
+            counts = torch.zeros(2, dtype=torch.int64, device=device) if counts is None else counts
+            counts = self._ranks.sum_loads(counts)
+        if counts is None:
+            return {}
+        differing, total = counts.tolist()
+        return {"router_replay_share": differing / total} if total else {}
+
+
 def load_metrics(counts: Tensor) -> dict[str, float]:
     """Return how evenly experts are used.
 

@@ -18,10 +18,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from starling.algo.experts import find_experts
 from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import Index, MicrobatchInputs
 from starling.policy.train.loss.balance import ExpertBias
-from starling.policy.train.loss.experts import ExpertLoad, TokenRanks, load_metrics
+from starling.policy.train.loss.experts import ExpertLoad, ReplayShare, TokenRanks, load_metrics
 from starling.policy.train.metrics.tokens import TokenMetrics
 
 METRIC: Final = "router_aux_loss"
@@ -65,6 +66,9 @@ class RouterLoss:
         self._bias = ExpertBias(model, bias_rate) if bias_rate else None
         self._counts: dict[str, Tensor] = {}
         """Load of a step that is complete, by name of the experts."""
+        self._replayed, self._share = ReplayShare(ranks), dict[str, float]()
+        self._has_experts = bool(find_experts(model) if ranks is None else ranks.expert_layers)
+        self._device = next(model.parameters()).device
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -83,21 +87,24 @@ class RouterLoss:
 
     def begin_step(self) -> None:
         """Forget the load of a step that was not completed."""
+        self._replayed.clear()
         if self._load is not None:
             self._load.clear()
 
     def complete_load(self) -> None:
         """Sum the load of a step over all ranks, before its last update: other replicas may be lost after that."""
         self._counts = {} if self._load is None else self._load.read()
+        self._share = self._replayed.read(self._device) if self._has_experts else {}
 
     def end_step(self, *, skipped: bool) -> dict[str, float]:
-        """Balance the experts by their load in the step, unless it was `skipped`. Returns `load_metrics` of it."""
+        """Balance the experts by their load in the step, unless it was `skipped`. Returns the metrics of both classes
+        that count."""
         counts, self._counts = self._counts, {}
         if not counts:
-            return {}
+            return self._share
         if self._bias is not None and not skipped:
             self._bias.update(counts)
-        return load_metrics(torch.stack(list(counts.values())))
+        return load_metrics(torch.stack(list(counts.values()))) | self._share
 
     def add_to(self, loss: Tensor, inputs: MicrobatchInputs, num_sequences: int, metrics: TokenMetrics) -> Tensor:
         """Return `loss` plus the routers' part of it, from the forward pass that was recorded last.
@@ -110,6 +117,7 @@ class RouterLoss:
             num_sequences: those of the whole update, over which the mean is taken.
             metrics: receives the routers' loss without its coefficient, as a part of a sum.
         """
+        self._replayed.count(inputs)
         if self._load is not None:
             self._load.count(inputs)
         if not self._coefficient:

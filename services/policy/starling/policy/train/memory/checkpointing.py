@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from starling.policy.train.memory.blocks import class_forward, find_blocks, replace_forward
+from starling.policy.train.model.routing import in_present_replay
 
 
 def checkpoint_blocks(model: torch.nn.Module, kind: Literal["full", "selective"], every: int = 1) -> None:
@@ -26,12 +27,13 @@ def checkpoint_block(block: torch.nn.Module, kind: Literal["full", "selective"])
 
 
 def _full(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(partial(class_forward, block), *args, use_reentrant=False, **kwargs)
+    return checkpoint(in_present_replay(partial(class_forward, block)), *args, use_reentrant=False, **kwargs)
 
 
 def _selective(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(partial(class_forward, block), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    forward = in_present_replay(partial(class_forward, block))
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

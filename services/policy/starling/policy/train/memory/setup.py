@@ -15,6 +15,7 @@ from starling.policy.train.memory.compiled import check_compiler, compile_blocks
 from starling.policy.train.memory.offload import offload_activations
 from starling.policy.train.model.layout import attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
+from starling.policy.train.model.routing import find_routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +56,7 @@ def apply_memory_settings(
     if model.get_output_embeddings() is not None:  # a reward model has none
         find_lm_head(model)
     attention_plan(model, attention)
+    find_routing(model)
     on_cpu = device.type == "cpu"
     if settings.offload_activations and on_cpu:
         log.warning("policy.memory.offload_activations has no effect: the model is on the CPU")

@@ -18,6 +18,7 @@ from torch import Tensor
 from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.model.attention import model_arguments
+from starling.policy.train.model.routing import replaying
 
 log = structlog.get_logger(__name__)
 
@@ -242,7 +243,8 @@ def _run(model: torch.nn.Module, inputs: MicrobatchInputs, before_output_layer: 
     # First: the hooks of a layer on a mesh expect what the layer computes.
     handle = output_layer(model).register_forward_pre_hook(before_output_layer, prepend=True)
     try:
-        logits: Tensor = model(**model_arguments(model, inputs)).logits
+        with replaying(inputs.replay):
+            logits: Tensor = model(**model_arguments(model, inputs)).logits
     finally:
         handle.remove()
     return logits

@@ -16,6 +16,7 @@ from torch import Tensor
 from starling.algo.architecture import placeholders
 from starling.algo.experts import find_experts, num_experts
 from starling.common.errors import ConfigError
+from starling.common.wire.messages import ModelExperts
 from starling.policy.settings.optimizer import OptimizerSettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.checkpoint.parts import Part
@@ -26,6 +27,7 @@ from starling.policy.train.metrics.flops import ModelCost, model_cost
 from starling.policy.train.model.layout import AttentionPlan, attention_plan
 from starling.policy.train.model.lm_head import find_lm_head
 from starling.policy.train.model.load import version_tensors
+from starling.policy.train.model.routing import find_routing
 from starling.policy.train.model.tensors import all_named
 from starling.policy.train.optim.quantised import BLOCK_NUMEL, is_quantised
 from starling.policy.train.parallel import expert, fsdp
@@ -73,6 +75,7 @@ def parallelise(
     if model.get_output_embeddings() is not None:
         find_lm_head(model)
     plan = attention_plan(model, settings.attention)
+    find_routing(model)
     if mesh.size("cp") > 1:
         check_segments(model, plan, "cp", mesh)
     dtypes = {name: tensor.dtype for name, tensor in all_named(model, each_name=True)}
@@ -143,6 +146,8 @@ class WholeModel:
     """Names of the experts of all layers."""
     num_experts: int
     """Most of a layer; 0 without any."""
+    experts: ModelExperts | None
+    """Those whose choice can be replayed; see `find_routing`."""
     num_routers: int
     """Those with a load-balancing loss."""
     vocabulary_size: int
@@ -159,6 +164,7 @@ class WholeModel:
             names,
             tuple(find_experts(model)),
             max((num_experts(one) for one in find_experts(model).values()), default=0),
+            find_routing(model),
             len(routers),
             int(model.get_input_embeddings().weight.shape[0]),
         )

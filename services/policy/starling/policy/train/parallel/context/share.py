@@ -20,7 +20,7 @@ Legend of shapes: L tokens of the row, l of this rank, c ranks, H query heads, G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, Final, Literal
@@ -35,6 +35,7 @@ from starling.algo.attention.tiled import TiledAttention
 from starling.algo.attention.tiles import Ranges
 from starling.common.errors import ConfigError
 from starling.policy.train.data.packing import MicrobatchInputs
+from starling.policy.train.data.replay import Replay
 from starling.policy.train.model.layout import AttentionPlan
 from starling.policy.train.parallel.collectives import exchange
 from starling.policy.train.parallel.context.key_blocks import KeyBlocks
@@ -69,10 +70,11 @@ def divide_tokens(inputs: MicrobatchInputs, mesh: Mesh, placeholders: Sequence[i
     """
     size, method = mesh.size("cp"), mesh.settings.context
     padded = _pad_tokens(inputs, size * lcm(_PIECES[method] if size > 1 else 1, mesh.size("tp")))
+    missing = padded.input_ids.shape[1] - inputs.input_ids.shape[1]
     if placeholders:
         padded = replace(padded, extra=padded.extra | {MEDIA_SLOTS: media_slots(padded.input_ids, placeholders)})
     if size == 1:
-        return padded
+        return replace(padded, replay=_divide_replay(inputs, mesh, missing, lambda values: values))
     share = ContextShare(mesh.group("cp"), method, padded.input_ids.shape[1], inputs.source)
     return replace(
         padded,
@@ -80,7 +82,18 @@ def divide_tokens(inputs: MicrobatchInputs, mesh: Mesh, placeholders: Sequence[i
         position_ids=share.take(padded.position_ids),
         extra={name: share.take(one) if name == MEDIA_SLOTS else one for name, one in padded.extra.items()},
         share=share,
+        replay=_divide_replay(inputs, mesh, missing, share.take),
     )
+
+
+def _divide_replay(
+    inputs: MicrobatchInputs, mesh: Mesh, missing: int, take: Callable[[Tensor], Tensor]
+) -> Replay | None:
+    """Return what this rank's routers replay: of the tokens that it computes between matrices."""
+    size, place = mesh.size("tp"), mesh.place("tp")
+    if inputs.replay is None or (missing == 0 and size * mesh.size("cp") == 1):
+        return inputs.replay
+    return inputs.replay.divided(lambda values: take(values).chunk(size, dim=-1)[place], missing)
 
 
 def _pad_tokens(inputs: MicrobatchInputs, multiple: int) -> MicrobatchInputs:

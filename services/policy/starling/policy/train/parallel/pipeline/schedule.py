@@ -31,6 +31,7 @@ from starling.policy.train.data.packing import MicrobatchInputs
 from starling.policy.train.memory.blocks import replace_forward
 from starling.policy.train.model.attention import model_arguments
 from starling.policy.train.model.lm_head import final_layer
+from starling.policy.train.model.routing import replaying
 from starling.policy.train.parallel.fsdp import end_pass
 from starling.policy.train.parallel.media import vision_tower
 from starling.policy.train.parallel.mesh import Mesh
@@ -188,7 +189,9 @@ class Pipeline:
 
     def _hidden(self, number: int) -> Tensor:
         """Return the hidden states of the active stage."""
-        found: Tensor = self._model.base_model(**model_arguments(self._model, self._inputs[number])).last_hidden_state
+        inputs = self._inputs[number]
+        with replaying(inputs.replay):
+            found: Tensor = self._model.base_model(**model_arguments(self._model, inputs)).last_hidden_state
         return found
 
     def _run_active(self, _: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from starling.policy.train.memory.blocks import block_list
 from starling.policy.train.model.layout import attention_plan, copy_plan
 from starling.policy.train.model.lm_head import copy_lm_head, find_lm_head
+from starling.policy.train.model.routing import copy_routing, find_routing
 from starling.policy.train.model.tensors import all_named, replace_tensors
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _SPREAD: Final = 0.3
 
 
 def observe(model: PreTrainedModel, device: torch.device, choice: BackendChoice) -> None:
-    """Find out on a sample of `model`, an outline, what `find_lm_head` and `attention_plan` say of it from now on.
+    """Find out on a sample of `model`, an outline, what `find_lm_head`, `attention_plan` and `find_routing` say of it.
 
     Raises:
         ConfigError: as these.
@@ -42,6 +43,8 @@ def observe(model: PreTrainedModel, device: torch.device, choice: BackendChoice)
         copy_lm_head(sample, model)
     attention_plan(sample, choice)
     copy_plan(sample, model)
+    find_routing(sample)
+    copy_routing(sample, model)
 
 
 def small_copy(model: PreTrainedModel, device: torch.device, *, num_blocks: int = 1) -> PreTrainedModel:
