@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from rank_processes import run_ranks
 from torch.distributed.tensor import DTensor
 
+from starling.algo.routing import Routing
 from starling.common.settings import LoraSettings
+from starling.common.wire.messages import ModelExperts
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.parallel import ParallelSettings
 from starling.policy.settings.policy import PolicySettings
@@ -267,6 +269,24 @@ def make_groups(
     return found
 
 
+def replayed(groups: list[ScoredGroup], sizes: ModelExperts | None) -> list[ScoredGroup]:
+    """Return `groups` with random experts of all tokens but the last of each completion; the first prompt has none."""
+    assert sizes is not None, "the model can replay routing"
+    generator, found = np.random.default_rng(7), []
+    for group in groups:
+        shape = sizes.num_layers, sizes.num_experts
+        prompt, completions = (
+            generator.permuted(np.broadcast_to(np.arange(sizes.num_experts, dtype=np.uint8), (num, *shape)), axis=2)
+            for num in (len(group.prompt_ids), len(group.completion_ids))
+        )
+        completions[np.cumsum(group.lengths) - 1] = 255
+        if not found:
+            prompt[:] = 255
+        routing = Routing(prompt[..., : sizes.num_chosen].copy(), completions[..., : sizes.num_chosen].copy())
+        found.append(replace(group, routing=routing))
+    return found
+
+
 def _with_images(generator: np.random.Generator, prompt_ids: Array, num_images: int) -> tuple[Array, dict[str, Array]]:
     """Return a prompt with images of different sizes after its first token, and a video at its end."""
     grids = [(1, 4, 2 * (2 + number)) for number in range(num_images)]
@@ -389,6 +409,9 @@ def make_steps(
             metrics = learner.reinforce(groups, step=number, num_steps=4)
         elif step == "trees":
             metrics = learner.reinforce(make_groups(seed=number, longer_prompts=16), step=number, num_steps=4)
+        elif step == "replay":
+            groups = replayed(make_groups(seed=number, longer_prompts=16), learner.limits.experts)
+            metrics = learner.reinforce(groups, step=number, num_steps=4)
         elif step == "images":
             metrics = learner.reinforce(make_groups(seed=number, images=True), step=number, num_steps=4)
         elif step == "sft":

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from starling.algo.routing import Routing
 from starling.algo.truncation import KeptTokens
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.digest import batch_digest
@@ -72,12 +73,15 @@ def test_digest_covers_rewards_advantages_lengths_and_mask(make_groups: Make) ->
     first, rest = groups[0], groups[1:]
     swapped = (first.rewards[1], first.rewards[0], *first.rewards[2:])
     mask = np.ones(sum(first.lengths), dtype=np.uint8)
+    experts = Routing(*(np.zeros((len(ids), 1, 1), np.uint8) for ids in (first.prompt_ids, first.completion_ids)))
     for other in (
         replace(first, rewards=swapped),
         replace(first, lengths=(9, 4, 1, 3)),
         replace(first, prompt_id="train/0/9"),
         replace(first, loss_mask=mask),
         replace(first, kept=KeptTokens.from_rows(list(first.completion_ids[:, None]))),
+        replace(first, routing=experts),
+        replace(first, routing=Routing(experts.prompt, experts.completions + np.uint8(1))),
     ):
         assert batch_digest([other, *rest], advantages) != whole
     assert batch_digest(groups, [[-0.5, 0.5, 1.0, -1.0], *advantages[1:]]) != whole
