@@ -230,3 +230,29 @@ def test_dry_run_shows_the_mesh() -> None:
         for line in stages
     )
     assert not any(line.startswith(("mesh", "in a pass")) for line in dry_run("quickstart.toml"))
+
+
+SIZES = {"num_hidden_layers": 60, "num_local_experts": 300, "num_experts_per_tok": 8}
+MIXTURE = (
+    *("--model.scratch.model-type", "gpt_oss"),
+    *(word for name, size in SIZES.items() for word in (f"--model.scratch.config.{name}", str(size))),
+)
+REPLAYED = ("--sampling.routing", "replayed")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "needs a mixture of experts whose routers"),
+        ([*MIXTURE, "--sampling.max-tokens", "200000"], "8 in each of 60 layers, and 268435456 can be sent"),
+        ([*MIXTURE, "--policy.memory.compile", "true"], "policy.memory.compile = true replaces by compiled code"),
+        ([*MIXTURE, "--rollout.engine", "vllm"], "rollout.engine = 'vllm' does not"),
+    ],
+)
+def test_dry_run_refuses_a_replay_that_a_run_could_not_make(flags: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        dry_run("quickstart.toml", *REPLAYED, *flags)
+
+
+def test_dry_run_takes_a_replay_of_a_mixture() -> None:
+    assert dry_run("quickstart.toml", *REPLAYED, *MIXTURE)

@@ -16,6 +16,8 @@ from starling.cli.recipe.schema import Recipe
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
+from starling.common.wire.messages import ModelLimits
+from starling.controller.core.groups.routing import replay_problem
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -196,6 +198,7 @@ def _outlined(recipe: Recipe) -> _Outlined:
     from starling.policy.train.memory.compiled import check_compiler
     from starling.policy.train.model.load import check_liger, find_device, freeze, outline
     from starling.policy.train.model.lora import load_adapters
+    from starling.policy.train.model.routing import declared_experts
     from starling.weightsync.tensors.adapters import add_adapters
 
     trainer, lora = recipe.kind.trainer, recipe.model.lora
@@ -218,6 +221,10 @@ def _outlined(recipe: Recipe) -> _Outlined:
     if recipe.policy.memory.compile:
         check_compiler(device)
     check_fit(model, recipe.policy, trainer)
+    if recipe.kind.has_rl_steps and recipe.sampling.routing == "replayed":
+        limits = ModelLimits(experts=declared_experts(model))
+        if problem := replay_problem(recipe.sampling.to_wire(), recipe.rl.group_size, limits):
+            raise ConfigError(problem)
     published = _codes(model, recipe.weights.quantise) if recipe.weights.quantise and recipe.generates else size
     precision, memory = _precision(recipe, model, device), _memory(recipe, model, trainer, device)
     return _Outlined(size, published, precision, memory)

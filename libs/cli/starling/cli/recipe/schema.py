@@ -123,7 +123,22 @@ class Recipe(ControllerProcess):
             self._check_teacher(self.teacher)
         if self.generates:
             self._check_rows()
+        if self.sampling.routing == "replayed":
+            self._check_replay()
         return self
+
+    def _check_replay(self) -> None:
+        """Rollouts can record the experts of their tokens, and the policy can be made to choose them."""
+        if self.policy.memory.compile and self.kind.trains:
+            raise ValueError(
+                "sampling.routing = 'replayed' replaces the choice of the routers inside each block, which "
+                "policy.memory.compile = true replaces by compiled code: set one of them to its default"
+            )
+        if self.rollout.engine == "vllm" and self.generates:
+            raise ValueError(
+                "sampling.routing = 'replayed' needs an engine that records the experts of its tokens, and "
+                "rollout.engine = 'vllm' does not; use 'transformers', or set sampling.routing = 'own'"
+            )
 
     def _check_model(self) -> None:
         """There is one model, and its weights where the run needs some."""

@@ -178,7 +178,7 @@ def _limits_problem(state: ControllerState, limits: wire.ModelLimits | None) -> 
     if not fits:
         return f"no model has the limits {limits}"
     plan = state.plan
-    return (plan.kind.keeps_tokens and replay_problem(plan.sampling, plan.group_size, limits)) or None
+    return (plan.kind.has_rl_steps and replay_problem(plan.sampling, plan.group_size, limits)) or None
 
 
 def _model(state: ControllerState, message: wire.Hello) -> tuple[TensorSpec, ...] | None:

@@ -75,6 +75,7 @@ FIXED = {
     "rl.group_size": "groups of two sizes would meet in one step",
     "rl.num_steps": "schedules of the learning rate are laid out over it",
     "sampling.logprobs": "all log-probabilities of a run have one meaning",
+    "sampling.routing": "the groups of a step would train with experts of two origins",
     "run.seed": "it decided what was sampled already",
     "model.path": "the replicas have loaded it",
 }

@@ -78,6 +78,21 @@ def find_routing(model: torch.nn.Module) -> ModelExperts | None:
     return _FOUND[model]
 
 
+def declared_experts(model: torch.nn.Module) -> ModelExperts | None:
+    """Return the sizes of the experts of `model`, which may have no memory, by what its routers say of themselves.
+
+    None for a model without experts. Whether others can be replayed is only observed with memory, by `find_routing`.
+    """
+    layers = find_experts(model)
+    if not layers:
+        return None
+    name, experts = next(iter(layers.items()))
+    mixture = model.get_submodule(name.rpartition(".")[0])
+    declared: list[Any] = [getattr(one, "top_k", None) for one in mixture.modules()]
+    num_chosen = next((one for one in declared if isinstance(one, int)), 1)
+    return ModelExperts(num_layers=len(layers), num_experts=num_experts(experts), num_chosen=num_chosen)
+
+
 def copy_routing(sample: torch.nn.Module, model: torch.nn.Module) -> None:
     """Let `find_routing` return for `model`, with more blocks, what it has found for a sample of it."""
     sizes = _FOUND[sample]

@@ -233,6 +233,11 @@ def num_logprobs(request: GroupRequest, *, speculative: bool) -> int:
         RequestError: vLLM cannot sample like this with speculative decoding.
     """
     sampling = request.sampling
+    if sampling.routing == "replayed":
+        raise RequestError(
+            f"{request.lease}: routing is 'replayed', and this engine does not record the experts of its tokens; set "
+            "sampling.routing = 'own'"
+        )
     if speculative and sampling.logprobs == "truncated":
         raise RequestError(
             f"{request.lease}: logprobs is 'truncated', and the kept tokens of drafted tokens are not recorded; set "
