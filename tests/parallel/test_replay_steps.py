@@ -52,8 +52,10 @@ def test_stages_of_one_rank_count_their_own_layers(schedule: str) -> None:
 
 
 @pytest.mark.campaign
-def test_adapters_replay_too() -> None:
-    check_mesh({"dp_shard": 2}, [("attention-adapted qwen3_moe", "replay")], TP_TOLERANCE)
+@pytest.mark.parametrize("model", ["attention-adapted qwen3_moe", "adapted qwen3_moe"])
+def test_adapters_replay_too(model: str) -> None:
+    """Those of the attention, and those of experts and routers, which wrap them."""
+    check_mesh({"dp_shard": 2}, [(model, "replay")], TP_TOLERANCE)
 
 
 def recomputed(_: int) -> Any:

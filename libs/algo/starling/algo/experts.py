@@ -14,6 +14,14 @@ def find_experts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
 
 
+def mixture_name(name: str) -> str:
+    """Return the name of the module that has the experts called `name`, which adapters may have wrapped, and their
+    router."""
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return name.rpartition(".")[0]
+
+
 def num_experts(experts: torch.nn.Module) -> int:
     """Return the number of experts of a mixture, those on other ranks included."""
     return int(next(experts.parameters()).shape[0])

@@ -15,12 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from starling.algo.experts import find_experts
 from starling.algo.routing import Routing
 from starling.common.errors import ConfigError
+from starling.common.wire.messages import ModelExperts
 from starling.policy.settings.memory import MemorySettings
 from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.data.replay import UNRECORDED, Replay
 from starling.policy.train.memory.setup import apply_memory_settings
-from starling.policy.train.model.routing import find_routing, replaying
+from starling.policy.train.model.routing import copy_routing, declared_experts, find_routing, replaying
+from starling.policy.train.parallel.weights.sample import small_copy
 from starling.policy.train.rl import RlTrainer
 
 VOCABULARY, EXPERTS, CHOSEN = 64, 8, 3
@@ -243,6 +245,22 @@ def test_recomputed_blocks_choose_the_same_again(kind: str, checkpointing: Any) 
 )
 def test_models_whose_routers_choose_otherwise_cannot_replay(kind: str, changes: dict[str, Any]) -> None:
     assert find_routing(make(kind, **changes)) is None
+
+
+def test_what_a_sample_shows_holds_for_its_model() -> None:
+    """A model without memory, which is observed by a sample of fewer blocks."""
+    model = make("qwen3_moe", num_hidden_layers=4)
+    outline = make("qwen3_moe", num_hidden_layers=4).to("meta")
+    sample = small_copy(outline, torch.device("cpu"))
+    assert find_routing(sample) == ModelExperts(num_layers=1, num_experts=EXPERTS, num_chosen=CHOSEN)
+    copy_routing(sample, outline)
+    assert find_routing(outline) == ModelExperts(num_layers=4, num_experts=EXPERTS, num_chosen=CHOSEN)
+    assert declared_experts(outline) == find_routing(outline)
+    outline.to_empty(device="cpu").load_state_dict(model.state_dict())
+    for module, filled in zip(model.modules(), outline.modules(), strict=True):
+        for name, buffer in module._buffers.items():
+            filled._buffers[name] = buffer
+    assert torch.equal(arriving(outline, Replay(others(4))), others(4))
 
 
 def test_failed_pass_leaves_no_mode_behind() -> None:

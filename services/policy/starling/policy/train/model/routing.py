@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from starling.algo.experts import find_experts, num_experts
+from starling.algo.experts import find_experts, mixture_name, num_experts
 from starling.common.wire.messages import ModelExperts
 from starling.policy.train.data.replay import UNRECORDED, Replay
 
@@ -87,7 +87,7 @@ def declared_experts(model: torch.nn.Module) -> ModelExperts | None:
     if not layers:
         return None
     name, experts = next(iter(layers.items()))
-    mixture = model.get_submodule(name.rpartition(".")[0])
+    mixture = model.get_submodule(mixture_name(name))
     declared: list[Any] = [getattr(one, "top_k", None) for one in mixture.modules()]
     num_chosen = next((one for one in declared if isinstance(one, int)), 1)
     return ModelExperts(num_layers=len(layers), num_experts=num_experts(experts), num_chosen=num_chosen)
@@ -109,7 +109,7 @@ def _prepare(model: torch.nn.Module) -> str:
     if len(numbers) != 1:
         return "its layers have different numbers of experts"
     for layer, name in enumerate(layers):
-        mixture = model.get_submodule(name.rpartition(".")[0])
+        mixture = model.get_submodule(mixture_name(name))
         mixture.register_forward_pre_hook(partial(_enter, layer, numbers[0]))
         mixture.register_forward_hook(_leave, always_call=True)
     return ""
