@@ -20,6 +20,7 @@ from starling.common.wire.tensors import (
     KEPT_TENSORS,
     LOSS_MASK,
     PROMPT_TENSORS,
+    ROUTING_TENSORS,
     TEACHER_TENSORS,
 )
 from starling.controller.core.compaction import compact
@@ -251,14 +252,20 @@ def test_context_of_the_model_bounds_messages_where_the_recipe_does_not() -> Non
 
 
 @pytest.mark.parametrize(
-    ("group_size", "is_truncated", "has_teacher"),
-    [(1, False, False), (8, False, True), (8, True, True), (64, False, False), (4096, True, False)],
+    ("group_size", "sampling", "has_teacher"),
+    [
+        (1, wire.Sampling(max_tokens=1), False),
+        (8, wire.Sampling(max_tokens=1), True),
+        (8, wire.Sampling(max_tokens=1, logprobs="truncated", routing="replayed"), True),
+        (64, wire.Sampling(max_tokens=1, routing="replayed"), False),
+        (4096, wire.Sampling(max_tokens=1, logprobs="truncated"), False),
+    ],
 )
-def test_largest_step_fits_into_a_message(group_size: int, is_truncated: bool, has_teacher: bool) -> None:
+def test_largest_step_fits_into_a_message(group_size: int, sampling: wire.Sampling, has_teacher: bool) -> None:
     """With all tensors that a group may have, and with the largest numbers in it."""
 
     def problem(prompts_per_step: int) -> str:
-        return step_problem(prompts_per_step, group_size, is_truncated=is_truncated, has_teacher=has_teacher)
+        return step_problem(prompts_per_step, group_size, sampling, has_teacher=has_teacher)
 
     found = problem(10**6)
     assert found.startswith(f"rl.prompts_per_step = 1000000 with rl.group_size = {group_size} does not fit")
@@ -266,7 +273,8 @@ def test_largest_step_fits_into_a_message(group_size: int, is_truncated: bool, h
     assert problem(most) == ""
     assert problem(most + 1)
     names = ["", "", "", "", LOSS_MASK, *PROMPT_TENSORS]
-    names += [*(KEPT_TENSORS if is_truncated else ()), *(TEACHER_TENSORS if has_teacher else ())]
+    names += [*(KEPT_TENSORS if sampling.logprobs == "truncated" else ()), *(TEACHER_TENSORS if has_teacher else ())]
+    names += ROUTING_TENSORS if sampling.routing == "replayed" else ()
     tensors = tuple(wire.TensorMeta(dtype="float32", shape=(1 << 30, 9), nbytes=1 << 30, name=name) for name in names)
     trajectory = wire.ScoredTrajectory(
         num_tokens=MAX_TOKENS, oldest_version=1 << 31, reward=-1e15, status=wire.Status.TRUNCATED

@@ -327,7 +327,7 @@ class ControllerProcess(ServiceSettings):
             problem := step_problem(
                 self.rl.prompts_per_step,
                 self.rl.group_size,
-                is_truncated=self.sampling.logprobs == "truncated",
+                self.sampling.to_wire(),
                 has_teacher=self.controller.num_teachers > 0,
             )
         ):

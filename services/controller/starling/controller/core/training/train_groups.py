@@ -9,7 +9,14 @@ import msgspec
 from starling.common.ranges import MAX_TOKENS
 from starling.common.wire import messages as wire
 from starling.common.wire.codec import MAX_BUFFERS, MAX_MESSAGE_BYTES
-from starling.common.wire.tensors import GROUP_TENSORS, KEPT_TENSORS, LOSS_MASK, PROMPT_TENSORS, TEACHER_TENSORS
+from starling.common.wire.tensors import (
+    GROUP_TENSORS,
+    KEPT_TENSORS,
+    LOSS_MASK,
+    PROMPT_TENSORS,
+    ROUTING_TENSORS,
+    TEACHER_TENSORS,
+)
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.group import Group
 
@@ -34,14 +41,15 @@ def to_train_group(group: Group) -> wire.TrainGroup:
     )
 
 
-def step_problem(prompts_per_step: int, group_size: int, *, is_truncated: bool, has_teacher: bool) -> str:
+def step_problem(prompts_per_step: int, group_size: int, sampling: wire.Sampling, *, has_teacher: bool) -> str:
     """Return why the groups of a step may not fit into one message, in one sentence; empty if they always do.
 
     A rollout chooses how many tensors its groups have, and how large the numbers in them are, within what the recipe
     allows: the largest ones count.
     """
     names = [*[""] * len(GROUP_TENSORS), LOSS_MASK, *PROMPT_TENSORS]
-    names += [*(KEPT_TENSORS if is_truncated else ()), *(TEACHER_TENSORS if has_teacher else ())]
+    names += [*(KEPT_TENSORS if sampling.logprobs == "truncated" else ()), *(TEACHER_TENSORS if has_teacher else ())]
+    names += ROUTING_TENSORS if sampling.routing == "replayed" else ()
     most = 1 << 40
     tensors = [wire.TensorMeta(dtype="float32", shape=(most, most), nbytes=most, name=name) for name in names]
     trajectory = wire.ScoredTrajectory(
