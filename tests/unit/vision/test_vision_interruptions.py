@@ -75,7 +75,7 @@ def test_recomputed_cache_equals_a_fresh_start(tmp_path: Path, family: str) -> N
         engine.step()
     rows = {int(group): [] for group in engine._rows.table["group"]}
     for row, record in enumerate(engine._rows.table):
-        rows[int(record["group"])].append(engine._rows.partial(row))
+        rows[int(record["group"])].append(engine._rows.partial(row, None))
     for number, one in enumerate(asked):
         fresh.add(replace(one, partial=tuple(rows[number])))
     with torch.no_grad():
