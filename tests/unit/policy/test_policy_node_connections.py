@@ -227,7 +227,7 @@ def test_node_whose_connection_has_ended_is_not_admitted() -> None:
         lost.send(Join(facts=facts(1, 1)))
         lost.wait_for(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         lost.close(linger_ms=1000)
-        time.sleep(0.5)  # ZeroMQ notices the end, and nobody has received the message yet
+        time.sleep(0.5)  # for ZeroMQ to close the connection, while the message waits to be received
         last.send(Join(facts=facts(2, 1)))
         with pytest.raises(UnreachableError, match=r"^node 1 of policy-0 did not join"):
             nodes.gather(JoinLimit(1.0, "join_s"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,10 @@ def compact_long(journal: Journal, state: ControllerState, data: DataRead | None
     restore(state, journal.read())
     record = compact(state)
     if record is not None:
-        with suppress(StateTooLargeError):
+        try:
             journal.compact(msgspec.structs.replace(record, data=data, metrics=metrics))
+        except StateTooLargeError as error:
+            log.warning("not_compacted", reason=str(error))
 
 
 def missing_lines(records: Iterable[Record], written: Set[tuple[str, int]]) -> Iterator[tuple[str, dict[str, Any]]]:

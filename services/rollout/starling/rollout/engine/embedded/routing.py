@@ -31,7 +31,7 @@ class ExpertRecorder:
         self._is_recording = True
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever it is: the choices of an unfinished pass are not those of the next one
             self._clear()
             raise
         finally:
