@@ -135,6 +135,21 @@ def test_evaluate_run_prefers_held_out_prompts(tmp_path: Path) -> None:
         settings("evaluate", str(rows), evaluation=twice)
 
 
+@pytest.mark.parametrize(
+    ("sections", "match"),
+    [
+        ({"rl": {"prompts_per_step": 16, "group_size": 65_536}}, "does not fit into a message"),
+        ({"sampling": {"logprobs": "truncated", "top_p": 0.9}}, "does not bound their number"),
+    ],
+)
+def test_groups_that_cannot_be_sent_are_refused_where_there_are_groups(sections: dict[str, Any], match: str) -> None:
+    for kind, source in (("rl", "rows.jsonl"), ("replay", "trajectories:runs/run")):
+        with pytest.raises(ValidationError, match=match):
+            settings(kind, source, **sections)
+    assert settings("sft", sft={"num_steps": 5}, **sections).sft.num_steps == 5
+    assert settings("dpo", preference=PAIRS, **sections).preference.num_steps == 5
+
+
 ROW = {"question": "Why?", "chosen": "So."}
 
 

@@ -22,7 +22,7 @@ from starling.common.ranges import (
 )
 from starling.common.settings import Seconds, ServiceSettings, SettingsSection, Temperature, TokenId
 from starling.common.wire.messages import Sampling
-from starling.controller.core.groups.truncation import recording_problem
+from starling.controller.core.groups.recording import recording_problem
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.core.training.train_groups import step_problem
 from starling.controller.data.settings import DataSettings
@@ -321,16 +321,7 @@ class ControllerProcess(ServiceSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_kind()
-        if self.kind.keeps_tokens and (problem := recording_problem(self.sampling.to_wire(), self.rl.group_size)):
-            raise ValueError(problem)
-        if self.kind.trains and (
-            problem := step_problem(
-                self.rl.prompts_per_step,
-                self.rl.group_size,
-                self.sampling.to_wire(),
-                has_teacher=self.controller.num_teachers > 0,
-            )
-        ):
+        if problem := self._groups_problem():
             raise ValueError(problem)
         num_groups = num_slots(self.rl.prompts_per_step, self.rl.max_staleness)
         if num_groups > MAX_GROUPS:
@@ -349,6 +340,18 @@ class ControllerProcess(ServiceSettings):
         if (self.evaluation.at_start or self.evaluation.at_end or self.evaluation.every) and self.data.held_out == 0:
             raise ValueError("data.held_out = 0 leaves nothing to evaluate on; set it, or turn evaluation off")
         return self
+
+    def _groups_problem(self) -> str:
+        """Return why groups cannot be recorded, or why a step of them may not fit into a message; empty if they can."""
+        if not self.kind.has_rl_steps:
+            return ""
+        rl, sampling = self.rl, self.sampling.to_wire()
+        has_teacher = self.controller.num_teachers > 0
+        return recording_problem(sampling, rl.group_size) or (
+            step_problem(rl.prompts_per_step, rl.group_size, sampling, has_teacher=has_teacher)
+            if self.kind.trains
+            else ""
+        )
 
     def _check_kind(self) -> None:
         """Refuse steps and evaluations that a run of this kind would silently not make."""

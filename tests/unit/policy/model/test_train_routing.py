@@ -21,7 +21,13 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.data.groups import ScoredGroup
 from starling.policy.train.data.replay import UNRECORDED, Replay
 from starling.policy.train.memory.setup import apply_memory_settings
-from starling.policy.train.model.routing import copy_routing, declared_experts, find_routing, replaying
+from starling.policy.train.model.routing import (
+    NotReplayedError,
+    copy_routing,
+    declared_experts,
+    find_routing,
+    replaying,
+)
 from starling.policy.train.parallel.weights.sample import small_copy
 from starling.policy.train.rl import RlTrainer
 
@@ -128,6 +134,16 @@ def test_own_choice_replayed_gives_the_same_bits(kind: str) -> None:
     for one, other in zip(expected, outcome(model, replay), strict=True):
         assert torch.equal(one, other)
     assert replay.take_counts().tolist() == [0, own.numel()]
+
+
+@pytest.mark.parametrize("changed", [{"num_slots": 13}, {"num_chosen": 2}])
+def test_pass_that_replays_nothing_raises(changed: dict[str, int]) -> None:
+    model = make("mixtral")
+    find_routing(model)
+    wanted = others(2)[: changed.get("num_slots"), :, : changed.get("num_chosen")]
+    with pytest.raises(NotReplayedError, match=r"the router of layer 0 .* cannot be replayed"):
+        outcome(model, Replay(wanted))
+    assert torch.isfinite(outcome(model, None)[0]).all()
 
 
 @pytest.mark.parametrize("kind", list(FAMILIES))

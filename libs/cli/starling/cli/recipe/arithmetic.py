@@ -17,7 +17,7 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError, WeightsError
 from starling.common.ids import TrainerKind
 from starling.common.wire.messages import ModelLimits
-from starling.controller.core.groups.routing import replay_problem
+from starling.controller.core.groups.recording import replay_problem
 from starling.policy.settings.optimizer import OptimizerSettings
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -39,7 +39,7 @@ from starling.controller.core.events import (
     Ticked,
 )
 from starling.controller.core.groups.arrival import received
-from starling.controller.core.groups.truncation import truncation_notice
+from starling.controller.core.groups.recording import truncation_notice
 from starling.controller.core.machine import Controller
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
 from starling.controller.core.state import ControllerState, RunPrompts

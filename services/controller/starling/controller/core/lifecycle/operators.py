@@ -11,8 +11,7 @@ from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.evaluation.schedule import request_evaluation
 from starling.controller.core.explain import explain, status, waiting, why
-from starling.controller.core.groups.routing import replay_problem
-from starling.controller.core.groups.truncation import recording_problem
+from starling.controller.core.groups.recording import recording_problem, replay_problem
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.records import SettingChanged, StopAsked
 from starling.controller.core.state import ControllerState

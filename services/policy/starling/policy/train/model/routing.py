@@ -115,12 +115,17 @@ def _prepare(model: torch.nn.Module) -> str:
     return ""
 
 
+class NotReplayedError(RuntimeError):
+    """A router did not choose by `torch.topk` among the scores of all experts, for as many tokens as were recorded."""
+
+
 class _Choice(TorchFunctionMode):
     """The pass of one mixture, in which the largest of the scores of all experts are the recorded ones."""
 
     def __init__(self, replay: Replay, layer: int, num_experts: int) -> None:
         super().__init__()
         self._replay, self._layer, self._num_experts = replay, layer, num_experts
+        self._has_chosen = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +138,17 @@ class _Choice(TorchFunctionMode):
         is_choice = scores.shape[:-1] == own.indices.shape[:-1] and scores.shape[-1] == self._num_experts
         if not is_choice or own.indices.numel() != recorded.numel() or own.indices.shape[-1] != recorded.shape[-1]:
             return own
+        self._has_chosen = True
         return self._chosen(scores, own.indices, recorded)
+
+    def check(self) -> None:
+        """Raise `NotReplayedError` if the pass has ended without a choice of recorded experts."""
+        if not self._has_chosen:
+            num_slots, _, num_chosen = self._replay.experts.shape
+            raise NotReplayedError(
+                f"the router of layer {self._layer} does not choose by the largest of {self._num_experts} scores, or"
+                f" not {num_chosen} experts for each of {num_slots} tokens: recorded experts cannot be replayed"
+            )
 
     def _chosen(self, scores: Tensor, own: Tensor, recorded: Tensor) -> Any:
         """Return the recorded experts of each token in place of its `own`, and their scores."""
@@ -163,6 +178,7 @@ def _leave(_: torch.nn.Module, __: Any, ___: Any) -> None:
     *outer, mode = _MODES.get()
     _MODES.set(tuple(outer))
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    mode.check()
 
 
 @torch.no_grad()
@@ -186,6 +202,8 @@ def _observe(model: torch.nn.Module) -> str:
                 return "its routers give no weight to experts outside of certain groups"
     except torch.OutOfMemoryError:
         raise
+    except NotReplayedError:
+        return "its routers do not choose by the largest scores of all experts"
     except Exception as error:  # noqa: BLE001 - the code of a model raises anything
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     _FOUND[model] = ModelExperts(num_layers=len(own), num_experts=number, num_chosen=num_chosen)

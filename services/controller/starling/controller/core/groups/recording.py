@@ -1,11 +1,12 @@
-"""Truncated sampling: a notice on its log-probabilities, and whether the kept tokens of a group can be recorded."""
+"""What rollouts record of a group for training: tokens that truncated sampling kept, and experts of its tokens."""
 
 from __future__ import annotations
 
+from starling.algo.routing import routing_bytes
 from starling.algo.truncation import is_truncated
 from starling.common.kinds import RunKind
-from starling.common.wire.messages import Sampling
-from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN
+from starling.common.wire.messages import ModelLimits, Sampling
+from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN, MAX_ROUTING_BYTES
 
 
 def truncation_notice(sampling: Sampling, kind: RunKind) -> str:
@@ -37,5 +38,30 @@ def recording_problem(sampling: Sampling, group_size: int) -> str:
             f"sampling.logprobs = 'truncated' with sampling.top_k = {sampling.top_k}, sampling.max_tokens = "
             f"{sampling.max_tokens} and rl.group_size = {group_size} can take {num_bytes} bytes for a group's kept "
             f"tokens, and {MAX_KEPT_BYTES} can be sent; lower one of the three"
+        )
+    return ""
+
+
+def replay_problem(sampling: Sampling, group_size: int, limits: ModelLimits | None) -> str:
+    """Return why the routing of groups cannot be replayed, in one sentence; empty if it can, or need not.
+
+    Args:
+        sampling: of the groups.
+        group_size: completions of a group.
+        limits: of the model that is trained; None if they are not known, and then nothing is found.
+    """
+    if sampling.routing == "own" or limits is None:
+        return ""
+    if limits.experts is None:
+        return (
+            "sampling.routing = 'replayed' needs a mixture of experts whose routers can be made to choose recorded "
+            "experts, and the policy's model is none; set it to 'own'"
+        )
+    num_bytes = routing_bytes(limits.experts, group_size * sampling.max_tokens)
+    if num_bytes > MAX_ROUTING_BYTES:
+        return (
+            f"sampling.routing = 'replayed' with sampling.max_tokens = {sampling.max_tokens} and rl.group_size = "
+            f"{group_size} can take {num_bytes} bytes for the experts of a group, {limits.experts.num_chosen} in each "
+            f"of {limits.experts.num_layers} layers, and {MAX_ROUTING_BYTES} can be sent; lower one of the two"
         )
     return ""
