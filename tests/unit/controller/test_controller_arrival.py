@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
+from generated_results import valid
 from transcript import Script, Stream
 
 from starling.common.wire import messages as wire
+from starling.common.wire.tensors import TEACHER_TENSORS
 from starling.controller.core.events import Received
 from starling.controller.core.groups.arrival import received
 from starling.controller.core.machine import Controller
@@ -63,6 +66,60 @@ def hello(script: Script, layout: bytes, incarnation: int = 1) -> list[str]:
     """Let rollout-0 send a hello with these bytes as its layout."""
     message = wire.Hello(role="rollout", host="h", pid=1, num_slots=1, has_layout=True)
     return script.receive("rollout-0", message, layout, incarnation=incarnation)
+
+
+def holder_of(script: Script, kind: str) -> tuple[str, str]:
+    """Return a replica that has a lease of this kind, and the lease."""
+    names = sorted(script.state.replicas.membership.members)
+    leases = [lease for name in names for lease in script.state.replicas.leases.all_of(name)]
+    return next((lease.peer, lease.id) for lease in leases if lease.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("pixel_values", "float32", (0, 2**64 - 1)),
+        ("pixel_values", "float32", (2**62, 0)),
+        ("routing", "uint8", (0, 2**40, 2**40)),
+        ("routing", "uint16", (0, 2**31, 2**31)),
+    ],
+)
+def test_tensor_without_elements_of_a_shape_that_no_array_has_is_malformed(
+    name: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    script = Script()
+    script.start_run()
+    sender, lease = holder_of(script, "generate")
+    result = valid()
+    result.tensors.append(wire.TensorMeta(dtype=dtype, shape=shape, nbytes=0, name=name))
+    message = wire.GroupGenerated(lease=lease, trajectories=tuple(result.trajectories), tensors=tuple(result.tensors))
+    event = received(script.state, script.now, sender, 1, message, (*result.buffers, b""))
+    assert event.problem is not None
+    assert event.problem.is_malformed
+    script.controller.step(event)
+    interrupted = wire.GroupInterrupted(
+        lease=holder_of(script, "generate")[1],
+        reason="it leaves",
+        partial=(wire.PartialCompletionMeta(num_tokens=2),) * 2,
+        tensors=tuple(result.tensors[1:]),
+    )
+    script.controller.step(Received(script.now, sender, 1, interrupted, (*result.buffers[1:], b"")))
+    assert script.state.replicas.membership.num_invalid[sender] == 2
+
+
+def test_likeliest_tokens_of_no_token_have_a_shape_that_an_array_can_have() -> None:
+    script = Script(num_teachers=1)
+    script.start_run()
+    script.generates("rollout-0", "generate:t0:0")
+    sender, lease = holder_of(script, "teach")
+    tensors = [
+        wire.TensorMeta(dtype=form.dtype, shape=(0, 2**63)[: form.num_dims], nbytes=0, name=name)
+        for name, form in TEACHER_TENSORS.items()
+    ]
+    message = wire.TokensScored(lease=lease, tensors=tuple(tensors))
+    event = received(script.state, script.now, sender, 1, message, (b"",) * len(tensors))
+    assert event.problem is not None
+    assert event.problem.is_malformed
 
 
 def test_layout_of_a_member_is_not_decoded_again() -> None:

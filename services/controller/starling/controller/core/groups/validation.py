@@ -298,7 +298,9 @@ def _check_no_names(tensors: Sequence[TensorMeta]) -> None:
 
 
 def _check_form(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> None:
-    fits = meta.dtype == form.dtype and len(meta.shape) == form.num_dims and min(meta.shape) >= 0
+    """Check that a tensor has this form, and a shape that an array can have, also where it has no element."""
+    fits = meta.dtype == form.dtype and len(meta.shape) == form.num_dims
+    fits = fits and min(meta.shape) >= 0 and max(meta.shape) <= MAX_TENSOR_BYTES
     if not fits or not meta.nbytes == len(buffer) == math.prod(meta.shape) * form.item_bytes:
         raise InvalidResultError(
             f"the tensor of {name} is {meta.dtype[:20]}{list(meta.shape[:9])} in {len(buffer)} bytes instead of "
