@@ -62,37 +62,45 @@ class TaskWatch:
         self._count_not_before = now + 10 * (time.thread_time() - begun_s)
 
     def _enforce(self) -> bool:
-        """Return whether the payload lives on."""
-        own, of_sessions = _count(os.getpid())
-        total = own + sum(of_sessions.values())
-        if total <= self._limit:
-            return True
-        _take_precedence()
-        victims = _largest(of_sessions, total - self._limit, at_least=max(own, self._limit // _SHARE))
-        victim = "it is" if not victims else "the largest session is" if len(victims) == 1 else "the largest ones are"
-        text = f"the sandbox has {total} processes and threads, and max_tasks of its needs is {self._limit}: {victim} "
-        print(f"{text}killed; raise max_tasks if the code needs more", file=sys.stderr, flush=True)
-        if victims:
+        """Return whether the payload lives on.
+
+        Sessions may grow while others are killed, so the rest is counted again.
+        """
+        num_left = _SHARE
+        while True:
+            own, of_sessions = _count(os.getpid())
+            total = own + sum(of_sessions.values())
+            if total <= self._limit:
+                return True
+            _take_precedence()
+            at_least = max(own, self._limit // _SHARE)
+            victims = _largest(of_sessions, total - self._limit, at_least=at_least, at_most=num_left)
+            self._report(total, len(victims))
+            if not victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._payload, signal.SIGKILL)
+                return False
             for session in victims:
                 _kill_session(session, is_kept=self._keeps_sessions)
-            own, of_sessions = _count(os.getpid())
-            if own + sum(of_sessions.values()) <= self._limit:
-                return True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._payload, signal.SIGKILL)
-        return False
+            num_left -= len(victims)
+
+    def _report(self, total: int, num_victims: int) -> None:
+        victim = ("it is", "the largest session is")[num_victims] if num_victims <= 1 else "the largest ones are"
+        text = f"the sandbox has {total} processes and threads, and max_tasks of its needs is {self._limit}: {victim} "
+        print(f"{text}killed; raise max_tasks if the code needs more", file=sys.stderr, flush=True)
 
 
-def _largest(of_sessions: dict[int, int], excess: int, *, at_least: int) -> list[int]:
+def _largest(of_sessions: dict[int, int], excess: int, *, at_least: int, at_most: int) -> list[int]:
     """Return the largest sessions that have `excess` tasks together, or as many of them as may be killed.
 
     Args:
         of_sessions: number of tasks of each.
         excess: number of tasks that there are too many.
         at_least: number of tasks of the smallest session that may be killed.
+        at_most: number of sessions that may be killed.
     """
     found = list[int]()
-    for pid in sorted(of_sessions, key=lambda pid: of_sessions[pid], reverse=True)[:_SHARE]:
+    for pid in sorted(of_sessions, key=lambda pid: of_sessions[pid], reverse=True)[:at_most]:
         if excess <= 0 or of_sessions[pid] < at_least:
             break
         found.append(pid)
