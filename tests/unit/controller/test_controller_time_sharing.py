@@ -142,6 +142,59 @@ def test_failed_sleep_is_retried_after_a_while() -> None:
     assert commands_sent(script) == ["rollout-0 sleeps"]
 
 
+def wait_awake(script: Script, how: str, seconds: int) -> None:
+    """Let time pass in which `rollout-1` does not sleep, and everything else answers."""
+    incarnation = 1
+    for second in range(seconds):
+        for lease in script.state.replicas.leases.all_of("rollout-1"):
+            if lease.kind == "sleep" and how == "fails":
+                script.fails("rollout-1", lease.id, "it cannot")
+        if how in ("joins again", "leaves and joins") and second % 40 == 39:
+            if how == "leaves and joins":
+                script.disconnect("rollout-1")
+            incarnation = second
+            script.joins("rollout-1", incarnation=incarnation)
+        for name, member in list(script.state.replicas.membership.members.items()):
+            held = [lease.id for lease in script.state.replicas.leases.all_of(name)]
+            script.heartbeats(name, *held, version=member.version, incarnation=member.incarnation)
+        script.advance_time(1.0)
+
+
+@pytest.mark.parametrize("how", ["fails", "does not answer", "joins again", "leaves and joins"])
+def test_rollout_that_never_sleeps_is_evicted_and_counted(how: str) -> None:
+    """Each failure, and each incarnation, would begin a new time limit: the run would stand still for ever."""
+    script = generating()
+    script.joins("rollout-1")
+    answer_command(script, "rollout-1")
+    script.adopts("rollout-1", 0, 1)
+    script.generate_and_score(0, 1)
+    answer_command(script, "rollout-0")
+    assert explain(script.state) == "rollout-1 to sleep: the policies are due"
+    limit_s = int(script.plan.timeouts.of("sleep"))
+    wait_awake(script, how, limit_s - 5)
+    assert not script.state.replicas.membership.num_invalid["rollout-1"]
+    wait_awake(script, how, 10)
+    assert script.state.replicas.membership.num_invalid["rollout-1"] == 1
+    assert "rollout-1" not in script.state.replicas.membership.members
+    wait_awake(script, "is gone", int(2 * script.plan.lease_s))
+    answer_command(script, "policy-0")
+    assert script.state.replicas.leases.of("policy-0", "train")
+
+
+def test_seconds_of_a_rollout_that_sleeps_in_the_end_are_not_counted() -> None:
+    script = generating()
+    script.joins("rollout-1")
+    answer_command(script, "rollout-1")
+    script.adopts("rollout-1", 0, 1)
+    script.generate_and_score(0, 1)
+    answer_command(script, "rollout-0")
+    wait_awake(script, "does not answer", 200)
+    answer_command(script, "rollout-1")
+    assert not script.state.replicas.membership.awake_s
+    wait_awake(script, "does not answer", 200)
+    assert not script.state.replicas.membership.num_invalid
+
+
 ASLEEP = "this policy is asleep: wake it first"
 
 

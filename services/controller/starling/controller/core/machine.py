@@ -73,7 +73,7 @@ from starling.controller.core.replicas.joining import on_checkpoint_read, on_hel
 from starling.controller.core.replicas.leases import Lease
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.reclaim import reclaim
-from starling.controller.core.replicas.switching import on_switched, switch_devices
+from starling.controller.core.replicas.switching import evict_awake, on_switched, switch_devices
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.core.training.dispatch import commit, evict_silent, save, train
 from starling.controller.core.training.results import note_digest, on_policy_version, on_saved, on_trained
@@ -234,6 +234,7 @@ def _tick(state: ControllerState) -> None:
         set_filtering_aside(state)
         evict_unable(state)
         evict_useless(state)
+        evict_awake(state)
         problem = overdue(state)
         if problem is not None:
             state.lifecycle.fail(problem, now)

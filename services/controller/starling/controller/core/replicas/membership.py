@@ -154,6 +154,8 @@ class Membership:
     offer_wait_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By rollout, of all its incarnations: seconds for which it was to offer weights and did not, less those of its
     offers, never below 0."""
+    awake_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By rollout, of all its incarnations: seconds for which policies waited for it to sleep, since it did last."""
     missing_since: float | None = None
     """Since when a role that the run needs has had no replica."""
     _incarnations: dict[str, int] = field(default_factory=dict)
@@ -336,6 +338,7 @@ class Membership:
                 self.num_bad_offers,
                 self.num_stopped,
                 self.offer_wait_s,
+                self.awake_s,
             ):
                 known.pop(oldest, None)
 

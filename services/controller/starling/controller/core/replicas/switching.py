@@ -16,6 +16,8 @@ from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.lifecycle.stages import RunStage
 from starling.controller.core.replicas.assignments import grant
+from starling.controller.core.replicas.conduct import note_invalid
+from starling.controller.core.replicas.departure import evict
 from starling.controller.core.replicas.membership import Member
 from starling.controller.core.replicas.time_sharing import DeviceRole
 from starling.controller.core.state import ControllerState
@@ -49,9 +51,35 @@ def switch_devices(state: ControllerState) -> None:
             grant(state, member, "wake", member.name, lambda lease: wire.Wake(lease=lease))
 
 
+def evict_awake(state: ControllerState) -> None:
+    """Evict and count rollouts for whose sleep the policies have waited as long as one may take, in all.
+
+    One that says that it cannot sleep, or leaves and joins again, would otherwise begin a new time limit for ever. Not
+    while it adopts or offers weights: others may delay that, and it has a time limit of its own.
+    """
+    sharing, membership, before = state.replicas.sharing, state.replicas.membership, state.replicas.sharing.waited_at
+    is_waiting = sharing.active == "policy" and not all(map(sharing.has_devices, membership.of("policy")))
+    sharing.waited_at = state.now if is_waiting else None
+    if before is None or not is_waiting:
+        return
+    limit_s = state.plan.timeouts.of("sleep")
+    for name in sharing.awake(membership.of("rollout"), state.now):
+        if state.replicas.leases.of(name, *ROLLOUT_WORK):
+            continue
+        membership.awake_s[name] += state.now - before
+        if membership.awake_s[name] >= limit_s:
+            reason = f"the policies waited {limit_s:g} s in all for {name} to sleep"
+            del membership.awake_s[name]
+            note_invalid(state, name, reason)
+            if name in membership.members:
+                evict(state, membership.members[name], reason)
+
+
 def on_switched(state: ControllerState, member: Member, *, asleep: bool) -> None:
     """Note that a replica has released its devices, or has them again."""
     state.replicas.sharing.note_answer(member, asleep=asleep)
+    if asleep:
+        state.replicas.membership.awake_s.pop(member.name, None)
     state.replicas.slots.end_cooldown(member.name, state.now)  # it gave groups back only in order to sleep
     state.replicas.slots.mark(member)
     state.dirty = Dirty.ALL

@@ -51,6 +51,8 @@ class TimeSharing:
     lease_s: float
     active: DeviceRole = "policy"
     """The side that has the devices, or gets them next. Policies begin: the first version must be published."""
+    waited_at: float | None = None
+    """When policies were last seen to wait for rollouts to sleep; None if they do not."""
     _not_before: dict[DeviceRole, float] = field(default_factory=dict)
     """By side: until when a replica may be awake that was lost before the controller's restart."""
     _states: dict[str, DeviceState] = field(default_factory=dict)
@@ -121,10 +123,15 @@ class TimeSharing:
         `others`: the members of the inactive side.
         """
         others = list(others)
+        awake = self.awake(others, now)
         # There is usually one policy: a policy that has joined is the one from before the restart.
         unknown: DeviceRole = "policy" if self.inactive == "policy" and not others else "rollout"
         if now < self._not_before.get(unknown, now):
             return "replicas that were lost before the controller's restart"
+        return ", ".join(awake)
+
+    def awake(self, others: Iterable[Member], now: float) -> list[str]:
+        """Return the replicas of the inactive side, `others` and some that were lost, that may have the devices."""
         self._lost = {name: (side, until) for name, (side, until) in self._lost.items() if until > now}
         awake = [member.name for member in others if not self.is_asleep(member)]
-        return ", ".join(awake + sorted(name for name, (side, _) in self._lost.items() if side == self.inactive))
+        return awake + sorted(name for name, (side, _) in self._lost.items() if side == self.inactive)
