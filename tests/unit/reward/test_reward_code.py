@@ -358,10 +358,37 @@ def test_time_limit_holds_while_there_is_output_to_read() -> None:
     """Several processes of a program can print faster than it is read."""
     output, (report, writing) = os.open("/dev/zero", os.O_RDONLY), os.pipe()
     try:
-        printed, reported, in_time = execution._collect(output, report, time.monotonic() + 0.1, lambda: 0.0)
-        assert (len(printed) > execution.OUTPUT_BYTES, reported, in_time) == (True, b"", False)
+        os.write(writing, b"b")
+        printed, reported, in_time = execution._collect(output, report, 0.1, lambda: 0.0)
+        assert (len(printed) > execution.OUTPUT_BYTES, reported, in_time) == (True, b"b", False)
     finally:
         for descriptor in (output, report, writing):
+            os.close(descriptor)
+
+
+def test_time_limit_begins_with_the_program_and_ends_no_earlier_than_its_delay_was_measured() -> None:
+    """Where others take all processors, its process starts late, and what was measured arrives late."""
+    (output, printing), (report, writing) = os.pipe(), os.pipe()
+
+    def begin() -> None:
+        time.sleep(0.3)
+        os.write(writing, b"b")
+
+    def measure() -> float:
+        """It has waited all the time so far, and ends while the answer is on its way."""
+        delay_s = 0.2 + 0.05
+        time.sleep(0.6)
+        os.write(writing, bytes(17))
+        return delay_s
+
+    begins = threading.Thread(target=begin)
+    begins.start()
+    try:
+        _, reported, in_time = execution._collect(output, report, 0.2, measure)
+        assert (bytes(reported), in_time) == (b"b" + bytes(17), True)
+    finally:
+        begins.join()
+        for descriptor in (output, printing, report, writing):
             os.close(descriptor)
 
 

@@ -143,7 +143,7 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
         try:
             begun = time.monotonic()
             delay_s = partial(_delay_s, line, program.timeout_s, begun, busy_before_s)
-            printed, reported, in_time = _collect(output, report, begun + program.timeout_s, delay_s)
+            printed, reported, in_time = _collect(output, report, program.timeout_s, delay_s)
         finally:
             shortage = _end_session(line)
     if not reported.startswith(_BEGUN):
@@ -205,13 +205,16 @@ def _delay_s(line: socket.socket, timeout_s: float, begun: float, busy_before_s:
     return waited_s(usage, limit_s=timeout_s, wall_s=time.monotonic() - begun, busy_before_s=busy_before_s)
 
 
-def _collect(output: int, report: int, until: float, delay_s: Callable[[], float]) -> tuple[bytearray, bytearray, bool]:
-    """Read what the program prints and its report, until it has ended; return both, and whether it ended before its
-    time limit, `until`, which is later by `delay_s`.
+def _collect(
+    output: int, report: int, timeout_s: float, delay_s: Callable[[], float]
+) -> tuple[bytearray, bytearray, bool]:
+    """Read what the program prints and its report, until it has ended; return both, and whether it ended in time.
 
-    A program can print all the time, and read both pipes itself.
+    That is within `timeout_s` after the first byte of its report, besides `delay_s`, which is asked for then. A program
+    can print all the time, and read both pipes itself.
     """
     printed, reported = bytearray(), bytearray()
+    until = time.monotonic() + _GRACE_S
     poller = select.poll()
     for descriptor in (output, report):
         os.set_blocking(descriptor, False)
@@ -219,15 +222,19 @@ def _collect(output: int, report: int, until: float, delay_s: Callable[[], float
     left = {output: printed, report: reported}
     end = until
     while report in left and len(reported) < _REPORT_BYTES:  # what a child prints after its end does not count
+        has_begun = bool(reported)
         for descriptor, _ in poller.poll(max(0.0, end - time.monotonic()) * 1000):
             if not _read(descriptor, left[descriptor]):
                 poller.unregister(descriptor)
                 del left[descriptor]
-        if report in left and len(reported) < _REPORT_BYTES and time.monotonic() >= end:
-            end, now = until + delay_s(), time.monotonic()
+        now = time.monotonic()  # before the delay is measured: until the answer is read, the program may wait again
+        if reported and not has_begun:
+            end = until = now + timeout_s
+        elif report in left and len(reported) < _REPORT_BYTES and now >= end:
+            end = until + delay_s()
             if end <= now:
                 return printed, reported, False
-            end = max(end, now + MEASURED_EVERY_S)
+            end = max(end, time.monotonic() + MEASURED_EVERY_S)
     while output in left and len(printed) <= OUTPUT_BYTES:  # a child may hold it open, and print on
         size = len(printed)
         if not _read(output, printed) or len(printed) == size or time.monotonic() >= end:

@@ -296,12 +296,12 @@ class SandboxSession:
                 await self._measure(True)  # short calls are not measured
             self._had_call, end = True, begun + timeout_s
             while not await _is_done(task, end):
-                usage, now = await self._measure(False), time.monotonic()
-                end = begun + timeout_s
+                now = time.monotonic()  # before it is measured: until the answer is read, the call may wait again
+                usage, end = await self._measure(False), begun + timeout_s
                 end += waited_s(usage, limit_s=timeout_s, wall_s=now - begun, busy_before_s=busy_before_s)
                 if end <= now and not task.done():
                     raise SandboxTimeoutError(f"it took longer than {timeout_s:g} s")
-                end = max(end, now + MEASURED_EVERY_S)
+                end = max(end, time.monotonic() + MEASURED_EVERY_S)
             return task.result()
         finally:
             task.cancel()
