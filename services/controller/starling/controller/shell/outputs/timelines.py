@@ -17,23 +17,30 @@ log = structlog.get_logger(__name__)
 
 
 class Timelines:
-    """Collects the metrics lines of one publication, and writes its trace when the next one begins."""
+    """Collects the metrics lines of one publication, and writes its trace when the next one begins.
+
+    It may be the only one of a run, and a replica may adopt it any number of times: its last adoption counts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "weightsync"
-        self._lines: list[Mapping[str, Any]] = []
+        self._published: Mapping[str, Any] | None = None
+        self._adopted: dict[str, Mapping[str, Any]] = {}
+        """By replica."""
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Add a line of the metrics."""
         if line["kind"] == "published":
             self.write()
-            self._lines = [line]
-        elif line["kind"] == "adopted" and self._lines:
-            self._lines.append(line)
+            self._published, self._adopted = line, {}
+        elif line["kind"] == "adopted" and self._published and line["version"] == self._published["version"]:
+            self._adopted[line["replica"]] = line
 
     def write(self) -> None:
         """Write the trace of the current publication, as far as it is known."""
-        for measured in publication_timelines(self._lines):
+        if self._published is None:
+            return
+        for measured in publication_timelines([self._published, *self._adopted.values()]):
             path = self._folder / f"version-{measured.version:06d}.json"
             try:
                 self._folder.mkdir(exist_ok=True)
