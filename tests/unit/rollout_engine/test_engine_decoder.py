@@ -32,7 +32,7 @@ YARN: dict[str, Any] = {
     "original_max_position_embeddings": CONTEXT // 4,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: FAMILIES[name] for name in FAMILIES if name != "gpt2"},
+    **{name: FAMILIES[name] for name in FAMILIES if name not in ("gpt2", "deepseek_v3")},
     "llama_biases": ("llama", {**FAMILIES["llama"][1], **WITH_BIASES}),
     "llama_scaled_rope": ("llama", {**FAMILIES["llama"][1], "rope_parameters": SCALED_ROPE}),
     "qwen3_yarn": ("qwen3", {**FAMILIES["qwen3"][1], "rope_parameters": YARN}),
@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": FAMILIES["gpt2"],
+    "deepseek_v3": FAMILIES["deepseek_v3"],
     "qwen3_moe": (
         "qwen3_moe",
         {**FAMILIES["qwen3"][1], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

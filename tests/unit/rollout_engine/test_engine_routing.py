@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import FAMILIES as FAMILIES_OF_ENGINES
 from tiny_models import GROUPED, drain, make_engine, make_model, request
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +21,7 @@ from starling.rollout.shell.results import generated_message, interrupted_messag
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "layer_types": None},
+    "deepseek_v3": FAMILIES_OF_ENGINES["deepseek_v3"][1] | {"head_dim": None, "n_routed_experts": 8},
     "many experts": {"num_experts": 300, "num_experts_per_tok": 3, "moe_intermediate_size": 8},
 }
 ROUTED: dict[str, Any] = {"routing": "replayed", "max_tokens": 9, "seed": 3}
@@ -29,7 +31,7 @@ def mixture(kind: str = "qwen3_moe") -> Any:
     settings = {name: value for name, value in (GROUPED | FAMILIES[kind]).items() if value is not None}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind if kind == "gpt_oss" else "qwen3_moe", **settings)
+        AutoConfig.for_model("qwen3_moe" if kind == "many experts" else kind, **settings)
     )
     return model.eval().requires_grad_(False)
 

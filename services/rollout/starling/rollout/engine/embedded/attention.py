@@ -9,8 +9,8 @@ positions, so that keys and values are not copied once per query head, as in the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -27,11 +27,20 @@ from starling.algo.attention.probe import (
     probe_paths,
     probe_tokens,
 )
-from starling.rollout.engine.embedded.cache import PagedCache
+from starling.rollout.engine.embedded.cache import LayerShape, PagedCache
 
 PAGED: Final = "starling_paged"
 _OTHER_ATTENTION: Final = ("softcap", "s_aux", "position_bias", "head_mask", "indexer_topk")
 """Arguments of attention functions that change the attention, and that only other functions of transformers know."""
+
+
+class _Observed(NamedTuple):
+    """What a layer attends to."""
+
+    window: int | None
+    num_heads: int
+    key_dim: int
+    value_dim: int
 
 
 def paged_attention(
@@ -44,7 +53,7 @@ def paged_attention(
     scaling: float | None = None,
     structure: Forest | None = None,
     blocks: PagedCache | None = None,
-    observed_windows: list[int | None] | None = None,
+    observed: list[_Observed] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from `query` [rows, heads, q, dim] to `key`, `value` [rows, kv_heads, k, dim].
@@ -55,7 +64,7 @@ def paged_attention(
         scaling: factor of the scores; by default the inverse square root of dim.
         structure: segments of a prefill.
         blocks: the cache that a decode step reads in place.
-        observed_windows: with `structure`, receives the window of the layer.
+        observed: with `structure`, receives what the layer attends to.
 
     Returns [rows, q, heads, dim], and None for the attention weights. Calls with several query tokens, without shared
     key heads, or with a mask per head go to the stock function.
@@ -71,8 +80,8 @@ def paged_attention(
         if blocks is not None:
             return blocks.attend(query, scale, window), None
         assert structure is not None
-        if observed_windows is not None:
-            observed_windows.append(window)
+        if observed is not None:
+            observed.append(_Observed(window, key.shape[1], key.shape[3], value.shape[3]))
         packed = [one[0].transpose(0, 1) for one in (query, key, value)]
         return attention(packed[0], packed[1], packed[2], structure, scale, window=window)[None], None
     kv_heads = key.shape[1]
@@ -121,24 +130,46 @@ def why_unpacked(model: PreTrainedModel) -> str | None:
 def _probe(model: Any) -> str | None:
     """Compare the logits of a packed row with those of its sequences alone; return what is wrong, None for nothing."""
     expected = Counter(layer_windows(model.config))
-    windows: list[int | None] = []
+    observed: list[_Observed] = []
 
     def packed_logits(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        windows.clear()
-        logits: torch.Tensor = model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            structure=PROBE,
-            attention_mask=unread_mask(model),
-            observed_windows=windows,
-        ).logits[0]
-        return logits
+        observed.clear()
+        return _packed_probe(model, tokens, positions, observed)
 
     matches = _matches(model, packed_logits)
-    if Counter(windows) != expected:
+    if Counter(one.window for one in observed) != expected:
         return WINDOWS_DIFFER
     return None if matches else "a packed row and its sequences alone differ"
+
+
+def _packed_probe(model: Any, tokens: torch.Tensor, positions: torch.Tensor, observed: list[_Observed]) -> torch.Tensor:
+    """Return the logits of a packed row, and what each layer attends to in `observed`."""
+    logits: torch.Tensor = model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        use_cache=False,
+        structure=PROBE,
+        attention_mask=unread_mask(model),
+        observed=observed,
+    ).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def attends_to_cached(model: Any, shapes: Sequence[LayerShape]) -> bool:
+    """Return whether a model that computes packed rows attends to what it caches, and not to what it makes of that.
+
+    Latent attention caches one narrow row for all heads, of which it makes their keys and values in each step.
+
+    Args:
+        model: a causal language model of transformers.
+        shapes: of what each layer caches.
+    """
+    observed: list[_Observed] = []
+    tokens, positions = next(iter(probe_tokens(model))), torch.from_numpy(PROBE.positions).to(model.device)
+    _packed_probe(model, tokens, positions, observed)
+    cached = [(one.num_heads, one.key_dim, one.value_dim) for one in shapes]
+    return [(one.num_heads, one.key_dim, one.value_dim) for one in observed] == cached
 
 
 @torch.inference_mode()

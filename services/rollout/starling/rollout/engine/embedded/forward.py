@@ -27,6 +27,7 @@ from starling.common.errors import ConfigError
 from starling.rollout.engine.base import PromptLogprobs
 from starling.rollout.engine.embedded.attention import (
     PAGED,
+    attends_to_cached,
     unread_mask,
     use_paged_attention,
     why_unpacked,
@@ -81,6 +82,7 @@ class Forward:
                 reason=reason,
             )
         self._packs = reason is None
+        self._reads_blocks = self._packs and attends_to_cached(model, self._shapes)
         self._plain = plain_decoder(model) if self._packs else None
         self.cache = self._new_cache()
 
@@ -96,12 +98,12 @@ class Forward:
         Raises:
             CacheFullError: the KV cache reaches its limit; nothing has changed.
         """
-        self.cache.begin(replaceable=self._packs)
+        self.cache.begin(replaceable=self._reads_blocks)
         ids, positions = self.to_device(last), self.to_device(position)
         if self._plain is not None:
             return self._plain.logits(self._plain.hidden(ids, positions, self.cache.attend_newest))
         arguments: dict[str, Any]
-        if self._packs:
+        if self._reads_blocks:
             arguments = {"blocks": self.cache, "attention_mask": unread_mask(self._model)}
         else:
             arguments = {"attention_mask": self._by_kind(*self.cache.masks(self._dtype))}
