@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,32 @@ def test_summary_lists_the_faults_that_were_not_injected() -> None:
     assert done.returncode == 0, done.stdout
     summary = done.stdout.partition("FAULTS THAT WERE NOT INJECTED")[2]
     assert f"{fault}: Skipped: network namespaces need `ip` and root" in summary, done.stdout
+
+
+SAMPLED = """
+import pytest
+
+@pytest.fixture(params="abc")
+def letter(request):
+    return request.param
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_product(letter, number):
+    assert {letter: number} in ({"a": 1}, {"b": 2}, {"c": 3}) or CAMPAIGN
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", [1, 2, pytest.param(3, marks=pytest.mark.campaign), 4])
+def test_values(number):
+    assert number <= 2 or CAMPAIGN
+"""
+
+
+@pytest.mark.parametrize(("expression", "num_passed"), [("not campaign", 5), ("campaign", 8)])
+def test_sample_covers_the_values_of_each_parameter(tmp_path: Path, expression: str, num_passed: int) -> None:
+    file = tmp_path / "test_sampled.py"
+    file.write_text(f"CAMPAIGN = {expression == 'campaign'}\n{SAMPLED}")
+    shutil.copy(shards.ROOT / "tests" / "conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-m", expression, str(file)]
+    done = subprocess.run(command, cwd=shards.ROOT, capture_output=True, text=True)
+    assert f"{num_passed} passed" in done.stdout, done.stdout + done.stderr

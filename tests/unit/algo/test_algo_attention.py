@@ -190,6 +190,7 @@ def test_large_segments_equal_a_dense_mask(window: int | None) -> None:
     check(LARGE, window, (2, 1), backend="varlen")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("forest", [LARGE, Forest((1100, 30, 600), (-1, 0, 0)), Forest((5,), (-1,))])
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(0.4, False), (None, True), (3.0, True)])

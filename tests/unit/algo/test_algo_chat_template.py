@@ -42,6 +42,7 @@ def test_conversation_is_rendered_as_by_transformers(template: Any, tools: list[
     assert conversation_text(made, MESSAGES, tools, of="it") == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 10 ** (10 ** 10) }}"], ids=["loops", "constant"])
 def test_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(chat_template, "CPU_S", 1)
@@ -50,6 +51,7 @@ def test_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch, 
     assert conversation_text(tokenizer(PLAIN), MESSAGES[1:], of="it") == "<s>assistant: {{ 7 * 7 }}\na:"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("template", [DOUBLED, "{{ 'a' * 10 ** 11 }}", "{{ 'a' | center(10 ** 11) }}"])
 def test_template_that_takes_all_memory_is_refused(template: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot render it \(it took more than 1024 MiB of memory\); change"):

@@ -134,6 +134,7 @@ def edit(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["recipe.toml", "config.toml"])
 @pytest.mark.parametrize(
     ("old", "new", "key"),

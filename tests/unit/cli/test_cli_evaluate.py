@@ -265,6 +265,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_one_sentence_and_starts_no_run(
     mistake: str, workdir: Path, capsys: pytest.CaptureFixture[str]

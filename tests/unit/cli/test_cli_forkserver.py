@@ -38,6 +38,7 @@ print("exit code", child.wait(60.0))
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "target", "delay_s"),
     [

@@ -195,6 +195,7 @@ def test_hostile_rewards_can_be_drawn_or_are_refused(bad: float, attempt: Path) 
     assert "metrics.jsonl has a damaged line of a step" in reported(attempt)
 
 
+@pytest.mark.sample(1)
 @EACH_STRIDE
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_hostile_metrics_end_sync_report_with_a_sentence(

@@ -143,6 +143,7 @@ def refuse(recipe: Path, key: str, number: float) -> None:
         assert key.rpartition(".")[2] in message, message
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("key", [key for key in NUMERIC if key not in FREE])
 @pytest.mark.parametrize(
     "numbers", [ABSURD, pytest.param(MORE_ABSURD, marks=pytest.mark.campaign)], ids=["some", "more"]
@@ -207,6 +208,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("key", DYNAMIC)
 def test_operator_may_set_what_a_recipe_may(key: str, recipe: Path) -> None:
     """A temperature of 0 is for evaluations: the policy could not learn from one way to answer."""

@@ -147,6 +147,7 @@ def counted(folder: str, way: str) -> int:
     return int(found)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_files_without_a_name_are_counted(folder: str, way: str) -> None:
     assert counted(folder, way) > LIMIT

@@ -13,7 +13,7 @@ import psutil
 from starling.common.sandbox.processes import descendants
 from starling.common.sandbox.tasks import TaskWatch
 
-LIMIT, LARGE, GROWN = 40, 60, 60
+LIMIT, LARGE, GROWN = 20, 30, 30
 LONG_S = 60.0
 
 

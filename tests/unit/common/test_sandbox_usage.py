@@ -51,6 +51,7 @@ def measured(program: str) -> Usage:
     return Usage(*json.loads(subprocess.run(command, stdout=subprocess.PIPE, timeout=LONG_S, check=True).stdout))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("program", "is_whole"),
     [

@@ -352,6 +352,7 @@ def test_rollout_is_not_evicted_for_a_scorer_that_fails_only_what_it_generates()
     assert not script.state.buffer.num_discarded
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("honest", "liar", "max_tries"),
     [
@@ -492,6 +493,7 @@ def run_of_three(culprit: str, natural: float = 0.0) -> Incarnations:
     return script
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("culprit", ["rollout-9", "reward-1"])
 @pytest.mark.parametrize("natural", [0.0, 0.3])
 def test_replica_that_filters_out_what_others_keep_gets_no_work_for_a_while(culprit: str, natural: float) -> None:
@@ -525,6 +527,7 @@ def wakes(script: Incarnations, name: str) -> None:
     on_switched(script.state, script.state.replicas.membership.members[name], asleep=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("act", [gives_a_group_back, leaves_and_joins, wakes])
 def test_rollout_that_is_set_aside_cannot_end_that_itself(act: Callable[[Incarnations, str], None]) -> None:
     script = run_of_three("rollout-9")

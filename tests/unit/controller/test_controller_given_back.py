@@ -122,6 +122,7 @@ class Spoiled:
                 script.scores(lease, *(bad if is_bad else (1.0, 0.0)), name=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ending", [wire.Status.OK, None], ids=["all ended", "one to be continued"])
 @pytest.mark.parametrize("dynamic_sampling", [False, True], ids=["unscored", "filtered"])
 @pytest.mark.parametrize(("num_rollouts", "num_rewards"), [(1, 1), (2, 2)])

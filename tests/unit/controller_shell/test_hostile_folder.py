@@ -117,6 +117,7 @@ def shown(history: MetricsHistory) -> None:
         Console(width=100).print(LiveScreen(recipe, Path("runs"))._draw(received))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "line"), [("step", STEP), ("evaluation", EVALUATION)])
 def test_hostile_lines_are_skipped_or_can_be_shown(kind: str, line: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -386,6 +386,7 @@ def start_writer(path: Path, seed: str) -> tuple[subprocess.Popen[str], IO[str]]
     return writer, writer.stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_journal_commits_survive_sigkill(path: Path, seed: int) -> None:
     rng, output = random.Random(f"kill {seed}"), 0

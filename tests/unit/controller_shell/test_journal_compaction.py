@@ -394,6 +394,7 @@ def test_summary_of_an_older_journal_is_restored(tmp_path: Path) -> None:
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_compaction_survives_sigkill(path: Path, seed: int) -> None:
     """The writer compacts after every third commit, and says how many records are durable."""

@@ -44,6 +44,7 @@ def wait_for_closed(monitor: zmq.Socket[bytes]) -> None:
     assert monitor.poll(int(DEADLINE_S * 1000) * 3), "the connection stays open"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "has_joined", "most_mib"),
     [("observer-0", False, 64), ("reward-0", True, 1024), ("reward-0", False, 1024)],

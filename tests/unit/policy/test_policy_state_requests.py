@@ -42,6 +42,7 @@ def test_server_at_an_address_of_another_host_is_refused() -> None:
         PeerServer("192.0.2.1")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "entry",
     [

@@ -7,6 +7,7 @@ from cut_checks import check
 from file_kinds import KINDS, FileKind
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_cut_file_is_read_or_refused_in_one_sentence(kind: FileKind) -> None:
     check(kind, every=False)

@@ -42,6 +42,7 @@ def test_user_scorer_is_found_by_path_and_in_working_directory(tmp_path: Path, m
     check_scorers(settings("mine:A.g"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
@@ -77,6 +78,7 @@ def test_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str, An
         check_scorers(settings(name, options=options))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("code", "problem"),
     [

@@ -14,10 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from sandbox_levels import ALL, STRONG
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox import execution, launch, syscalls
-from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
+from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.scorers.code import program_of
@@ -27,7 +28,6 @@ from starling.reward.settings import RewardSettings
 
 PATIENCE_S = 240.0
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
-STRONG: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
 
 
 class Judge:
@@ -62,7 +62,7 @@ def all_judges() -> Iterator[None]:
     JUDGES.clear()
 
 
-@pytest.fixture(params=MECHANISMS)
+@pytest.fixture(params=ALL)
 def judge(request: pytest.FixtureRequest) -> Judge:
     level = request.param
     if problem := problem_of(level):
@@ -74,6 +74,7 @@ def judge(request: pytest.FixtureRequest) -> Judge:
     return JUDGES[level]
 
 
+@pytest.mark.sample(1)
 def test_program_is_judged_by_its_output(judge: Judge) -> None:
     tests = [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]
     right = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
@@ -91,6 +92,7 @@ def test_program_is_judged_by_assertions(judge: Judge) -> None:
     assert judge.values(right, wrong, leaves, ends, "def add(", reference=reference) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.sample(1)
 def test_hostile_program_harms_nothing(judge: Judge) -> None:
     """It ends nothing but itself, and what it leaves behind ends with it."""
     marker = f"left-{judge.pool.worker_pids()[0]}"
@@ -248,6 +250,7 @@ HONEST = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, honest: str) -> None:
@@ -271,6 +274,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_sleeps_ends_at_its_limit_although_others_take_all_processors(level: Mechanism) -> None:
     with pool_of(level, num_workers=2, timeout_s=1.0) as pool:
@@ -298,6 +302,7 @@ except OSError:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_sends_all_descriptors_of_its_user_fails_no_other(level: Mechanism) -> None:
     """The kernel counts those that nobody has received yet by user, over all sandboxes."""
@@ -331,7 +336,8 @@ print(len(os.read(reading, 30000)))
 """
 
 
-@pytest.mark.parametrize("level", MECHANISMS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("level", ALL)
 def test_program_that_fails_for_want_of_pipes_has_no_reward(level: Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sandboxes of a user share its pages for pipes; those of this test have a user of their own."""
     if os.getuid() != 0 or launch._closed_to_others(isolates=level in ("bubblewrap", "namespaces")):
@@ -485,7 +491,8 @@ with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "sandbox": 
 """
 
 
-@pytest.mark.parametrize("level", MECHANISMS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("level", ALL)
 def test_programs_end_with_a_service_that_is_killed(level: Mechanism) -> None:
     if problem := problem_of(level):
         pytest.skip(f"this machine does not offer the level {level}: {problem}")

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_levels import ALL, STRONG
 
-from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
+from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.workers.pool import ScoringPool
@@ -47,10 +48,9 @@ def runs(completion, reference, prompt_text, metadata):
     return float(run_python(completion).finished)
 """
 DEVICE = "/dev/fuse"
-STRONG: tuple[Mechanism, ...] = ("bubblewrap", "namespaces", "landlock")
 
 
-@pytest.fixture(params=MECHANISMS)
+@pytest.fixture(params=ALL)
 def level(request: pytest.FixtureRequest) -> Mechanism:
     mechanism: Mechanism = request.param
     if problem := problem_of(mechanism):
@@ -82,6 +82,7 @@ def score(file: Path, level: Mechanism, name: str, text: str, needs: dict[str, A
     return one
 
 
+@pytest.mark.sample(1)
 def test_network_is_there_only_if_declared(scorers: Path, level: Mechanism, server: socket.socket) -> None:
     port = str(server.getsockname()[1])
     assert score(scorers, level, "connects", port, {"network": True}).value == 1.0
@@ -89,6 +90,7 @@ def test_network_is_there_only_if_declared(scorers: Path, level: Mechanism, serv
     assert (undeclared.status == Status.REWARD_ERROR) == (level in STRONG), undeclared
 
 
+@pytest.mark.sample(1)
 def test_file_is_there_only_if_declared(scorers: Path, level: Mechanism) -> None:
     data = scorers.parent / "data.txt"
     data.write_text("0.5")
@@ -96,12 +98,14 @@ def test_file_is_there_only_if_declared(scorers: Path, level: Mechanism) -> None
     assert (score(scorers, level, "reads", str(data), {}).status == Status.REWARD_ERROR) == (level in STRONG)
 
 
+@pytest.mark.sample(1)
 def test_variable_is_there_only_if_declared(scorers: Path, level: Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "0.25")
     assert score(scorers, level, "knows", "JUDGE_KEY", {"variables": ["JUDGE_KEY"]}).value == 0.25
     assert score(scorers, level, "knows", "JUDGE_KEY", {}).status == Status.REWARD_ERROR
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not os.path.exists(DEVICE), reason=f"this machine has no {DEVICE}")
 def test_device_is_there_only_if_declared(scorers: Path, level: Mechanism) -> None:
     if level not in ("bubblewrap", "namespaces"):
@@ -120,6 +124,7 @@ GETS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("what", GETS)
 def test_program_of_a_model_gets_nothing_that_its_judge_declares(
     scorers: Path, level: Mechanism, server: socket.socket, monkeypatch: pytest.MonkeyPatch, what: str

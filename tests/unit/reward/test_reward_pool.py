@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from sandbox_levels import ALL
 
 from starling.common.errors import ConfigError
-from starling.common.sandbox.launch import MECHANISMS, Mechanism, problem_of
+from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.groups import Score, ScoreTask
 from starling.reward.score.workers.pool import ScoringPool
@@ -72,6 +73,7 @@ def pool() -> Iterator[ScoringPool]:
         yield shared
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -124,6 +126,7 @@ def test_forked_child_cannot_report_for_worker(pool: ScoringPool) -> None:
     assert all(score.value in (1.0, None) for score in scores[1:])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "first"),
     [
@@ -166,6 +169,7 @@ def test_reports_without_end_cannot_stop_the_service(pool: ScoringPool) -> None:
     assert collect(pool, 1)[0].value == 1.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("text", ["hang", "hang-in-c"])
 def test_hanging_scorer_is_killed_at_its_limit(text: str) -> None:
     with ScoringPool(settings("act", timeout_s=0.3)) as pool:
@@ -190,7 +194,8 @@ def marked(marker: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("level", MECHANISMS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("level", ALL)
 def test_children_of_killed_scorer_are_killed(level: Mechanism) -> None:
     """Even one that has a session of its own."""
     if problem := problem_of(level):

@@ -128,6 +128,7 @@ def test_format_takes_a_pattern_for_the_whole_completion() -> None:
     assert [upper(text, "", "", {}) for text in ("ABC", " ABC ", "ABCd", "")] == [1, 1, 0, 0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("completion", "reference", "value"),
     [

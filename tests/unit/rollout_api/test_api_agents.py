@@ -111,6 +111,7 @@ def test_rewritten_messages_are_not_trained(api_model: Path) -> None:
             assert trajectory.metrics["num_branches"] == 2.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("limits", "sampling", "status", "turns"),
     [
@@ -130,6 +131,7 @@ def test_agent_episode_limits(
             assert trajectory.loss_mask.sum() == 10
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "limit_s", "problem"),
     [
@@ -170,6 +172,7 @@ def test_episode_key_is_revoked_at_its_end(api_model: Path, notes: Notes) -> Non
             client.models.list()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("level", ["bubblewrap", "namespaces", "landlock"])
 def test_agent_reaches_endpoint_and_nothing_else(
     api_model: Path, tmp_path: Path, notes: Notes, level: Mechanism

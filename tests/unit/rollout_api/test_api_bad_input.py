@@ -242,6 +242,7 @@ def asked(lone: LoneEngine, path: str, body: bytes | None, key: str | None) -> t
         return error.code, json.loads(error.read())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("path", "body", "key", "status", "code"),
     [
@@ -294,6 +295,7 @@ def test_slow_body_times_out(lone: LoneEngine) -> None:
     assert asked(lone, "/health", None, None)[0] == 200
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "parts",
     [[b""], [b"POST /v1/comp"], [b"GET /health HTTP/1.1\r\nHost: x\r\nAccept: "], [WHOLE, b"GET /h"]],

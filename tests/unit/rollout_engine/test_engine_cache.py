@@ -59,6 +59,7 @@ def check(results: dict[str, GroupResult], model: Any) -> None:
             np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_mixed_sliding", "mistral_all_sliding", "gpt2"])
 @pytest.mark.parametrize("gathered_bytes", [0, 1 << 20], ids=["in place", "gathered"])
 @examples(8)

@@ -179,6 +179,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", BAD)
 def test_invalid_request_is_rejected_alone(case: str) -> None:
     bad, text = BAD[case]

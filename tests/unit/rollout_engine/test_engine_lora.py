@@ -34,6 +34,7 @@ def small_experts() -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **GROUPED, **experts))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_sampled_logprobs_equal_those_of_the_policy(tmp_path: Path, form: str) -> None:
     (small_experts() if form == "experts" else make_model("qwen3_untied")).save_pretrained(tmp_path)

@@ -78,6 +78,7 @@ def adopt(engine: TransformersEngine, offer: Offer, source: Layout, *, in_place:
     return adopted.root
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_quantised_engine_samples_from_the_dequantised_weights(form: str, family: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import structlog
+from sandbox_levels import offered_first
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox import syscalls
@@ -103,7 +104,7 @@ def held(title: str) -> Any:
     since = SINCE_LANDLOCK.get(title, 1)
     skip = pytest.mark.skipif(landlock_version() < since, reason=f"it needs version {since} of Landlock")
     marks = {"landlock": [skip], REPEATED: [pytest.mark.campaign]}
-    levels = [pytest.param(level, marks=marks.get(level, [])) for level in HOLDS[title]]
+    levels = [pytest.param(level, marks=marks.get(level, [])) for level in offered_first(HOLDS[title])]
     return pytest.mark.parametrize("hostile", levels, indirect=True)
 
 
@@ -186,6 +187,7 @@ def marked(marker: str) -> list[int]:
     return found
 
 
+@pytest.mark.sample(1)
 @held("A process that it leaves behind lives on")
 def test_daemon_is_killed_with_its_session(hostile: Hostile) -> None:
     marker = f"daemon-{hostile.level}-{os.getpid()}"
@@ -440,6 +442,7 @@ def test_sessions_find_nothing_of_earlier_ones(hostile: Hostile) -> None:
     assert asyncio.run(find_all()) == [[], []]
 
 
+@pytest.mark.sample(1)
 @held("It starts more processes than `max_tasks`")
 def test_number_of_processes_is_limited(hostile: Hostile) -> None:
     if hostile.level in NAMESPACES:
@@ -449,6 +452,7 @@ def test_number_of_processes_is_limited(hostile: Hostile) -> None:
     assert hostile.attempt("is_alive"), "and it costs no other session"
 
 
+@pytest.mark.sample(1)
 @held("It keeps other sessions from starting processes")
 def test_tasks_of_one_session_cost_no_other(hostile: Hostile) -> None:
     async def run() -> None:
@@ -524,6 +528,7 @@ sandbox.close()
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", each_in_campaign("forks", "sessions", "threads"))
 @pytest.mark.parametrize("level", ["landlock", "process"])
 def test_bomb_is_ended(level: Mechanism, kind: str) -> None:
@@ -674,6 +679,7 @@ def test_log_of_service_is_out_of_reach(hostile: Hostile, tmp_path: Path) -> Non
     assert "a line of the service\n" in log.read_text()
 
 
+@pytest.mark.sample(1)
 @held("It reads or changes the service's log, or reads from its terminal")
 def test_terminal_of_service_is_out_of_reach(hostile: Hostile) -> None:
     ours, terminal = pty.openpty()
@@ -718,6 +724,7 @@ def test_crash_writes_no_memory_to_disk(hostile: Hostile) -> None:
     assert hostile.attempt("limits") == (0 if most == 0 else 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kept", ["named", "open", "mapped"])
 @pytest.mark.parametrize("level", ["landlock", "process"])
 def test_sandbox_with_too_many_files_on_disk_is_killed(
@@ -734,6 +741,7 @@ def test_sandbox_with_too_many_files_on_disk_is_killed(
         hostile.sandbox.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("level", MECHANISMS)
 def test_deep_folders_are_removed(level: Mechanism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if problem := problem_of(level):

@@ -138,6 +138,7 @@ def test_environment_need_not_catch_episode_over(engine: DrivenEngine, play: Any
         assert (made.status, len(made.token_ids), made.problem) == (Status.TRUNCATED, 9, "")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "settings", "problem", "num_tokens"),
     [

@@ -126,6 +126,7 @@ async def compute_in_session(sandbox: Sandbox, num_calls: int) -> list[str]:
         return [await session.invoke("step", timeout_s=1.0, seconds=0.5) for _ in range(num_calls)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("in_one_session", [False, True])
 def test_call_that_takes_all_processors_fails_no_other(sandbox: Sandbox, in_one_session: bool) -> None:
     """An episode could otherwise make the calls of all others time out."""
@@ -227,6 +228,7 @@ def test_dead_fork_server_is_replaced() -> None:
     assert not psutil.pid_exists(made._fork_server.process.pid)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

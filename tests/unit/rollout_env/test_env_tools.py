@@ -202,6 +202,7 @@ def test_gym_without_end_stops_at_turn_limit() -> None:
     assert outcome == EpisodeOutcome(reward=-0.5, metrics={"guesses": 2.0})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -104,6 +104,7 @@ def plain_logprobs(model: Any, prompted: list[PromptBlock], token_ids: np.ndarra
     return torch.cat(parts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_logprobs_equal_those_of_the_rollout(tmp_path: Path, family: str) -> None:
     sampled = sample(tmp_path, family)
@@ -121,6 +122,7 @@ def test_policy_logprobs_equal_those_of_the_rollout(tmp_path: Path, family: str)
             torch.testing.assert_close(packed_logprobs(sampled.model, batch), plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_image_gradients_equal_those_of_single_sequences(tmp_path: Path, family: str, tied: bool) -> None:

@@ -18,6 +18,7 @@ from starling.rollout.engine.embedded.model import build_model, live_tensors
 torch.set_num_threads(1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_services_load_the_same_model(tmp_path: Path, family: str) -> None:
     write_folder(tmp_path, family)

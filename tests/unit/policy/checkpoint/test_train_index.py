@@ -226,6 +226,7 @@ MEMO = b"\x80\x04Nr\xff\xff\xff\x7f."
 """A value with the number 2^31 - 1, for which the interpreter makes a table of 16 GiB and more."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", [NESTED, NESTED_BY_NAME, MEMO])
 def test_index_that_ends_the_interpreter_of_pickles_is_refused(program: bytes) -> None:
     # In a process of its own, which may die: that of a policy did.

@@ -94,6 +94,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kl", "saved_at"), covering([0.0, 0.05], [0, 1, NUM_SFT, NUM_SFT + 1, NUM_SFT + 3]))
 def test_resumed_learner_is_bitwise_equal(
     tiny: Make, make_groups: Make, tmp_path: Path, kl: float, saved_at: int
@@ -118,6 +119,7 @@ def test_replayed_steps_are_bitwise_equal(tiny: Make, make_groups: Make) -> None
     assert same(*learners)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kl", [0.0, 0.05])
 def test_resume_twice_equals_resume_once(tiny: Make, make_groups: Make, tmp_path: Path, kl: float) -> None:
     """A new learner resumes for every step."""
@@ -182,6 +184,7 @@ def empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("damage", "name"),
     covering([flip, cut, empty, Path.unlink], ["state.json", "parts/.metadata", "parts/__0_0.distcp"]),
@@ -289,6 +292,7 @@ def test_dcp_index_cannot_execute_code(tiny: Make, tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num", [1, 2, 7])
 def test_killed_writer_leaves_intact_state(tmp_path: Path, num: int) -> None:
     with forked(write_endlessly, str(tmp_path), {}, 500_000) as writer:

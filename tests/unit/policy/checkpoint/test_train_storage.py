@@ -84,6 +84,7 @@ def test_s3_states_equal_local_states(store: Store) -> None:
     assert value_of(find_state(store.url, store.options)) == (3, 3.5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 @pytest.mark.parametrize("part", ["state.json", ".metadata", "__0_0.distcp"])
 def test_s3_damaged_state_is_skipped(store: Store, part: str, damage: str) -> None:
@@ -102,6 +103,7 @@ def test_s3_damaged_state_is_skipped(store: Store, part: str, damage: str) -> No
     assert [line["state"] for line in lines] == [f"{store.url}/states/version-2"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("delay_objects", [0, 1, 3])
 def test_s3_killed_writer_keeps_previous_state(store: Store, delay_objects: int) -> None:
     """The writer is killed after a given number of objects of its third state."""

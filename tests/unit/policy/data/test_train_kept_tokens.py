@@ -77,6 +77,7 @@ def settings(algorithm: AlgorithmSettings, budget: int = 10_000, share: bool = T
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "temperature"), covering(ALGORITHMS, [1.0, 0.7]))
 def test_kept_tokens_step_equals_loop_over_sequences(
     tiny: Make, make_groups: Make, name: str, temperature: float

@@ -58,6 +58,7 @@ def settings(algorithm: AlgorithmSettings, budget: int = 10_000, share: bool = T
     return PolicySettings(optimizer=still, algorithm=algorithm, tokens_per_microbatch=budget, share_prompts=share)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_loss_mask_step_equals_loop_over_sampled_tokens(tiny: Make, make_groups: Make, name: str) -> None:
     plain = double(tiny())

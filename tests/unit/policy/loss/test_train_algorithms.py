@@ -80,6 +80,7 @@ def test_step_equals_plain_reference(tiny: Make, make_groups: Make, name: str) -
 MASKED = ["grpo", "dr_grpo", "dapo", "rloo"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MASKED)
 def test_step_mask_truncated_excludes_truncated_completions(tiny: Make, make_groups: Make, name: str) -> None:
     """Its reward counts in the baseline; the mean counts neither it nor its tokens."""
@@ -133,6 +134,7 @@ TERMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("term", "name"), covering(TERMS, ["dapo", "grpo"]))
 def test_regulariser_is_weighted_like_the_loss(tiny: Make, make_groups: Make, term: str, name: str) -> None:
     extra, chosen = TERMS[term]

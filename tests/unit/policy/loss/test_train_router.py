@@ -122,6 +122,7 @@ def sequences_of(groups: Sequence[Any]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_reinforcement_has_the_gradient_of_one_sequence_at_a_time(
     tiny: Callable[..., Any], make_groups: Callable[..., Any], packing: dict[str, Any]
@@ -155,6 +156,7 @@ def test_metric_of_several_updates_is_their_mean(tiny: Callable[..., Any], make_
     assert metrics["router_aux_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("packing", PACKINGS[:3])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_supervision_has_the_gradient_of_one_sequence_at_a_time(

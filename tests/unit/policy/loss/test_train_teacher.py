@@ -82,6 +82,7 @@ def plain_loss(model: Any, groups: list[ScoredGroup], settings: DistillSettings,
     return total / count
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("budget", [30, 10_000])
 @pytest.mark.parametrize(
     "distill",
@@ -120,6 +121,7 @@ def test_distillation_step_equals_plain_reference(
         assert difference <= 5e-6 * torch.linalg.vector_norm(one.grad) + 1e-8, name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", ["reverse_kl", "jsd"])
 def test_distillation_student_converges_to_teacher(tiny: Make, loss: Any) -> None:
     model, teacher = tiny(), tiny(seed=5)

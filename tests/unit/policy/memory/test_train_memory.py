@@ -202,6 +202,7 @@ def test_offload_activations_on_cpu_warns(tiny: Callable[..., Any]) -> None:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("checkpointing", "backend"), [("none", "eager"), ("full", "aot_eager")])
 def test_compiled_blocks_share_code_for_all_sizes(tiny: Callable[..., Any], checkpointing: Any, backend: str) -> None:
     torch._dynamo.reset()
@@ -251,6 +252,7 @@ def test_find_blocks_without_blocks_is_refused() -> None:
         find_blocks(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("with_entropy_gradient", [False, True])
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform("cap", 5.0)])
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(96, 8), (500, 8), (500, 128)])

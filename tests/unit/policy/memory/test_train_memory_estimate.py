@@ -111,6 +111,7 @@ def without(memory: PolicyMemory, part: str) -> PolicyMemory:
     return replace(memory, activations=replace(memory.activations, blocks=blocks))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_peak_of_a_step_is_within_a_tenth_of_the_formula(
     tiny: Callable[..., Any], make_groups: Callable[..., Any], name: str
@@ -171,6 +172,7 @@ class Copies(PeakMemory):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_movable_activations_are_those_that_are_offloaded(tiny: Callable[..., Any], checkpointing: Any) -> None:
     num_tokens, settings = 1100, MemorySettings(checkpointing=checkpointing)

@@ -142,6 +142,7 @@ def test_step_fractions_equal_plain_count(tiny: Make, make_groups: Make) -> None
     assert 0.0 < metrics["clip_fraction"] < 1.0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_step_metrics_are_independent_of_microbatches(tiny: Make, make_groups: Make, name: str) -> None:
     groups = [replace(group, cut=cut) for group, cut in zip(make_groups(RAGGED), CUT, strict=True)]

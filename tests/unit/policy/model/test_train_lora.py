@@ -154,6 +154,7 @@ def small_experts(tiny: Make, folder: Path) -> tuple[Any, LoraSettings]:
     return AutoModelForCausalLM.from_pretrained(folder).eval(), settings
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", [*FORMS, "experts"])
 def test_adapters_are_saved_separately_and_merged(tiny: Make, tmp_path: Path, form: str) -> None:
     from peft import PeftModel

@@ -81,6 +81,7 @@ def penalty(one: Completion) -> list[Tensor]:
     return [KL * (torch.exp(known - new) - 1 + new - known) for new, known in zip(one.new, one.reference, strict=True)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("lora", "reset"), covering([False, True], [0, 1, 2]))
 def test_reference_version_follows_setting(tiny: Make, make_groups: Make, lora: bool, reset: int) -> None:
     """Every step against the plain loop, with a copy of the right version as the reference."""
@@ -101,6 +102,7 @@ def test_reference_version_follows_setting(tiny: Make, make_groups: Make, lora: 
         versions[step] = double(model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("lora", "saved_at"), covering([False, True], [1, 2, 3, 4]))
 def test_reference_after_reset_resumes(
     tiny: Make, make_groups: Make, tmp_path: Path, lora: bool, saved_at: int
@@ -126,6 +128,7 @@ def test_reference_after_reset_resumes(
     assert any(one["kl_reference"] > 1e-4 for one in metrics)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("form", "reset"), covering(FORMS, [0, 2]))
 def test_reference_swapped_adapters_equal_separate_copy(tiny: Make, make_groups: Make, form: str, reset: int) -> None:
     """Bitwise, over steps of several updates with proximal log-probabilities."""

@@ -329,6 +329,7 @@ PACKINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_step_is_that_of_one_sequence_at_a_time(
     tiny: Callable[..., Any], make_groups: Callable[..., Any], packing: dict[str, Any]

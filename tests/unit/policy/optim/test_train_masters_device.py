@@ -60,6 +60,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masters_on_other_device_are_bitwise_equal(tiny: Callable[..., Any], kind: str, dtype: torch.dtype) -> None:

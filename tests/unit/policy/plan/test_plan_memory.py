@@ -28,6 +28,7 @@ def _outline(name: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b", "qwen2.5-7b"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_estimate_is_near_what_is_observed(name: str, checkpointing: str) -> None:

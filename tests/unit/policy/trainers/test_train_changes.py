@@ -59,6 +59,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("key", "value"), CHANGES)
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_changed_setting_equals_setting_in_recipe(

@@ -72,6 +72,7 @@ def assert_same_gradients(plain: torch.nn.Module, model: torch.nn.Module) -> Non
             assert parameter.grad is None or not parameter.grad.any(), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", [20, 10_000])
 @pytest.mark.parametrize(
     "dpo",

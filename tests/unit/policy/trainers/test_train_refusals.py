@@ -182,6 +182,7 @@ def test_non_finite_reward_names_group_and_index(tiny: Make, make_groups: Make, 
 NOTHING_FROM_ONE = ["grpo", "dr_grpo", "gspo", "rloo", "aipo", "reinforce_pp_baseline", "decoupled_ppo"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NOTHING_FROM_ONE)
 @pytest.mark.parametrize("rewards", [(0.7,), (0.1, 0.1, 0.1)])
 def test_group_of_one_has_no_gradient(tiny: Make, make_groups: Make, name: str, rewards: tuple[float, ...]) -> None:

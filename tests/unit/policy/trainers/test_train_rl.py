@@ -114,6 +114,7 @@ def test_step_groups_of_several_temperatures(
         torch.testing.assert_close(gradients(model)[name], gradient, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("share", [True, False])
 def test_step_microbatches_accumulate_to_full_gradient(

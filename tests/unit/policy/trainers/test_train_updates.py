@@ -89,6 +89,7 @@ def assert_same_weights(model: torch.nn.Module, plain: torch.nn.Module) -> None:
         torch.testing.assert_close(parameter.detach().double(), expected[name].detach(), rtol=0.0, atol=1e-6, msg=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "proximal", "minibatches", "passes"),
     [
@@ -202,6 +203,7 @@ def corrections(name: str) -> tuple[CorrectionSettings, ...]:
     return tuple(CorrectionSettings(**({"kind": kind} | given)) for given in CORRECTIONS[name][0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_equal_plain_reference(tiny: Make, make_groups: Make, name: str) -> None:
     """With one update, the proximal log-probabilities are those of its forward pass."""

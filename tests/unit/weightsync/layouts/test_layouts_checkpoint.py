@@ -313,6 +313,7 @@ def lying_file(folder: Path, name: str = "a", **lies: Any) -> None:
     (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "lies",
     [

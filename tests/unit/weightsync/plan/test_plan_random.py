@@ -131,6 +131,7 @@ def brings_everything(plan: Plan, source: Layout, destination: Layout) -> bool:
     return True
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*COLUMNS, "part_boxes"])
 @given(pairs(), st.data())
 @examples(15)

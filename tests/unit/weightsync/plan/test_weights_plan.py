@@ -177,6 +177,7 @@ MUTATIONS: dict[str, Callable[[Transfer], tuple[Transfer, ...]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @given(pairs(), st.data())
 @examples(40)

@@ -77,6 +77,7 @@ def test_versions_arrive_bit_for_bit(way: Way, in_place: bool) -> None:
         assert peer.end() == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_group_of_a_lost_source_is_aborted(way: Way, number: signal.Signals) -> None:
     """The reader fails by its deadline, keeps what it has, and reads from another source afterwards."""

@@ -22,6 +22,7 @@ def processes() -> Iterator[MemoryPair]:
         yield running
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 def test_peak_memory_equals_its_estimate(processes: MemoryPair, transport: Transport, in_place: bool) -> None:

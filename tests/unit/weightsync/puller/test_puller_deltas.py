@@ -93,6 +93,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
+@pytest.mark.sample(1)
 def test_first_version_travels_whole_and_the_next_as_deltas(world: World) -> None:
     first = world.pull(world.publish())
     assert first.num_deltas == 0
@@ -106,6 +107,7 @@ def test_first_version_travels_whole_and_the_next_as_deltas(world: World) -> Non
         assert report.buffer_bytes <= world.plan.peak_bytes(0, in_place=True)
 
 
+@pytest.mark.sample(1)
 def test_missed_version_is_bridged_by_a_chain_and_more_by_a_full_pull(world: World) -> None:
     world.pull(world.publish())
     for missed, deltas in ((1, True), (2, False)):
@@ -132,12 +134,14 @@ def test_steps_that_were_never_published_are_spanned_by_one_delta() -> None:
     puller.close()
 
 
+@pytest.mark.sample(1)
 def test_large_change_travels_whole(world: World) -> None:
     world.pull(world.publish(share=4.0))
     report = world.pull(world.publish())
     assert travelled(report) == report.size_bytes
 
 
+@pytest.mark.sample(1)
 def test_delta_against_a_corrupted_base_is_detected_and_replaced(world: World) -> None:
     """A bit flipped at the destination: the digest reveals it, and the bucket is requested as a whole."""
     world.pull(world.publish())
@@ -152,6 +156,7 @@ def test_delta_against_a_corrupted_base_is_detected_and_replaced(world: World) -
     assert report.num_deltas > 0
 
 
+@pytest.mark.sample(1)
 def test_interrupted_pull_resumes_from_the_versions_of_its_boxes(world: World) -> None:
     world.pull(world.publish())
     offer, seen = world.publish(), []
@@ -198,6 +203,7 @@ def matrix(rows: int, columns: int) -> Layout:
     return Layout(replica="r", tensors=(spec,), ranks=(RankLayout(place=Place(), shards=(shard,)),))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75])
 @pytest.mark.parametrize("compared", [False, True])
 def test_slow_reader_keeps_the_deltas_of_its_snapshot(share: float, compared: bool) -> None:
@@ -229,6 +235,7 @@ def test_slow_reader_keeps_the_deltas_of_its_snapshot(share: float, compared: bo
         world.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transport", SERVED)
 def test_publisher_without_delta_versions_sends_everything(transport: Transport) -> None:
     world = World(transport, delta_versions=0)
@@ -241,6 +248,7 @@ def test_publisher_without_delta_versions_sends_everything(transport: Transport)
         world.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transport", SERVED)
 def test_deltas_require_full_digests(transport: Transport) -> None:
     """Only full digests would reveal a delta against another base."""
@@ -256,6 +264,7 @@ def test_deltas_require_full_digests(transport: Transport) -> None:
         world.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transport", SERVED)
 def test_relay_forwards_deltas_unchanged(transport: Transport) -> None:
     world = World(transport)
@@ -295,6 +304,7 @@ def test_relay_says_that_there_are_no_deltas_before_the_boxes_arrive() -> None:
         session.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [0.01, 1.0])
 def test_buckets_are_read_in_the_order_of_the_plan(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay and its reader would otherwise wait for each other's next bucket."""

@@ -64,6 +64,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
+@pytest.mark.sample(2)
 def test_lost_source_is_replaced_by_its_copy(world: World) -> None:
     offer = world.publish(0)
     world.publishers[0].close()
@@ -82,6 +83,7 @@ def test_refusing_source_is_replaced_by_its_copy(world: World) -> None:
     assert world.holds(0)
 
 
+@pytest.mark.sample(2)
 def test_pull_without_fallback_names_the_reason(world: World) -> None:
     offer = world.publish(0)
     forged = tuple(msgspec.structs.replace(rank, secret="0" * 32) for rank in offer.ranks)
@@ -140,6 +142,7 @@ def test_modified_shared_memory_is_detected() -> None:
         world.close()
 
 
+@pytest.mark.sample(2)
 def test_interrupted_pull_in_place_is_torn_until_repaired(world: World) -> None:
     offer = world.publish(0)
     world.pull(offer, into=world.live)
@@ -224,6 +227,7 @@ def chain(pullers: list[Puller], offer: Offer, plan: Plan, announced: list[list[
     return reports
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("transport", "encrypt"), [*((transport, False) for transport in SERVED), ("tcp", True)])
 def test_chained_relays_each_read_from_the_previous_one(transport: Transport, encrypt: bool) -> None:
     """A relay serves while it receives: all pull at once, and the publisher sends one model."""
@@ -274,6 +278,7 @@ def test_cancelled_relay_is_replaced_by_the_source(transport: Transport) -> None
         world.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transport", SERVED)
 def test_relay_that_fails_in_mid_transfer_leaves_what_has_arrived(transport: Transport) -> None:
     world = World(transport, longest=100)
@@ -325,6 +330,7 @@ def test_relay_that_fails_in_mid_transfer_leaves_what_has_arrived(transport: Tra
         world.close()
 
 
+@pytest.mark.sample(2)
 def test_relay_of_another_version_is_refused(world: World) -> None:
     old = world.publish(0)
     with pytest.raises(WeightsError, match="A relay offers version 0, not 1"):

@@ -83,6 +83,7 @@ def flip(draw: random.Random, live: dict[str, torch.Tensor]) -> None:
         raw[draw.randrange(raw.numel())] ^= 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("digests", ["sampled", "off"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sampled_and_disabled_digests_detect_less(transport: Transport, digests: str) -> None:

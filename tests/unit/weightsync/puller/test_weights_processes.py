@@ -78,6 +78,7 @@ def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "starling"))}
 
 
+@pytest.mark.sample(1)
 def test_every_version_arrives_bit_exact(peer: Source, rollout: Rollout) -> None:
     assert rollout.puller.state == "stale"
     for _ in range(3):
@@ -163,6 +164,7 @@ def test_leased_snapshot_is_not_overwritten(peer: Source, rollout: Rollout) -> N
     assert same(rollout.tensors, weights(offer.version))
 
 
+@pytest.mark.sample(1)
 def test_reader_killed_in_mid_read_affects_no_other(peer: Source, rollout: Rollout) -> None:
     offer = peer.publish()
     victim = mp.get_context("forkserver").Process(target=die_reading, args=(encode(peer.layout), encode(offer)))
@@ -185,6 +187,7 @@ def test_environment_cannot_override_required_ucx_options(monkeypatch: pytest.Mo
         assert peer.end() == 0
 
 
+@pytest.mark.sample(1)
 def test_slow_reader_is_revoked(transport: Transport) -> None:
     with source(transport, read_timeout_s=0.02) as peer:
         slow, slower = Rollout(peer), Rollout(peer)

@@ -66,6 +66,7 @@ def every(form: QuantFormat) -> QuantRecipe:
     return QuantRecipe(rules=(QuantRule(pattern="", format=form),))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_only_linear_weights_are_quantised(preset: str) -> None:
     recipe = linear_weights("fp8_block")
@@ -283,6 +284,7 @@ def test_storages_that_cannot_be_arranged_are_refused() -> None:
 # --- models that are not there yet ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(("source", "destination"), [("fsdp4", "tp2"), ("ep2 fsdp3", "tep2"), ("hsdp2x3", "pp2 tp2")])
 def test_compact_quantised_plans_equal_those_of_the_layouts(form: QuantFormat, source: str, destination: str) -> None:

@@ -34,6 +34,7 @@ def test_contiguous_boxes_are_sent_from_the_device_and_others_are_packed(transpo
     assert not there.server.failure
 
 
+@pytest.mark.sample(1)
 @pytest.mark.system
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("snapshots", ["host", "device"])

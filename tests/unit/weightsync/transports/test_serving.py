@@ -627,6 +627,7 @@ def mapped_bytes() -> int:
         return int(sizes.read().split()[0]) * mmap.PAGESIZE
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transport", served_transports())
 def test_request_that_cannot_be_packed_ends_only_its_connection(transport: Transport) -> None:
     wide, part = piece("w", "uint8", (0, 256), (0, 512)), piece("w", "uint8", (0, 256), (0, 256))
@@ -660,6 +661,7 @@ def no_more_threads() -> Iterator[None]:
         threading.stack_size(before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("transport", "nothing_left"),
     [

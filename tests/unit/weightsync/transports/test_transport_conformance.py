@@ -90,16 +90,19 @@ def check(peer: Reader, boxes: list[ShardPiece]) -> None:
         assert answer.digests[16 * index :][:16] == xxhash.xxh3_128_digest(truth.tobytes())
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_arrives(peer: Reader, size: int) -> None:
     check(peer, [whole(f"flat{size}", "uint8", (size,))])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("begin", [1, 3, 64, 4093])
 def test_unaligned_parts_arrive(peer: Reader, begin: int) -> None:
     check(peer, [piece(f"flat{MIB + 3}", "uint8", (begin, end)) for end in (begin + 1, begin + 77, MIB + begin % 3)])
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_parts_of_every_element_type_arrive(peer: Reader, dtype: str) -> None:
     boxes = [
@@ -114,6 +117,7 @@ def test_strided_parts_of_every_element_type_arrive(peer: Reader, dtype: str) ->
     check(peer, boxes)
 
 
+@pytest.mark.sample(2)
 def test_many_small_boxes_arrive(peer: Reader) -> None:
     check(peer, [p for p in PIECES if p.names[0].startswith("small")])
 
@@ -233,6 +237,7 @@ def test_read_before_the_token_is_refused(source: ServedSource, transport: AnyTr
         assert "ticket first" in made.release().reason
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -271,6 +276,7 @@ def test_read_of_a_revoked_snapshot_is_refused(transport: AnyTransport) -> None:
         assert "revoked" in slow.release().reason or "ticket first" in slow.ask(slow.request([PIECES[2]])).reason
 
 
+@pytest.mark.sample(2)
 def test_source_that_waits_itself_says_so_until_it_answers(transport: AnyTransport) -> None:
     if transport == "local":
         pytest.skip("its readers do not wait for what has not arrived")
@@ -339,6 +345,7 @@ def test_malformed_address_is_refused(source: ServedSource, transport: AnyTransp
         made.client.connect("source", msgspec.structs.replace(source.offer, address=address))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("stage", "number"), covering(["connected", "asked", "opened", "read"], [signal.SIGKILL, signal.SIGSTOP])
@@ -379,6 +386,7 @@ def test_source_killed_or_stopped_at_any_stage_is_handled(
             assert (array == before).all(), "memory was written after its connection was dropped"
 
 
+@pytest.mark.sample(2)
 def test_dropped_connection_is_silent_and_can_be_reopened(source: ServedSource, transport: AnyTransport) -> None:
     size = SIZES[-1] if SIZES[-1] < 64 * MIB else 64 * MIB
     wanted = piece(f"flat{SIZES[-1]}", "uint8", (0, size))

@@ -506,6 +506,7 @@ def location(
     return with_checksum(msgspec.msgpack.encode(place))
 
 
+@pytest.mark.sample(3)
 @needs_nixl
 @pytest.mark.parametrize(
     "reply",
