@@ -187,3 +187,23 @@ def test_held_out_prompts_that_cannot_be_answered_are_counted() -> None:
     script.scores("score:e1:0", 1.0)
     (note,) = [c for c in script.commands if getattr(c, "kind", "") == "evaluation"]
     assert (note.fields["num_failed"], note.fields["reward_mean"]) == (1, 1.0)
+
+
+@pytest.mark.parametrize("of", ["e", "t"])
+def test_rollout_that_gives_groups_back_is_pinned_no_more(of: str) -> None:
+    """It gets no group for a while then, and held up each evaluation until its deadline, also by groups to train."""
+    script = evaluating("rollout-0", "rollout-1", max_tries=2)
+    assert script.state.evaluations.current is not None
+    (bound,) = script.state.evaluations.current.pinned
+    other = {"rollout-0": "rollout-1", "rollout-1": "rollout-0"}[bound]
+    held = next(one for one in script.state.replicas.leases.all_of(bound) if lease_subject(one.id)[0] == of)
+    script.interrupts(bound, held.id)
+    assert script.state.evaluations.current.pinned == {other}
+    for lease in script.state.replicas.leases.all_of(bound):
+        script.interrupts(bound, lease.id)
+    for n in (0, 1):
+        [lease] = [one.id for one in script.state.replicas.leases.all_of(other) if one.id.startswith(f"generate:e{n}:")]
+        script.generates(other, lease, num=1)
+        [lease] = [one.id for one in script.state.replicas.leases.all_of("reward-0") if f":e{n}:" in one.id]
+        script.scores(lease, 1.0)
+    assert summary(script)["num_failed"] == 0

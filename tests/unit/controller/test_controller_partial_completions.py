@@ -166,7 +166,6 @@ def test_interrupted_evaluation_group_is_resumed() -> None:
     script.start_run()
     script.interrupts("rollout-0", "generate:e0:0", 4)
     adopt_second(script)
-    script.leaves("rollout-0")
     [command] = [command for command in dispatched_groups(script) if command.purpose == "evaluate" and command.partial]
     assert [completion.num_tokens for completion in command.partial] == [4]
 

@@ -48,6 +48,8 @@ class Evaluation(Groups):
         self.num_admitted = self.first = first
         self.pinned: set[str] = set()
         """Rollouts that it is pinned to."""
+        self.given_back_by: set[str] = set()
+        """Rollouts that have given groups back, and get none of this evaluation while there are others."""
         self.routing = Routing()
         """Of the pinned rollouts, those that hold its version."""
         for prompt in prompts:

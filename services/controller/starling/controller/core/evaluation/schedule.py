@@ -138,6 +138,7 @@ def _pin(state: ControllerState, evaluation: Evaluation, rollouts: list[Member])
     """Pin the evaluation to as many rollouts as it may have; restart it when its version is lost."""
     num = state.replicas.membership.num("rollout")
     _unpin_waiting(state, evaluation, rollouts)
+    _unpin_given_back(state, evaluation)
     if num <= 2:  # the only rollout gives it half of its slots, and all of them once there is another rollout
         for name in sorted(evaluation.pinned):
             state.replicas.slots.mark(state.replicas.membership.members[name])
@@ -153,6 +154,7 @@ def _pin(state: ControllerState, evaluation: Evaluation, rollouts: list[Member])
         _begin(state, evaluation.cause, evaluation.num_completions)
         assert state.evaluations.current is not None
         state.evaluations.current.deadline = evaluation.deadline
+        state.evaluations.current.given_back_by = evaluation.given_back_by
         state.dirty |= Dirty.EVALUATE | Dirty.PIN
 
 
@@ -184,10 +186,26 @@ def _unpin_waiting(state: ControllerState, evaluation: Evaluation, rollouts: lis
             check_outdated(state, member)
 
 
+def _unpin_given_back(state: ControllerState, evaluation: Evaluation) -> None:
+    """Unpin rollouts that have given groups back, if there are others: the evaluation would wait for them alone."""
+    for name in sorted(evaluation.pinned & _passed_over(state, evaluation)):
+        member = state.replicas.membership.members[name]
+        evaluation.pinned.discard(name)
+        evaluation.routing.drop(member)
+        check_outdated(state, member)
+
+
+def _passed_over(state: ControllerState, evaluation: Evaluation) -> set[str]:
+    """Return the rollouts that have given groups back; none if no other one could be pinned in their place."""
+    present = {member.name for member in state.replicas.membership.of("rollout")}
+    return evaluation.given_back_by if present - evaluation.given_back_by else set()
+
+
 def _pin_more(state: ControllerState, evaluation: Evaluation, num: int, rollouts: list[Member]) -> None:
     version, leases, free = evaluation.version, state.replicas.leases, []
+    excluded = evaluation.pinned | _passed_over(state, evaluation)
     for member in rollouts:
-        if member.name in evaluation.pinned or member.is_follower:
+        if member.name in excluded or member.is_follower:
             continue
         adopting = leases.num(member.name, "adopt") > 0
         holds = member.version == version and not adopting

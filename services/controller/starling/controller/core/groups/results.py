@@ -288,6 +288,10 @@ def on_interrupted(
     """
     state.dirty |= Dirty.DISPATCH | Dirty.EVALUATE
     state.replicas.slots.cool_down(member, state.now + state.plan.lease_s)
+    evaluation = state.evaluations.current
+    if evaluation is not None and state.replicas.sharing.has_devices(member):  # else it was told to sleep
+        evaluation.given_back_by.add(member.name)
+        state.dirty |= Dirty.PIN
     found = state.group_of_lease(message.lease)
     if found is None:
         return
