@@ -220,3 +220,75 @@ def test_step_that_finds_the_policy_asleep_is_dispatched_again(lost: bool) -> No
     assert any("train:1:1 train0 train1" in line for line in lines), lines
     script.fails("policy-0", "train:1:1", "out of memory")
     assert script.state.lifecycle.stage is not RunStage.RUNNING, "an awake policy must not report that it sleeps"
+
+
+@pytest.mark.parametrize("how", ["at each deadline", "fails", "joins again"])
+def test_rollout_that_never_adopts_while_policies_wait_is_evicted_and_counted(how: str) -> None:
+    """It sleeps when it is told to, wakes, and has its next command to adopt until the deadline: at each step."""
+    script = generating(num_steps=40)
+    incarnation, begun = 0, script.now
+    deadline_s = script.plan.timeouts.of("adopt")
+    membership, leases = script.state.replicas.membership, script.state.replicas.leases
+    while membership.num_invalid["rollout-1"] < 3 and script.now < begun + 20 * deadline_s:
+        if "rollout-1" not in membership.members:
+            incarnation += 1
+            script.joins("rollout-1", incarnation=incarnation, version=-1)
+        for name, member in list(membership.members.items()):
+            held = leases.all_of(name)
+            script.heartbeats(name, *[one.id for one in held], version=member.version, incarnation=member.incarnation)
+            for lease in held:
+                if lease.kind in ("sleep", "wake"):
+                    answer = wire.Slept if lease.kind == "sleep" else wire.Woken
+                    script.receive(name, answer(lease=lease.id), incarnation=member.incarnation)
+                elif name == "rollout-1":
+                    if lease.kind == "adopt" and how != "at each deadline" and lease.deadline - script.now < 5:
+                        if how == "fails":
+                            failed = wire.LeaseFailed(lease=lease.id, status=wire.Status.INFRA_LOST, reason="no")
+                            script.receive(name, failed, incarnation=member.incarnation)
+                        else:
+                            incarnation += 1
+                            script.joins("rollout-1", incarnation=incarnation, version=-1)
+                elif lease.kind == "adopt":
+                    script.adopts(name, script.state.weights.version, int(script.aliases.short(lease.id).split(":")[2]))
+                elif lease.kind == "generate":
+                    script.generates(name, lease.id, member.version)
+                elif lease.kind == "score":
+                    script.scores(lease.id)
+                elif lease.kind == "train":
+                    script.trains(script.state.version + 1, int(script.aliases.short(lease.id).split(":")[2]))
+                elif lease.kind == "publish":
+                    script.publishes(script.state.version, script.aliases.short(lease.id))
+        script.advance_time(1.0)
+    assert membership.num_invalid["rollout-1"] == 3
+    assert "rollout-0" in membership.members
+    assert not membership.num_invalid["rollout-0"]
+
+
+@pytest.mark.parametrize("how", ["does not answer", "fails", "joins again", "adopts"])
+def test_stop_does_not_fail_for_a_rollout_that_does_not_sleep(how: str) -> None:
+    """The policy has to wake to save its state, and a graceful stop has less time than a sleep may take."""
+    script = generating()
+    script.joins("rollout-1")
+    answer_command(script, "rollout-1")
+    script.adopts("rollout-1", 0, 1)
+    script.generate_and_score(0, 1)
+    answer_command(script, "rollout-0")
+    answer_command(script, "rollout-1")
+    answer_command(script, "policy-0")
+    script.trains(1)
+    script.publishes(1)
+    for name in ("policy-0", "rollout-0", "rollout-1"):
+        answer_command(script, name)
+    script.adopts("rollout-0", 1)
+    if how != "adopts":
+        script.adopts("rollout-1", 1, 1)
+    begun = script.now
+    script.request_stop()
+    answer_command(script, "rollout-0")
+    incarnation = 1
+    while not script.state.replicas.leases.of("policy-0", "wake") and script.now < begun + 0.75 * script.plan.stop_s:
+        if how == "joins again" and "rollout-1" not in script.state.replicas.membership.members:
+            incarnation += 1
+            script.joins("rollout-1", incarnation=incarnation)
+        wait_awake(script, how, 1)
+    assert "policy-0 <- save:1:0" in answer_command(script, "policy-0")

@@ -61,7 +61,7 @@ def _checkpoint(state: ControllerState) -> None:
     current = replicas.current_policies(version) if replicas.policies_have_devices() else []
     stopped_early = bool(lifecycle.stopping) and version < state.plan.last_step
     is_unsaved = stopped_early and state.training.saved.newest < version
-    if is_unsaved and not replicas.leases.has("save"):
+    if current and is_unsaved and not replicas.leases.has("save"):
         grant_save(state)
     if current and not lifecycle.is_exported and not replicas.leases.has("checkpoint"):
         checkpoint = functools.partial(wire.SaveCheckpoint, step=version)

@@ -156,6 +156,8 @@ class Membership:
     offers, never below 0."""
     awake_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By rollout, of all its incarnations: seconds for which policies waited for it to sleep, since it did last."""
+    adopting_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Likewise: for which they waited for it to adopt weights, since it has proven a version."""
     missing_since: float | None = None
     """Since when a role that the run needs has had no replica."""
     _incarnations: dict[str, int] = field(default_factory=dict)
@@ -305,6 +307,7 @@ class Membership:
 
     def prove(self, member: Member, version: int) -> None:
         """Note that a rollout has proven to hold `version`."""
+        self.adopting_s.pop(member.name, None)
         self.proven[member.name] = (member.incarnation, version)
 
     def get(self, name: str, incarnation: int) -> Member | None:
@@ -339,6 +342,7 @@ class Membership:
                 self.num_stopped,
                 self.offer_wait_s,
                 self.awake_s,
+                self.adopting_s,
             ):
                 known.pop(oldest, None)
 

@@ -12,6 +12,8 @@ their tokens so far, and resumed when the rollouts wake.
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 from starling.common.wire import messages as wire
 from starling.controller.core.dirty import Dirty
 from starling.controller.core.lifecycle.stages import RunStage
@@ -27,6 +29,8 @@ from starling.controller.core.weights.versions import is_publication_due, target
 POLICY_WORK = ("train", "publish", "adopt", "save", "checkpoint")
 ROLLOUT_WORK = ("publish", "adopt")
 """The work that a replica finishes before it is sent to sleep."""
+STOP_SHARE: Final = 0.125
+"""Share of the time of a graceful stop for which policies wait for one rollout: it can join, and be evicted, thrice."""
 
 
 def switch_devices(state: ControllerState) -> None:
@@ -52,27 +56,36 @@ def switch_devices(state: ControllerState) -> None:
 
 
 def evict_awake(state: ControllerState) -> None:
-    """Evict and count rollouts for whose sleep the policies have waited as long as one may take, in all.
+    """Evict and count rollouts for which the policies have waited as long as one sleep, or one adoption, may take.
 
-    One that says that it cannot sleep, or leaves and joins again, would otherwise begin a new time limit for ever. Not
-    while it adopts or offers weights: others may delay that, and it has a time limit of its own.
+    In all: one that says that it cannot sleep, hangs each time that it is to adopt, or leaves and joins again, would
+    otherwise begin a new time limit for ever. Offers of weights have a sum of their own.
     """
     sharing, membership, before = state.replicas.sharing, state.replicas.membership, state.replicas.sharing.waited_at
     is_waiting = sharing.active == "policy" and not all(map(sharing.has_devices, membership.of("policy")))
     sharing.waited_at = state.now if is_waiting else None
     if before is None or not is_waiting:
         return
-    limit_s = state.plan.timeouts.of("sleep")
+    leases = state.replicas.leases
     for name in sharing.awake(membership.of("rollout"), state.now):
-        if state.replicas.leases.of(name, *ROLLOUT_WORK):
+        if leases.num(name, "publish"):
             continue
-        membership.awake_s[name] += state.now - before
-        if membership.awake_s[name] >= limit_s:
-            reason = f"the policies waited {limit_s:g} s in all for {name} to sleep"
-            del membership.awake_s[name]
+        work: Literal["adopt", "sleep"] = "adopt" if leases.num(name, "adopt") else "sleep"
+        waits = membership.adopting_s if work == "adopt" else membership.awake_s
+        waits[name] += state.now - before
+        limit_s = _limit_s(state, work)
+        if waits[name] >= limit_s:
+            reason = f"the policies waited {limit_s:g} s in all for {name} to {work}"
+            del waits[name]
             note_invalid(state, name, reason)
             if name in membership.members:
                 evict(state, membership.members[name], reason)
+
+
+def _limit_s(state: ControllerState, work: Literal["adopt", "sleep"]) -> float:
+    """Return for how long policies wait for this work of one rollout, in all: a graceful stop must not fail for it."""
+    limit_s = state.plan.timeouts.of(work)
+    return min(limit_s, STOP_SHARE * state.plan.stop_s) if state.lifecycle.stopping else limit_s
 
 
 def on_switched(state: ControllerState, member: Member, *, asleep: bool) -> None:
