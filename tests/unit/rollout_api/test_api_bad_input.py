@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from api_lone import CONTEXT, DEADLINE_S, LoneEngine, lone_engine
 
-from starling.rollout.api.episode_limits import MAX_BODY_BYTES
+from starling.rollout.api.app import Endpoint
+from starling.rollout.api.episode_limits import (
+    BODIES,
+    MAX_BODY_BYTES,
+    MAX_COMPLETIONS,
+    RequestsInProgress,
+    ServerLimits,
+)
 from starling.rollout.api.errors import ApiError
+from starling.rollout.api.keys import ApiKeys
 from starling.rollout.api.messages import make_call_reader, message_key
 from starling.rollout.api.model import ServedModel
 from starling.rollout.api.requests import ACCEPTED_VALUES, read_body, read_chat, read_text
+from starling.rollout.engine.queue import EngineQueue
+from starling.rollout.settings import ApiSettings
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "Bearer {}"
@@ -44,6 +56,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature = -1: give a number from 0 to 100"),
     ({"temperature": "hot"}, 'temperature = "hot": give a number'),
     ({"temperature": True}, "temperature = true: give a number"),
+    ({"temperature": 10**400}, "...: give a number from 0 to 100"),
+    ({"top_p": -(10**400)}, "...: give a number above 0 to 1"),
     ({"top_p": 0}, "top_p = 0: give a number above 0 to 1"),
     ({"top_p": 1.5}, "top_p = 1.5: give a number"),
     ({"n": 0}, "n = 0: give a whole number of at least 1"),
@@ -176,6 +190,48 @@ def test_text_far_beyond_the_context_is_refused_before_it_is_encoded() -> None:
     assert len(model_of(tokenizer).text_ids("x" * 4000)) == 4000, "the engine's limit decides"
 
 
+def test_other_requests_are_served_between_two_texts_of_a_request() -> None:
+    class Tokenizer(CountingTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            seen.append("text")
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    async def other() -> None:
+        while seen.count("text") < 50:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        body = read_text({**TEXT, "prompt": ["x" * 100] * 50})
+        prompts, _ = await asyncio.gather(endpoint._tokenized(body), other())
+        assert prompts == [[0] * 100] * 50
+
+    seen: list[str] = []
+    endpoint = Endpoint(EngineQueue(lambda: None), model_of(Tokenizer()), ApiSettings(), ApiKeys("k"))
+    asyncio.run(both())
+    assert seen.count("other") >= 49
+
+
+def test_requests_with_the_key_of_the_server_are_bounded_together() -> None:
+    requests = RequestsInProgress(ServerLimits(max_requests=100))
+    with ExitStack() as stack:
+        for _ in range(BODIES):
+            stack.enter_context(requests.request()).add(MAX_BODY_BYTES)
+        with (
+            requests.request() as one,
+            pytest.raises(ApiError, match=r"requests in progress have .* bytes, and") as error,
+        ):
+            one.add(1)
+        assert error.value.status == 429
+    with requests.request() as one, requests.request() as other:
+        one.ask(MAX_COMPLETIONS)
+        with pytest.raises(ApiError, match="requests in progress ask for 65537 completions, and 65536 are") as error:
+            other.ask(1)
+        assert error.value.status == 429
+    with requests.request() as one:
+        one.ask(MAX_COMPLETIONS)
+
+
 def test_deeply_nested_arguments_stay_text() -> None:
     deep = "[" * 100_000
     function = {"name": "f", "arguments": deep}
@@ -183,6 +239,22 @@ def test_deeply_nested_arguments_stay_text() -> None:
     (message,) = read_chat({**CHAT, "messages": [{"role": "assistant", "tool_calls": calls}]}).messages
     assert message["tool_calls"][0]["function"]["arguments"] == deep
     assert deep in message_key(message)[2][0][1]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\udfff": 1}'])
+def test_arguments_that_are_no_unicode_stay_text(arguments: str) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    (message,) = read_chat({**CHAT, "messages": [{"role": "assistant", "tool_calls": calls}]}).messages
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    assert message_key(message)[2][0][1].isascii()
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama"])
+def test_call_of_a_reply_that_is_no_unicode_is_text(parser: Literal["hermes", "llama"]) -> None:
+    call = '{"name": "f", "parameters": {"a": "\\ud800"}}'
+    reply = f"<tool_call>{call}</tool_call>" if parser == "hermes" else call
+    assert make_call_reader(parser, None)(reply) == (reply, ())
+    assert make_call_reader(parser, None)(reply.replace("ud800", "u0041"))[1], "another text is a call"
 
 
 def test_parameters_without_effect_are_accepted() -> None:
@@ -277,6 +349,31 @@ def test_json_of_any_depth_is_no_failure_of_the_server(lone: LoneEngine) -> None
         raw = f"{before}{'[' * depth}{']' * depth}}}}}]{after}".encode()
         status, response = asked(lone, "/v1/chat/completions", raw, KEY.format(lone.api_key))
         assert status == 200 or response["error"]["code"] in ("invalid_json", "invalid_value"), response
+
+
+def test_completions_of_one_request_are_bounded(lone: LoneEngine) -> None:
+    body = json.dumps({"model": lone.model, "prompt": ["a"] * 4096, "n": 17, "max_tokens": 1}).encode()
+    status, response = asked(lone, "/v1/completions", body, KEY.format(lone.api_key))
+    assert (status, response["error"]["message"]) == (
+        400,
+        "the request asks for 69632 completions; ask for at most 65536: fewer prompts, or a smaller n",
+    )
+
+
+def test_request_counts_before_its_body_has_arrived(api_model: Path, tmp_path: Path) -> None:
+    """Otherwise each of 4,096 connections could have a body of 32 MiB in memory."""
+    with lone_engine(api_model, tmp_path, "--rollout.api.max-requests", "1") as lone:
+        host, port = lone.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {lone.api_key}\r\n"
+        body = json.dumps({"model": lone.model, "prompt": "ab", "max_tokens": 1}).encode()
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+            connection.sendall(f"{head}Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n".encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 100 "), "the server reads the body"
+            status, response = asked(lone, "/v1/completions", body, KEY.format(lone.api_key))
+            assert (status, response["error"]["message"]) == (
+                429,
+                "1 request is in progress already; wait for answers, or raise rollout.api.max_requests",
+            )
 
 
 WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -152,6 +152,31 @@ def test_cancel_frees_a_waiting_and_a_running_group() -> None:
     assert list(drain(engine)) == ["runs"]
 
 
+class CountedLease(str):
+    """A lease that counts how often any of them is compared."""
+
+    __slots__ = ()
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedLease.num_compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_cancel_of_many_waiting_groups_looks_at_each_once() -> None:
+    """A client of the HTTP server gives up 65,536 groups at once: no square of their number."""
+    engine, num_groups = make_engine(), 500
+    for number in range(num_groups):
+        engine.add(request(CountedLease(f"g{number}"), [1, 2], 1))
+    CountedLease.num_compared = 0
+    for number in reversed(range(num_groups)):
+        assert engine.cancel(CountedLease(f"g{number}"))
+    assert engine.num_waiting == 0
+    assert CountedLease.num_compared <= 8 * num_groups
+
+
 def test_cancel_of_all_groups_leaves_an_empty_engine() -> None:
     engine = make_engine()
     engine.add(request("a", [1, 2], 3))

@@ -20,10 +20,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from starling.common.errors import StarlingError
-from starling.rollout.api.episode_limits import RequestBody
+from starling.rollout.api.episode_limits import RequestBody, RequestsInProgress, ServerLimits
 from starling.rollout.api.errors import ApiError, Code, api_error_of
 from starling.rollout.api.generation import Generation, without_tokens
-from starling.rollout.api.requests import RequestOptions, read_body, read_chat, read_text, too_deep
+from starling.rollout.api.requests import (
+    CompletionRequest,
+    RequestOptions,
+    read_body,
+    read_chat,
+    read_text,
+    too_deep,
+)
 from starling.rollout.api.responses import (
     EventStream,
     Json,
@@ -61,7 +68,10 @@ class Endpoint:
         self, engine_queue: EngineQueue, served: ServedModel, settings: ApiSettings, keys: ApiKeys[Recording]
     ) -> None:
         self._engine_queue, self._served, self._settings, self._keys = engine_queue, served, settings, keys
-        self._num_requests = 0
+        self._requests = RequestsInProgress(ServerLimits(settings.max_requests))
+        """Those with the server's key."""
+        self._tokenizing = asyncio.Lock()
+        """The texts of one request are tokenized at a time, and other work is done between two of them."""
         self.stopping = False
         """New requests are rejected. Set from any thread."""
 
@@ -102,13 +112,16 @@ class Endpoint:
         recording = self._check_key(request)
         if recording is not None:
             return await self._turn(request, recording)
-        chat = read_chat(read_body(await self._read(request, RequestBody())))
-        self._served.check_conversation(chat.messages, chat.tools)
-        self._check_model(chat.options.model)
-        prompt_ids = self._served.chat_ids(chat.messages, chat.tools)
-        self._served.check(chat.options, prompt_ids, "messages")
-        builder = self._builder("chat", chat.options, calls=bool(chat.tools))
-        return await self._respond(request, chat.options, [prompt_ids], builder)
+        with contextlib.ExitStack() as stack:
+            body = stack.enter_context(self._request_slot())
+            chat = read_chat(read_body(await self._read(request, body)))
+            self._served.check_conversation(chat.messages, chat.tools)
+            self._check_model(chat.options.model)
+            prompt_ids = self._served.chat_ids(chat.messages, chat.tools)
+            self._served.check(chat.options, prompt_ids, "messages")
+            body.ask(chat.options.num_completions)
+            builder = self._builder("chat", chat.options, calls=bool(chat.tools))
+            return await self._respond(request, chat.options, [prompt_ids], builder, stack)
 
     async def _turn(self, request: Request, recording: Recording) -> Response:
         """Answer with a turn of an episode. It has no time limit of its own: it ends with its episode."""
@@ -125,14 +138,26 @@ class Endpoint:
     async def _completions(self, request: Request) -> Response:
         if self._check_key(request) is not None:
             raise ApiError("an episode is a conversation; use /v1/chat/completions", "not_found")
-        text = read_text(read_body(await self._read(request, RequestBody())))
-        self._check_model(text.options.model)
-        prompts = [self._served.text_ids(prompt) for prompt in text.prompts]
-        for prompt_ids in prompts:
-            self._served.check(text.options, prompt_ids, "prompt")
-        echo = self._served.prompt_text if text.echo else None
-        builder = self._builder("text", text.options, top_logprobs=text.top_logprobs, echo=echo)
-        return await self._respond(request, text.options, prompts, builder, score=text.echo and text.options.logprobs)
+        with contextlib.ExitStack() as stack:
+            body = stack.enter_context(self._request_slot())
+            text = read_text(read_body(await self._read(request, body)))
+            self._check_model(text.options.model)
+            body.ask(len(text.prompts) * text.options.num_completions)
+            prompts = await self._tokenized(text)
+            echo = self._served.prompt_text if text.echo else None
+            builder = self._builder("text", text.options, top_logprobs=text.top_logprobs, echo=echo)
+            score = text.echo and text.options.logprobs
+            return await self._respond(request, text.options, prompts, builder, stack, score=score)
+
+    async def _tokenized(self, text: CompletionRequest) -> list[list[int]]:
+        """Return the tokens of the prompts. Raises ApiError at the first that exceeds a limit."""
+        prompts = []
+        async with self._tokenizing:
+            for prompt in text.prompts:
+                prompts.append(self._served.text_ids(prompt))
+                self._served.check(text.options, prompts[-1], "prompt")
+                await asyncio.sleep(0)
+        return prompts
 
     async def _respond(
         self,
@@ -140,32 +165,32 @@ class Endpoint:
         options: RequestOptions,
         prompts: Sequence[list[int]],
         builder: ResponseBuilder,
+        stack: contextlib.ExitStack,
         *,
         score: bool = False,
     ) -> Response:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._request_slot())
-            generation = Generation(
-                self._engine_queue,
-                [self._served.request(options, prompt_ids, score_prompt=score) for prompt_ids in prompts],
-                decode=self._served.decode,
-                stops=options.stop,
-                ends=frozenset((*self._served.eos_token_ids, *options.stop_token_ids)),
-                timeout_s=self._settings.timeout_s,
-                streaming=options.stream,
-            )
-            if not options.stream:
-                choices = await cancel_on_disconnect(request, generation.all())
-                if score and any(choice.prompt_logprobs is None for choice in choices):
-                    raise ApiError("this engine scores no prompts; leave out echo or logprobs", parameter="echo")
-                if options.max_tokens == 0:
-                    choices = [without_tokens(choice) for choice in choices]
-                return _json(builder.response(choices, prompts))
-            # Waits for the first delta, so that a request which the engine rejects fails with an HTTP status.
-            deltas = generation.deltas()
-            first = await cancel_on_disconnect(request, anext(deltas, None))
-            events = stream_events(builder, options, generation, first, deltas, prompts)
-            return EventStream(events, stack.pop_all())
+        """Generate the answer; a streamed one takes over `stack`, which holds the slot of the request."""
+        generation = Generation(
+            self._engine_queue,
+            [self._served.request(options, prompt_ids, score_prompt=score) for prompt_ids in prompts],
+            decode=self._served.decode,
+            stops=options.stop,
+            ends=frozenset((*self._served.eos_token_ids, *options.stop_token_ids)),
+            timeout_s=self._settings.timeout_s,
+            streaming=options.stream,
+        )
+        if not options.stream:
+            choices = await cancel_on_disconnect(request, generation.all())
+            if score and any(choice.prompt_logprobs is None for choice in choices):
+                raise ApiError("this engine scores no prompts; leave out echo or logprobs", parameter="echo")
+            if options.max_tokens == 0:
+                choices = [without_tokens(choice) for choice in choices]
+            return _json(builder.response(choices, prompts))
+        # Waits for the first delta, so that a request which the engine rejects fails with an HTTP status.
+        deltas = generation.deltas()
+        first = await cancel_on_disconnect(request, anext(deltas, None))
+        events = stream_events(builder, options, generation, first, deltas, prompts)
+        return EventStream(events, stack.pop_all())
 
     async def _read(self, request: Request, body: RequestBody) -> bytes:
         """Return the body. Raises ApiError, without reading on, when it is too large or takes too long."""
@@ -213,21 +238,12 @@ class Endpoint:
         }
 
     @contextlib.contextmanager
-    def _request_slot(self) -> Iterator[None]:
-        """Hold one of the concurrent requests. Raises ApiError when there is none left."""
+    def _request_slot(self) -> Iterator[RequestBody]:
+        """Hold one of the concurrent requests, before its body is read. Raises ApiError when there is none left."""
         if self.stopping:
             raise ApiError("this replica is shutting down and accepts no more requests; use another one", "stopping")
-        if self._num_requests >= self._settings.max_requests:
-            raise ApiError(
-                f"{self._num_requests} requests are in progress already; try again later, "
-                "or raise rollout.api.max_requests",
-                "too_many_requests",
-            )
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
+        with self._requests.request() as body:
+            yield body
 
 
 def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from starling.rollout.api.errors import ApiError
-from starling.rollout.env.parsers import PARSERS, Call, Parser
+from starling.rollout.env.parsers import PARSERS, Call, Parser, is_unicode
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of clients and of chat templates, which do not know OpenAI's newer name of the system's role."""
@@ -132,9 +132,9 @@ def _parsed(arguments: Any) -> Any:
         return arguments if arguments is not None else {}
     try:
         parsed = json.loads(arguments or "{}")
+        return parsed if isinstance(parsed, dict) and is_unicode(parsed) else arguments
     except (ValueError, RecursionError):
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _canonical(arguments: Any) -> str:

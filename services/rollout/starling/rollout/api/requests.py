@@ -238,7 +238,7 @@ class _Parameters:
         value = self.take(name)
         if value is None:
             return default
-        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        right = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))  # an integer has any size
         if not right or not least <= value <= most or (without_least and value == least):
             begin = f"above {least:g}" if without_least else f"from {least:g}"
             raise ApiError(f"{name} = {as_json(value)}: give a number {begin} to {most:g}", parameter=name)

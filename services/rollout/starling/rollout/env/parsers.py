@@ -93,4 +93,18 @@ def _call(found: Any) -> Call | Malformed:
             return _TOO_DEEP
     if not isinstance(arguments, dict):
         return Malformed(f'the "arguments" of {found["name"]!r} are no object')
+    try:
+        if not is_unicode((found["name"], arguments)):
+            return Malformed('the call has half of a surrogate pair, such as "\\ud800"')
+    except RecursionError:
+        return _TOO_DEEP
     return Call(found["name"], arguments)
+
+
+def is_unicode(value: Any) -> bool:
+    """Return whether all texts in `value`, which is from JSON, can be written as UTF-8: not so `"\\ud800"` alone."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -11,7 +11,7 @@ waits in front of the others, and is prefilled again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,8 @@ class TransformersEngine:
         self._banned_ids = _banned_ids(self._media_inputs, self._forward.device)
         self._exclusive = exclusive
         self._version = version
-        self._waiting: deque[EmbeddedGroup] = deque()
+        self._waiting: OrderedDict[str, EmbeddedGroup] = OrderedDict()
+        """By lease, in the order in which they start: a client of the HTTP server may give up thousands at once."""
         self._running: dict[int, EmbeddedGroup] = {}
         self._leases: set[str] = set()
         self._rows = RunningRows(max_rows)
@@ -215,7 +216,7 @@ class TransformersEngine:
                 f"the prompt has {len(request.prompt_ids)} tokens, which with {request.num_completions} completions do "
                 f"not fit into a KV cache of {self._kv_cache_mb} MiB; raise rollout.kv_cache_mb"
             )
-        self._waiting.append(group)
+        self._waiting[request.lease] = group
         self._leases.add(request.lease)
         self._num_added += 1
 
@@ -244,10 +245,8 @@ class TransformersEngine:
         if lease not in self._leases:
             return None
         self._leases.remove(lease)
-        for group in self._waiting:
-            if group.request.lease == lease:
-                self._waiting.remove(group)
-                return group.request.partial
+        if (waiting := self._waiting.pop(lease, None)) is not None:
+            return waiting.request.partial
         number = next(n for n, group in self._running.items() if group.request.lease == lease)
         return self._stop(number)[1]
 
@@ -286,7 +285,7 @@ class TransformersEngine:
             joining = self._take_joining()
             ended += [self._end(group) for group in joining if not group.num_rows]
             if self._waiting and not joining and not len(self._rows):
-                ended.append(self._fail_too_large(self._waiting.popleft()))
+                ended.append(self._fail_too_large(self._waiting.popitem(last=False)[1]))
             if sequences := [sequence for group in joining for sequence in group.prefill_sequences()]:
                 parts.append(self._join(sequences))
             if parts:
@@ -309,7 +308,8 @@ class TransformersEngine:
             if not self._running:
                 return [self._fail_too_large(group)]
             log.info("preempted a group: the KV cache is full", lease=group.request.lease)
-            self._waiting.appendleft(group)
+            self._waiting[group.request.lease] = group
+            self._waiting.move_to_end(group.request.lease, last=False)
         return []
 
     def _fail_too_large(self, group: EmbeddedGroup) -> GroupFailed:
@@ -330,7 +330,7 @@ class TransformersEngine:
         taken: list[PrefillSequence] = []
         room = self._max_rows - len(self._rows)
         while self._waiting and not (self._exclusive and (joining or len(self._rows))):
-            group = self._waiting[0]
+            group = next(iter(self._waiting.values()))
             sequences = [*taken, *group.prefill_sequences()]
             if group.num_rows > room or (joining and num_packed_tokens(sequences) > PREFILL_TOKENS):
                 break
@@ -338,7 +338,7 @@ class TransformersEngine:
                 break
             room -= group.num_rows
             taken = sequences
-            joining.append(self._waiting.popleft())
+            joining.append(self._waiting.popitem(last=False)[1])
         return joining
 
     def _has_blocks(self, sequences: Sequence[PrefillSequence], *, alone: bool) -> bool:
