@@ -95,6 +95,7 @@ def outcome_of(kind: str, settings: LoraSettings, parallel: dict[str, Any]) -> s
         return str(error)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("parallel", "refused"),
     [

@@ -137,6 +137,7 @@ BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 FP8 = {"policy": {"precision": {"kind": "fp8_tensorwise", "fsdp_all_gather": True}}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "parallel", "changes"),
     [

@@ -122,6 +122,7 @@ def check(found: list[tuple[float, ...]], fleet: Fleet, **options: Any) -> None:
         assert all(np.array_equal(other[name], one) for name, one in first.items()), "replicas differ"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mesh", [pytest.param(name, marks=[pytest.mark.campaign] * (name in ("pp", "tp and fsdp"))) for name in MESHES]
 )

@@ -30,6 +30,7 @@ def text_of_rank(_: int, seconds: float) -> str:
     return mesh.from_first(partial(make_slowly, seconds), interval_s=0.2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seconds", [0.0, TIMEOUT_S + 2.0])
 def test_text_of_the_first_rank_may_take_longer_than_an_operation(seconds: float) -> None:
     assert run_ranks(2, text_of_rank, seconds) == ["of rank 0"] * 2

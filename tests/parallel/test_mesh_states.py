@@ -165,6 +165,7 @@ def run(layout: str, function: Any, *arguments: Any) -> list[Any]:
     return run_ranks(parallel.num_ranks, function, layout, *arguments)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "dtype", "layouts"), [*KINDS, *QUANTISED])
 def test_state_of_every_layout_is_loaded_under_every_other(
     kind: str, dtype: torch.dtype, layouts: tuple[str, ...], tmp_path: Path
@@ -249,6 +250,7 @@ def export(_: int, layout: str, kind: str, dtype: torch.dtype, folder: Path) -> 
         dist.barrier()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "dtype", "layouts"), KINDS)
 def test_export_of_every_layout_has_the_bytes_of_a_single_process(
     kind: str, dtype: torch.dtype, layouts: tuple[str, ...], tmp_path: Path

@@ -122,6 +122,7 @@ def terminate(hub: FakeHub, policy: ForkedReplica) -> str:
     return "write_awaited limit_s=45.0"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("end", "code"), [(refuse, EXIT_FAILED), (terminate, 0)])
 def test_policy_completes_a_write_before_it_exits(
     hub: FakeHub,

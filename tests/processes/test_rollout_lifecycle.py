@@ -288,6 +288,7 @@ def wait_for_file(file: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_stop_during_engine_start_ends_replica(hub: FakeHub, model: Path, tmp_path: Path, times: int) -> None:
     file = tmp_path / "slow.py"

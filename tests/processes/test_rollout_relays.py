@@ -53,6 +53,7 @@ def weights(model: Path, version: int) -> dict[str, torch.Tensor]:
     return version_tensors(load_model(model, init="random", seed=version))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("address", ["loopback", "network"])
 def test_rollout_reads_from_another_while_that_pulls(hub: FakeHub, model: Path, tmp_path: Path, address: str) -> None:
     """The policy sends each version once; where its offer is gone, what the relay has arrives nevertheless."""

@@ -114,6 +114,7 @@ def check_architecture(kind: str, tp: int, folder: Path) -> None:
             check_logprobs(driver, model, seed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", QUICK)
 def test_logprobs_after_pulls_equal_transformers(kind: str, tmp_path: Path) -> None:
     check_architecture(kind, 1, tmp_path)

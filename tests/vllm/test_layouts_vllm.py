@@ -178,6 +178,7 @@ def shards_by_place(layout: Layout) -> dict[tuple[str, str], list[BoxCopy]]:
     return {key: merged(copies) for key, copies in found.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "tp", "pp", "whole"),
     [

@@ -151,6 +151,7 @@ def check_product(module: torch.nn.Module, full: dict[str, torch.Tensor], rank: 
     assert torch.equal(layer.quant_method.apply(layer, x), torch.nn.functional.linear(x, weight))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("form", "name", "tp"),
     [

@@ -33,6 +33,7 @@ from starling.weightsync.plan.layout import Layout
 from starling.weightsync.puller.puller import Puller
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "tp", "pp", "num_adoptions"),
     [
