@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from starling.common.sandbox.processes import descendants
 from starling.common.sandbox.tasks import TaskWatch
+from starling.common.sandbox.threads import start_thread, started_thread
 
 LIMIT, LARGE, GROWN = 20, 30, 30
+OTHER_UID = 65533
 LONG_S = 60.0
 
 
@@ -74,5 +79,35 @@ def test_session_that_grows_while_another_is_killed_costs_no_third_one() -> None
         for pid in (*descendants(keeper), keeper):
             os.kill(pid, signal.SIGKILL)
         os.waitpid(keeper, 0)
+        mine.close()
+        theirs.close()
+
+
+def take_all_tasks(answer: socket.socket) -> None:
+    """Let the limit on tasks be that there are, start a thread, and raise the limit while it waits."""
+    ready = started_thread("ready")
+    os.setresuid(OTHER_UID, OTHER_UID, OTHER_UID)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+
+    def free() -> None:
+        time.sleep(0.3)
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+
+    freed, ran = ready.submit(free), threading.Event()
+    start_thread(threading.Thread(target=ran.set))
+    answer.send(bytes([freed.done(), ran.wait(LONG_S)]))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user, for whom the limit holds")
+def test_thread_starts_as_soon_as_there_is_a_task_for_it() -> None:
+    mine, theirs = socket.socketpair()
+    child = start(lambda: take_all_tasks(theirs))
+    mine.settimeout(LONG_S)
+    try:
+        assert list(mine.recv(2)) == [True, True]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         mine.close()
         theirs.close()

@@ -109,7 +109,7 @@ def test_tool_results_are_not_trained(chosen: LoadedEnvironment) -> None:
         (call("sub"), "Error: there is no function 'sub'; there are add, fails, long, table, never_returns, reverse"),
         ("<tool_call>{</tool_call>", "Error: the call is no JSON: "),
         (call("add", a=1 << 70, b=1), "Error: its arguments cannot be passed on (OverflowError"),
-        (call("reverse", text="\ud800"), "Error: its arguments cannot be passed on (UnicodeEncodeError"),
+        (call("reverse", text="\ud800"), "Error: the call has half of a surrogate pair"),
         (call("long"), "x" * 100 + " ... (99900 more characters)"),
     ],
 )

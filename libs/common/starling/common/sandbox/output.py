@@ -13,6 +13,8 @@ from typing import Final
 
 import structlog
 
+from starling.common.sandbox.threads import start_thread
+
 log = structlog.get_logger(__name__)
 
 LINE_CHARS: Final = 1000
@@ -33,7 +35,7 @@ def relay_output(what: str) -> tuple[int, threading.Thread]:
     """Return a descriptor to print to, and the thread that logs it as output of `what` until all copies are closed."""
     reading, writing = os.pipe()
     thread = threading.Thread(target=_Relay(what).read, args=(reading,), name="sandbox-output", daemon=True)
-    thread.start()
+    start_thread(thread)
     return writing, thread
 
 

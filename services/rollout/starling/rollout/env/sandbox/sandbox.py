@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
@@ -31,6 +32,7 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.sandbox.inside import SEND_AGAIN_S, SEND_S
 from starling.common.sandbox.launch import BoxProcess, choose, report
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
+from starling.common.sandbox.threads import start_thread, started_thread
 from starling.common.sandbox.usage import MEASURED_EVERY_S, UNKNOWN, Usage, busy_s, waited_s
 from starling.common.sandbox.view import view_of
 from starling.rollout.env.base import AgentTask, EpisodeOutcome
@@ -128,6 +130,7 @@ class Sandbox:
         self._semaphores = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._replacing, self._measuring = started_thread("sandbox-start"), started_thread("sandbox-measure")
         self._fork_server, self.schemas = self._start()
 
     @contextlib.asynccontextmanager
@@ -147,7 +150,8 @@ class Sandbox:
                 try:
                     await fork_server.open_in_turn(number, theirs)
                 except OSError:  # the fork server has ended
-                    fork_server = await asyncio.to_thread(self._replace, fork_server)
+                    loop = asyncio.get_running_loop()
+                    fork_server = await loop.run_in_executor(self._replacing, self._replace, fork_server)
                     fork_server.open(number, theirs)
                 left.pop_all()
             connection: asyncio.StreamWriter | socket.socket = mine
@@ -187,7 +191,7 @@ class Sandbox:
                 ports=self._ports,
                 what=self._setup.what.lower(),
             )
-        fork_server = _ForkServer(connection, process)
+        fork_server = _ForkServer(connection, process, self._measuring)
         try:
             schemas, listener = _await_ready(connection, process, self._setup)
             if listener is not None and self._on_listener is not None:
@@ -316,9 +320,9 @@ async def _is_done(task: asyncio.Task[bytes], until: float) -> bool:
 class _ForkServer:
     """The fork server's process, and the control socket to it."""
 
-    def __init__(self, connection: socket.socket, process: BoxProcess) -> None:
-        self._connection, self.process = connection, process
-        self._measuring = threading.Lock()
+    def __init__(self, connection: socket.socket, process: BoxProcess, measuring: ThreadPoolExecutor) -> None:
+        """Take both over; `measuring` has one thread."""
+        self._connection, self.process, self._measuring = connection, process, measuring
 
     def open(self, number: int, theirs: socket.socket) -> None:
         """Start a process that serves the socket `theirs`. Raises OSError when the fork server is busy or has ended."""
@@ -347,10 +351,10 @@ class _ForkServer:
 
     async def measured(self, number: int, begin: bool) -> Usage:
         """Return how the processes of a session have used processors, or count from now on."""
-        return await asyncio.to_thread(self._measure, number, begin)
+        return await asyncio.get_running_loop().run_in_executor(self._measuring, self._measure, number, begin)
 
     def _measure(self, number: int, begin: bool) -> Usage:
-        with self._measuring, contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._connection.send(encode(MeasureSession(number, begin)))
             until, poller = time.monotonic() + _MEASURE_S, select.poll()
             poller.register(self._connection, select.POLLIN)
@@ -366,7 +370,8 @@ class _ForkServer:
         try:
             self._connection.send(message, socket.MSG_DONTWAIT)
         except BlockingIOError:  # it is busy
-            threading.Thread(target=self._send, args=(message,), daemon=True).start()
+            with contextlib.suppress(OSError):
+                start_thread(threading.Thread(target=self._send, args=(message,), daemon=True))
         except OSError:
             pass
 
