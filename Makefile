@@ -40,7 +40,7 @@ demo: $(STAMP)
 smoke: $(STAMP)
 	$(BIN)/starling smoke
 
-# Everything that proves behaviour: about half an hour on two cores.
+# Everything that proves behaviour: about 20 minutes on two cores.
 test: lint types imports
 	$(BIN)/python tests/shards.py test
 

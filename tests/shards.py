@@ -78,23 +78,32 @@ _ARCHITECTURES = "tests/vllm/test_architectures.py"
 _STATES = "tests/parallel/test_mesh_states.py"
 _CUTS = "tests/unit/power_cuts"
 _WEIGHTSYNC = "tests/unit/weightsync"
+_OF_SANDBOXES = tuple(f"tests/unit/{part}" for part in ("common", "reward", "rollout_api", "rollout_env"))
+_OF_THE_POLICY = tuple(f"tests/unit/{part}" for part in ("algo", "policy", "vision"))
 _OF_STEPS = tuple(f"tests/parallel/test_{axis}_steps.py" for axis in ("adapter", "context", "sharded", "tensor"))
 _OF_STAGES = tuple(f"tests/parallel/test_{axis}_steps.py" for axis in ("expert", "pipeline"))
 
 SHARDS = (
     Shard("unit", ("tests/unit", "tests/scenarios"), 6.5),
-    Shard("processes", ("tests/processes",), 1.5, services=True, workers=3),
-    Shard("sim", ("tests/sim",), 0.8),
-    Shard("parallel", ("tests/parallel",), 1.8, dist="worksteal"),
-    Shard("system", ("tests/system",), 4.5, services=True),
-    Shard("vllm", ("tests/vllm",), 3.0, services=True, environment=_VLLM),
-    Shard("unit-campaign", (*_besides("tests/unit", _WEIGHTSYNC, _CUTS), "tests/scenarios"), 10.0, campaign=True),
+    Shard("processes", ("tests/processes",), 2.0, services=True, workers=3),
+    Shard("sim", ("tests/sim",), 0.7),
+    Shard("parallel", ("tests/parallel",), 1.9, dist="worksteal"),
+    Shard("system", ("tests/system",), 5.0, services=True),
+    Shard("vllm", ("tests/vllm",), 3.3, services=True, environment=_VLLM),
+    Shard(
+        "unit-campaign",
+        (*_besides("tests/unit", _WEIGHTSYNC, _CUTS, *_OF_SANDBOXES, *_OF_THE_POLICY), "tests/scenarios"),
+        10.0,
+        campaign=True,
+    ),
+    Shard("sandboxes-campaign", _OF_SANDBOXES, 8.0, campaign=True),
+    Shard("policy-campaign", _OF_THE_POLICY, 8.0, campaign=True),
     Shard("cuts-campaign", (_CUTS,), 8.0, campaign=True, dist="worksteal"),
     Shard("weightsync-campaign", (_WEIGHTSYNC,), 3.5, campaign=True),
     Shard("processes-campaign", ("tests/processes",), 1.0, campaign=True, services=True),
     Shard("sim-campaign", ("tests/sim",), 1.7, campaign=True),
-    Shard("steps-campaign", _OF_STEPS, 8.0, campaign=True, dist="worksteal"),
-    Shard("stages-campaign", _OF_STAGES, 8.0, campaign=True, dist="worksteal"),
+    Shard("steps-campaign", _OF_STEPS, 6.7, campaign=True, dist="worksteal"),
+    Shard("stages-campaign", _OF_STAGES, 4.0, campaign=True, dist="worksteal"),
     Shard("states-campaign", (_STATES,), 8.0, campaign=True, dist="worksteal"),
     Shard(
         "parallel-campaign",
