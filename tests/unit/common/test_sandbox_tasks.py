@@ -56,7 +56,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def keep_three_sessions(answer: socket.socket) -> None:
+def hold_three_sessions(answer: socket.socket) -> None:
     """Look at a large session, one that grows as soon as the large one is killed, and one of a single process."""
     payload = start(lambda: None)
     large = start(lambda: (os.setsid(), multiply(LARGE)))
@@ -71,14 +71,14 @@ def keep_three_sessions(answer: socket.socket) -> None:
 
 def test_session_that_grows_while_another_is_killed_costs_no_third_one() -> None:
     mine, theirs = socket.socketpair()
-    keeper = start(lambda: (os.setsid(), keep_three_sessions(theirs)))
+    parent = start(lambda: (os.setsid(), hold_three_sessions(theirs)))
     mine.settimeout(LONG_S)
     try:
         assert list(mine.recv(4)) == [True, False, False, True]
     finally:
-        for pid in (*descendants(keeper), keeper):
+        for pid in (*descendants(parent), parent):
             os.kill(pid, signal.SIGKILL)
-        os.waitpid(keeper, 0)
+        os.waitpid(parent, 0)
         mine.close()
         theirs.close()
 

@@ -160,15 +160,21 @@ def wait_awake(script: Script, how: str, seconds: int) -> None:
         script.advance_time(1.0)
 
 
-@pytest.mark.parametrize("how", ["fails", "does not answer", "joins again", "leaves and joins"])
-def test_rollout_that_never_sleeps_is_evicted_and_counted(how: str) -> None:
-    """Each failure, and each incarnation, would begin a new time limit: the run would stand still for ever."""
+def waiting_for_one_of_two() -> Script:
+    """Return a run whose groups are complete, with rollout-0 asleep, and rollout-1 told to sleep."""
     script = generating()
     script.joins("rollout-1")
     answer_command(script, "rollout-1")
     script.adopts("rollout-1", 0, 1)
     script.generate_and_score(0, 1)
     answer_command(script, "rollout-0")
+    return script
+
+
+@pytest.mark.parametrize("how", ["fails", "does not answer", "joins again", "leaves and joins"])
+def test_rollout_that_never_sleeps_is_evicted_and_counted(how: str) -> None:
+    """Each failure, and each incarnation, would begin a new time limit: the run would stand still for ever."""
+    script = waiting_for_one_of_two()
     assert explain(script.state) == "rollout-1 to sleep: the policies are due"
     limit_s = int(script.plan.timeouts.of("sleep"))
     wait_awake(script, how, limit_s - 5)
@@ -182,12 +188,7 @@ def test_rollout_that_never_sleeps_is_evicted_and_counted(how: str) -> None:
 
 
 def test_seconds_of_a_rollout_that_sleeps_in_the_end_are_not_counted() -> None:
-    script = generating()
-    script.joins("rollout-1")
-    answer_command(script, "rollout-1")
-    script.adopts("rollout-1", 0, 1)
-    script.generate_and_score(0, 1)
-    answer_command(script, "rollout-0")
+    script = waiting_for_one_of_two()
     wait_awake(script, "does not answer", 200)
     answer_command(script, "rollout-1")
     assert not script.state.replicas.membership.awake_s
@@ -267,12 +268,7 @@ def test_rollout_that_never_adopts_while_policies_wait_is_evicted_and_counted(ho
 @pytest.mark.parametrize("how", ["does not answer", "fails", "joins again", "adopts"])
 def test_stop_does_not_fail_for_a_rollout_that_does_not_sleep(how: str) -> None:
     """The policy has to wake to save its state, and a graceful stop has less time than a sleep may take."""
-    script = generating()
-    script.joins("rollout-1")
-    answer_command(script, "rollout-1")
-    script.adopts("rollout-1", 0, 1)
-    script.generate_and_score(0, 1)
-    answer_command(script, "rollout-0")
+    script = waiting_for_one_of_two()
     answer_command(script, "rollout-1")
     answer_command(script, "policy-0")
     script.trains(1)

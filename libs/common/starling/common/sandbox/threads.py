@@ -34,5 +34,5 @@ def start_thread(thread: threading.Thread) -> None:
 def started_thread(name: str) -> ThreadPoolExecutor:
     """Return an executor whose only thread has started."""
     executor = ThreadPoolExecutor(1, name)
-    executor.submit(lambda: None).result()
+    executor.submit(lambda: None).result(_START_S)
     return executor
