@@ -14,11 +14,16 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, BFLOAT16_ONLY, COMPUTED, ON_TWO_WORKERS, OTHER_NUMERICS, QUICK, UNRECORDED
-from engines import DEADLINE_S, EngineDriver, engine_driver, forward_logprobs, random_prompt
+from engines import DEADLINE_S, EngineDriver, engine_driver, forward_logprobs, random_prompt, spec_of
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from starling.algo.architecture import auto_class
 from starling.common.errors import WeightsError
 from starling.policy.train.model.load import load_model, version_tensors
+from starling.rollout.engine.vllm import launch
 from starling.weightsync.layouts.families import FAMILIES
 from starling.weightsync.plan.layout import Layout
 from starling.weightsync.plan.planner import make_plan
@@ -190,3 +195,18 @@ def test_an_engine_with_its_own_weights_needs_no_layout(tmp_path: Path) -> None:
         check_logprobs(driver, model, 0)
     with pytest.raises(WeightsError, match=r"fills lm_head.bias \(1 such\) with no tensor of the transformers class"):
         EngineDriver(tmp_path / "saved", max_rows=4)
+
+
+def test_latent_attention_keeps_its_weights_on_processors_with_amx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's implementation with AMX frees the weights that the next version is copied into."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    spec = spec_of(write_folder(tmp_path / "model", "deepseek_v2", "bfloat16"))
+    config = AsyncEngineArgs(**launch.arguments(spec, on_cpu=True)).create_engine_config()
+    selected = AttentionSelectorConfig(
+        head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=config.model_config.use_mla
+    )
+    backend = CpuPlatform.get_attn_backend_cls(config.attention_config.backend, selected)
+    assert backend == AttentionBackendEnum.CPU_MLA.get_path()
+    assert config.cache_config.block_size == 16  # the only one of that implementation

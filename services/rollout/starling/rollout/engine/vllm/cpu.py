@@ -23,6 +23,13 @@ ENVIRONMENT = {
 }
 """For the engine's processes; variables that are already set take precedence."""
 
+ARGUMENTS = {
+    # Only latent attention takes it, whose other implementation (AMX) is for bfloat16 alone and frees the weights that
+    # versions are copied into.
+    "attention_backend": "CPU_MLA",
+}
+"""Arguments of `AsyncEngineArgs` in this build."""
+
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """In addition for a single worker: it then runs in the scheduler's process instead of one more."""
 

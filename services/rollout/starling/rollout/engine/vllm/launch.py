@@ -194,6 +194,8 @@ def arguments(
         decided |= {"hf_overrides": quantised.overrides(spec), "quantization": None}
     if adapted is not None:
         decided |= adapters.arguments(adapted)
+    if on_cpu:
+        decided |= cpu.ARGUMENTS
     if host is not None:
         address, _, port = host.store.rpartition(":")
         decided |= {"nnodes": host.num_nodes, "node_rank": host.number}
