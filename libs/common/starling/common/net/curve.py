@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import struct
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -31,6 +32,15 @@ ZAP_DOMAIN = "starling"
 TELEMETRY_DOMAIN = "starling-telemetry"
 """Domain of the socket for subscribers."""
 KEY_BYTES = 32
+ROUTE: Final = b"Identity"
+"""Property of a connection in ZMTP: its routing id."""
+ROUTE_BYTES: Final = 16
+FIRST_OF_ROUTE: Final = b"\1"
+"""First byte of a routing id: 0 is that of libzmq's own."""
+ROUND_TRIP_MS: Final = 10_000
+ADMITTED: Final = b"200"
+TRY_AGAIN: Final = b"300"
+"""Status by which a connection is closed and its peer connects again."""
 MAX_REFUSALS = 1000
 """Maximum number of unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
@@ -133,9 +143,72 @@ def load_allowed(folder: Path) -> dict[str, str]:
     return allowed
 
 
+class Authenticator(ThreadAuthenticator):
+    """Admits peers in a thread of its own, and gives each connection a random routing id.
+
+    Without that, a ROUTER of libzmq (4.3) takes the id that a peer gives itself, of any size, and numbers the
+    connections of the other peers; where it gets to a number that a peer has given itself, it ends the process.
+
+    Args:
+        context: the context of the servers, which has one thread for all input and output.
+    """
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        super().__init__(context)
+        self._ends = tuple(context.socket(zmq.PAIR) for _ in range(2))
+
+    def start(self) -> None:
+        """Start the thread. Raises ConfigError if no file can be made for temporary use."""
+        for end in self._ends:
+            end.linger, end.rcvtimeo = 0, ROUND_TRIP_MS
+        try:
+            with tempfile.TemporaryDirectory() as folder:  # nobody else can connect, later nobody at all
+                self._ends[0].bind(f"ipc://{folder}/0")
+                self._ends[1].connect(f"ipc://{folder}/0")
+                has_gone_on = self._has_gone_on()
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"no socket in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR") from None
+        assert has_gone_on, "both ends are connected"
+        super().start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        super().stop()
+        for end in self._ends:
+            end.close(0)
+
+    def _has_gone_on(self) -> bool:
+        """Wait until the thread for input and output has dealt with all that it had begun; return whether it has."""
+        token = os.urandom(KEY_BYTES)
+        self._ends[1].send(token)
+        try:
+            while self._ends[0].recv() != token:  # one of an earlier call, which was given up
+                pass
+        except zmq.Again:
+            return False
+        return True
+
+    def _send_zap_reply(
+        self, request_id: bytes, status_code: bytes, status_text: bytes, user_id: str | bytes = b""
+    ) -> None:
+        """Answer whether a peer may connect, in place of the answer without a routing id.
+
+        What the peer says of itself, also an id, comes with its key, and is read after the answer if that is there by
+        then: the last id counts. So the answer waits until it has been read.
+        """
+        route = FIRST_OF_ROUTE + os.urandom(ROUTE_BYTES - 1)
+        metadata = bytes([len(ROUTE)]) + ROUTE + len(route).to_bytes(4) + route
+        if status_code != ADMITTED:
+            user_id = metadata = b""
+        elif not self._has_gone_on():
+            status_code, user_id, metadata = TRY_AGAIN, b"", b""
+        owner = user_id.encode() if isinstance(user_id, str) else user_id
+        self.zap_socket.send_multipart([b"1.0", request_id, status_code, status_text, owner, metadata])
+
+
 def start_authenticator(context: zmq.Context[Any], allowed: AllowList) -> ThreadAuthenticator:
     """Start the thread that admits only listed keys to the CURVE servers of `context`."""
-    authenticator = ThreadAuthenticator(context)
+    authenticator = Authenticator(context)
     authenticator.start()
     for domain in (ZAP_DOMAIN, TELEMETRY_DOMAIN):
         authenticator.configure_curve_callback(domain=domain, credentials_provider=allowed)
