@@ -257,6 +257,13 @@ def test_call_of_a_reply_that_is_no_unicode_is_text(parser: Literal["hermes", "l
     assert make_call_reader(parser, None)(reply.replace("ud800", "u0041"))[1], "another text is a call"
 
 
+def test_long_name_of_a_parameter_is_shortened() -> None:
+    """It was compared with all names as a whole, for seconds."""
+    with pytest.raises(ApiError) as caught:
+        read_text({"model": "m", "prompt": "x", "e" * (8 << 20): 1})
+    assert len(str(caught.value)) < 200
+
+
 def test_parameters_without_effect_are_accepted() -> None:
     nothing: dict[str, Any] = {
         name: {"any": "thing"} if not isinstance(values[0], str | bool | int | list | dict) else values[0]

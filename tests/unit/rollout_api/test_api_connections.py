@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from starling.rollout.api.model import ServedModel
-from starling.rollout.api.protocol import limited_protocol
+from starling.rollout.api.protocol import MAX_PIPELINED, limited_protocol
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.settings import ApiSettings
@@ -78,6 +78,24 @@ def test_connection_that_is_idle_for_longest_is_closed_for_a_new_one(served: tup
         assert idle[-1].recv(100).startswith(b"HTTP/1.1 200 ")
         application.release.set()
         assert held.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_that_wait_for_the_one_before_are_bounded(served: tuple[int, Held]) -> None:
+    """Each took 6 KiB of memory, and the server read on whenever it had answered one of them."""
+    port, application = served
+    with connect(port) as connection:
+        connection.sendall(REQUEST.replace(b" / ", b" /held ") + MAX_PIPELINED * REQUEST)
+        assert application.begun.wait(DEADLINE_S)
+        application.release.set()
+        read = b""
+        while read.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED:
+            read += connection.recv(10_000)
+    application.begun.clear(), application.release.clear()
+    with connect(port) as connection:
+        connection.sendall(REQUEST.replace(b" / ", b" /held ") + (MAX_PIPELINED + 1) * REQUEST)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+        while connection.recv(1000):
+            pass
 
 
 def test_invalid_requests_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import example, given
@@ -53,6 +53,32 @@ def test_joined_deltas_equal_decoded_text(ids: list[int], cuts: list[int]) -> No
     text, stream = streamed(ids, cuts)
     assert text == decode(ids)
     assert stream.num_tokens == len(ids)
+
+
+# The bytes of "a", of the replacement character, of "€", and beginnings of others, as byte-level BPE writes them.
+BYTES: Final = [tokenizer().token_to_id(byte) for byte in ("a", "ï", "¿", "½", "â", "Ĥ", "¬", "ÿ", "ð", "Ł")]
+
+
+@given(st.lists(st.sampled_from(BYTES), max_size=150), st.lists(st.integers(0, 150), max_size=20))
+@example(BYTES[1:4] * 50, [*range(150)])
+@example([*BYTES[7:8] * 30, *BYTES[4:7] * 40], [*range(150)])
+def test_joined_deltas_of_bytes_that_are_no_characters_equal_decoded_text(ids: list[int], cuts: list[int]) -> None:
+    assert streamed(ids, cuts)[0] == decode(ids)
+
+
+@pytest.mark.parametrize("repeated", [BYTES[1:4], BYTES[7:8]], ids=["written", "invalid"])
+def test_replacement_characters_are_not_decoded_again_and_again(repeated: list[int]) -> None:
+    """A client can ask for a thousand of them: all of its tokens were decoded with each one."""
+    num_decoded = 0
+
+    def counting(ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return decode(ids)
+
+    stream, ids = IncrementalDetokenizer(counting), repeated * (3000 // len(repeated))
+    assert stream.add(ids) + stream.close() == decode(ids)
+    assert num_decoded < 100 * len(ids)
 
 
 @given(st.text(alphabet="ab", min_size=1, max_size=8), st.lists(st.text(alphabet="ab", max_size=5)))

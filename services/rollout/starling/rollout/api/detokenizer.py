@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 REPLACEMENT_CHARACTER: Final = "�"
-"""Text of decoders for an incomplete character."""
+"""Text of decoders for an incomplete character, or for bytes that are none; a model may also write it itself."""
+MAX_UNREAD: Final = 16
+"""Tokens whose text is decoded again with each further one, because it may end with an incomplete character."""
+CHARACTER_TOKENS: Final = 4
+"""Most tokens that a character has: one for each byte."""
 
 
 class IncrementalDetokenizer:
@@ -57,6 +61,8 @@ class IncrementalDetokenizer:
                 self._extend(fresh)
             elif self._first_stop(whole := fresh.rstrip(REPLACEMENT_CHARACTER)) is not None:
                 self._extend(whole)  # the token that began a character completed a stop text before it
+            elif len(self._ids) - self._read > MAX_UNREAD:
+                self._extend_part(fresh)
         return self._text[begin : self._num_returned]
 
     def close(self) -> str:
@@ -68,15 +74,26 @@ class IncrementalDetokenizer:
                 self._num_returned = len(self._text)
         return self._text[begin : self._num_returned]
 
-    def _fresh(self) -> str:
-        """Return the text of the tokens that are not in `_text`."""
+    def _fresh(self, end: int | None = None) -> str:
+        """Return the text of the tokens that are not in `_text`, up to `end`."""
         known = self._decode(self._ids[self._begin : self._read])
-        return self._decode(self._ids[self._begin :])[len(known) :]
+        return self._decode(self._ids[self._begin : end])[len(known) :]
 
-    def _extend(self, fresh: str) -> None:
+    def _extend_part(self, fresh: str) -> None:
+        """Extend the text by the beginning of `fresh`, which only invalid bytes or written replacement characters end:
+        not by the last few tokens, which may begin a character."""
+        last = len(self._ids) - CHARACTER_TOKENS
+        for read in range(last, last - CHARACTER_TOKENS, -1):
+            part = self._fresh(read)
+            if fresh.startswith(part):  # and does not end within a character
+                self._extend(part, read)
+                return
+
+    def _extend(self, fresh: str, read: int | None = None) -> None:
+        """Extend the text by that of the tokens up to `read`, by default of all."""
         end = self._first_stop(fresh)
         self._text += fresh
-        self._begin, self._read = self._read, len(self._ids)
+        self._begin, self._read = self._read, len(self._ids) if read is None else read
         if end is not None:
             self.stopped, self._text = True, self._text[:end]
             self._num_returned = len(self._text)

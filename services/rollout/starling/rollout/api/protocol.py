@@ -1,7 +1,7 @@
 """HTTP protocol of the server: uvicorn's, with limits on headers, on clients that do not read, and on connections.
 
-uvicorn waits for a request's headers without a limit, keeps all of them, waits for ever for a client to read, and
-accepts connections as long as the process has descriptors.
+uvicorn waits for a request's headers without a limit, keeps all of them, and all requests that wait for the one before
+them, waits for ever for a client to read, and accepts connections as long as the process has descriptors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 MAX_HEADER_BYTES: Final = 64 << 10
 """Limit on the headers of one request, with its first line and what follows its body."""
+MAX_PIPELINED: Final = 16
+"""Requests of a connection that wait for the one before: uvicorn parses all that arrive at once, reads on after each
+answer, and keeps some KiB for each."""
 MAX_CONNECTIONS: Final = 4096
 CONNECTIONS_SHARE: Final = 4
 """A server has at most one in so many of the process's descriptors: a rollout needs others to pull weights and to start
@@ -99,6 +102,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         super().resume_writing()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests at a time")  # the parser stops, and the connection is closed
         self._num_bytes = self._num_pending = 0
         super().on_message_begin()
 

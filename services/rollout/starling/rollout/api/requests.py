@@ -276,6 +276,7 @@ class _Parameters:
         """Refuse what is left, unless it changes nothing."""
         for name, value in self._left.items():
             if name not in ACCEPTED_VALUES:
+                name = name[:SHOWN_CHARACTERS]  # a name may have the size of a body
                 like = nearest(name, sorted(self._known))
                 hint = f"did you mean {like}?" if like else "leave it out"
                 raise ApiError(f"{name} is not supported here; {hint}", "unsupported_parameter", name)
