@@ -32,13 +32,21 @@ def named_tensors(folder: Path) -> set[tuple[tuple[str, str], ...]]:
         journal.close()
 
 
-def check_run(folder: Path, routing: str, dtype: str) -> list[dict[str, Any]]:
+VLLM: dict[str, Any] = {"engine": "vllm", "vllm": {"kv_cache_mb": 32, "enforce_eager": True, "start_timeout_s": 300}}
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 32}
+"""Sizes that vLLM's build for CPUs computes."""
+
+
+def check_run(folder: Path, routing: str, dtype: str, *, on_vllm: bool = False) -> list[dict[str, Any]]:
+    scratch = MIXTURE["scratch"]
+    config = {**scratch["config"], **(WIDE if on_vllm else {})}  # type: ignore[dict-item]
     make_workdir(
         folder,
         sampling={"max_tokens": 6, "routing": routing},
         rl={"max_staleness": 0, "num_steps": 4},
         policy=MOST,
-        model={**MIXTURE, "dtype": dtype},
+        model={"scratch": {**scratch, "config": config}, "dtype": dtype},
+        **({"rollout": VLLM} if on_vllm else {}),
     )
     with run(folder) as command:
         assert command.wait(300) == 0, command.transcript()
@@ -51,6 +59,15 @@ def check_run(folder: Path, routing: str, dtype: str) -> list[dict[str, Any]]:
 
 def test_replayed_run_agrees_with_its_rollouts(tmp_path: Path) -> None:
     steps = check_run(tmp_path, "replayed", "float32")
+    assert named_tensors(tmp_path) == {(("prompt_routing", "uint8"), ("routing", "uint8"))}
+    assert all(0.0 <= step["router_replay_share"] < 0.05 for step in steps)
+    assert all(step["mismatch_max"] < 1e-4 for step in steps)
+
+
+@pytest.mark.campaign
+def test_replayed_run_agrees_with_its_rollouts_on_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    steps = check_run(tmp_path, "replayed", "float32", on_vllm=True)
     assert named_tensors(tmp_path) == {(("prompt_routing", "uint8"), ("routing", "uint8"))}
     assert all(0.0 <= step["router_replay_share"] < 0.05 for step in steps)
     assert all(step["mismatch_max"] < 1e-4 for step in steps)

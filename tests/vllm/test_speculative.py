@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import checkpoint, engine_driver, forward_logprobs, read_model
+import pytest
+from engines import checkpoint, engine_driver, forward_logprobs, read_model, request
+
+from starling.rollout.engine.base import RequestError
 
 DRAFT = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -22,6 +25,9 @@ def test_logprobs_equal_a_forward_pass(tmp_path: Path) -> None:
     ]
     with engine_driver(folder, load_weights=True, vllm={"speculative": DRAFT}) as engine:
         asked: dict[str, Any] = {"max_tokens": 60, "score_prompt": True}
+        for refused in ({"routing": "replayed"}, {"logprobs": "truncated", "top_k": 5}, {"min_p": 0.1}):
+            with pytest.raises(RequestError, match=r"or remove rollout\.vllm\.speculative"):
+                engine.engine.add(request("refused", prompt, **refused))
         results = [engine.generate(prompt, 3, **asked, **sampling) for sampling in samplings]
     for sampling, result in zip(samplings, results, strict=True):
         assert result.prompt_logprobs is not None

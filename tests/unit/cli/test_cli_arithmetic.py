@@ -238,6 +238,8 @@ MIXTURE = (
     *(word for name, size in SIZES.items() for word in (f"--model.scratch.config.{name}", str(size))),
 )
 REPLAYED = ("--sampling.routing", "replayed")
+VLLM = ("--rollout.engine", "vllm")
+EAGER = ("--rollout.vllm.enforce-eager", "true")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,8 @@ REPLAYED = ("--sampling.routing", "replayed")
         ([], "needs a mixture of experts whose routers"),
         ([*MIXTURE, "--sampling.max-tokens", "200000"], "8 in each of 60 layers, and 268435456 can be sent"),
         ([*MIXTURE, "--policy.memory.compile", "true"], "policy.memory.compile = true replaces by compiled code"),
-        ([*MIXTURE, "--rollout.engine", "vllm"], "rollout.engine = 'vllm' does not"),
+        ([*MIXTURE, *VLLM], "set rollout.vllm.enforce_eager = true"),
+        ([*MIXTURE, *VLLM, *EAGER, "--rollout.vllm.speculative.method", "ngram"], "remove rollout.vllm.speculative"),
     ],
 )
 def test_dry_run_refuses_a_replay_that_a_run_could_not_make(flags: list[str], complaint: str) -> None:
@@ -256,3 +259,4 @@ def test_dry_run_refuses_a_replay_that_a_run_could_not_make(flags: list[str], co
 
 def test_dry_run_takes_a_replay_of_a_mixture() -> None:
     assert dry_run("quickstart.toml", *REPLAYED, *MIXTURE)
+    assert dry_run("quickstart.toml", *REPLAYED, *MIXTURE, *VLLM, *EAGER)

@@ -134,10 +134,17 @@ class Recipe(ControllerProcess):
                 "sampling.routing = 'replayed' replaces the choice of the routers inside each block, which "
                 "policy.memory.compile = true replaces by compiled code: set one of them to its default"
             )
-        if self.rollout.engine == "vllm" and self.generates:
+        if self.rollout.engine != "vllm" or not self.generates:
+            return
+        if not self.rollout.vllm.enforce_eager:
             raise ValueError(
-                "sampling.routing = 'replayed' needs an engine that records the experts of its tokens, and "
-                "rollout.engine = 'vllm' does not; use 'transformers', or set sampling.routing = 'own'"
+                "sampling.routing = 'replayed' needs the experts of each token, and those of tokens that CUDA graphs "
+                "compute are not recorded; set rollout.vllm.enforce_eager = true"
+            )
+        if self.rollout.vllm.speculative:
+            raise ValueError(
+                "sampling.routing = 'replayed' needs the experts of each token, and those of drafted tokens are not "
+                "recorded; remove rollout.vllm.speculative"
             )
 
     def _check_model(self) -> None:

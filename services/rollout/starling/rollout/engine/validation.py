@@ -11,7 +11,7 @@ from starling.algo.media import media_problem, placeholders_in
 from starling.algo.routing import experts_problem
 from starling.algo.truncation import kept_problem
 from starling.common.counts import counted
-from starling.common.wire.messages import MediaInputs
+from starling.common.wire.messages import MediaInputs, ModelExperts
 from starling.common.wire.tensors import MAX_KEPT_BYTES, MAX_KEPT_PER_TOKEN, MAX_ROUTING_BYTES
 from starling.rollout.engine.base import GroupRequest, RequestError
 
@@ -86,6 +86,20 @@ def routing_size_problem(num_bytes: int) -> str:
         f"the experts of the group's tokens take {num_bytes} bytes, and {MAX_ROUTING_BYTES} can be sent; lower "
         "sampling.max_tokens or rl.group_size"
     )
+
+
+def check_routing(request: GroupRequest, sizes: ModelExperts | None) -> None:
+    """Raise a `RequestError` if the experts of a group's tokens cannot be recorded, or its partial completions have
+    others than those of a model of `sizes`; None if no experts of the model can be.
+    """
+    if sizes is None:
+        raise RequestError(
+            f"{request.lease}: routing is 'replayed', and the model has no experts whose choice is recorded; set "
+            "sampling.routing = 'own'"
+        )
+    for index, partial in enumerate(request.partial):
+        if partial.routing is not None and (problem := experts_problem(partial.routing, len(partial.token_ids), sizes)):
+            raise RequestError(f"{request.lease}: partial completion {index} cannot be resumed: {problem}")
 
 
 def check_partial(request: GroupRequest, vocab_size: int, inputs: MediaInputs | None) -> None:

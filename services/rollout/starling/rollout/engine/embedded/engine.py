@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from starling.algo.architecture import context_length, media_inputs
 from starling.algo.media import placeholder_ids
-from starling.algo.routing import experts_problem
 from starling.algo.truncation import KeptTokens
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import MediaInputs, Status
@@ -43,7 +42,7 @@ from starling.rollout.engine.embedded.lora import cache_weight_norms
 from starling.rollout.engine.embedded.model import build_model, live_tensors
 from starling.rollout.engine.embedded.packing import num_packed_tokens
 from starling.rollout.engine.embedded.sampling import Drawn, SamplingRows, draw, sampling_rows, uniforms
-from starling.rollout.engine.validation import check_partial, check_request, check_tensors
+from starling.rollout.engine.validation import check_partial, check_request, check_routing, check_tensors
 from starling.rollout.engine.weights import LiveWeights
 from starling.weightsync.tensors.adapters import base_digest
 from starling.weightsync.tensors.modules import layout_of
@@ -204,7 +203,8 @@ class TransformersEngine:
         check_request(request, self._vocab_size, self._max_model_len, self._max_rows)
         check_partial(request, self._vocab_size, self._media_inputs)
         check_tensors(request, self._media_inputs)
-        self._check_routing(request)
+        if request.sampling.routing == "replayed":
+            check_routing(request, self._forward.experts)
         if request.lease in self._leases:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         budget = min(request.sampling.max_tokens, self._max_model_len - len(request.prompt_ids))
@@ -219,22 +219,6 @@ class TransformersEngine:
         self._waiting[request.lease] = group
         self._leases.add(request.lease)
         self._num_added += 1
-
-    def _check_routing(self, request: GroupRequest) -> None:
-        """Raise a `RequestError` if the experts of the group's tokens cannot be recorded."""
-        if request.sampling.routing == "own":
-            return
-        sizes = self._forward.experts
-        if sizes is None:
-            raise RequestError(
-                f"{request.lease}: routing is 'replayed', and the model has no experts whose choice is recorded; set "
-                "sampling.routing = 'own'"
-            )
-        for index, partial in enumerate(request.partial):
-            if partial.routing is not None and (
-                problem := experts_problem(partial.routing, len(partial.token_ids), sizes)
-            ):
-                raise RequestError(f"{request.lease}: partial completion {index} cannot be resumed: {problem}")
 
     def cancel(self, lease: str) -> bool:
         """Drop a group and free its rows at once; return whether the engine held it."""

@@ -16,8 +16,10 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from starling.common.errors import ConfigError, StarlingError, WeightsError
+from starling.common.wire.messages import ModelExperts
 from starling.rollout.engine.base import EngineLostError, EngineSpec, PartialCompletion
 from starling.rollout.engine.vllm import adapters, launch, processes
+from starling.rollout.engine.vllm.experts import ExpertStages
 from starling.rollout.engine.vllm.groups import VllmCompletion, VllmGroup, sampling_arguments
 from starling.rollout.engine.vllm.nodes import EngineNodes
 from starling.rollout.engine.vllm.pull_progress import PullMessageReceiver
@@ -74,6 +76,8 @@ class AsyncLlmThread:
         self.lost_reason = ""
         """Why the engine is lost; empty while it is alive."""
         self.num_tokens = self._num_outputs = 0
+        self._expert_stages: ExpertStages | None = None
+        """None until `record_experts`."""
         self.salt = ""
         """Salt of the prefix cache for new requests."""
         self.closed = self.on_cpu = self._paused = False
@@ -173,7 +177,7 @@ class AsyncLlmThread:
                 await self._abort(completion)
             await self._end_tasks(tasks)
             self._admit()
-        return tuple(completion.partial() for completion in group.completions)
+        return group.partials()
 
     async def _end_tasks(self, tasks: list[asyncio.Task[None]]) -> None:
         """Wait until vLLM has aborted the requests of `tasks`, or is lost."""
@@ -207,6 +211,16 @@ class AsyncLlmThread:
             if problem:
                 raise WeightsError(f"Worker {rank}: {problem}")
         return [result for _, result in answers]
+
+    async def record_experts(self) -> ModelExperts:
+        """Have the workers record the experts of requests that ask for it; return the sizes of the model.
+
+        Raises:
+            WeightsError: a kernel of vLLM hides the choice of the routers.
+        """
+        if self._expert_stages is None:
+            self._expert_stages = ExpertStages.of(await self.call_workers("starling_record_experts"))
+        return self._expert_stages.sizes
 
     async def set_version(self, version: int) -> None:
         """Label the tokens sampled from now on with `version`."""
@@ -391,9 +405,11 @@ class AsyncLlmThread:
 
         try:
             await self._sample(group, completion)
+            await self._take_experts(group, completion)
             while completion.restart and completion.status is None:
                 completion.prepare_restart()
                 await self._sample(group, completion)
+                await self._take_experts(group, completion)
             if completion.status is None and not completion.aborted:
                 group.failure = group.failure or "vLLM aborted a completion"
         except EngineDeadError:
@@ -404,7 +420,7 @@ class AsyncLlmThread:
             if self.lost_reason:
                 self._drain(group, completion)
             self._running.discard(completion)
-        if group.number in self._tasks and (group.failure or not group.unfinished):
+        if group.number in self._tasks and (group.failure or self._running.isdisjoint(group.completions)):
             await self._finish(group)
         self._admit()
 
@@ -434,6 +450,17 @@ class AsyncLlmThread:
             output = completion.collector.get_nowait() or await completion.collector.get()
             finished = output.finished
             self._handle_output(group, completion, output)
+
+    async def _take_experts(self, group: VllmGroup, completion: VllmCompletion) -> None:
+        """Take the experts of a request that has ended from the workers, which forget them."""
+        if not group.is_routed:
+            return
+        assert self._expert_stages is not None
+        try:
+            parts = await self.call_workers("starling_take_experts", completion.collector.request_id)
+        except EngineLostError:
+            return  # what was sampled is kept
+        group.add_experts(completion, self._expert_stages.join(parts))
 
     def _handle_output(self, group: VllmGroup, completion: VllmCompletion, output: Any) -> None:
         self._num_outputs += 1

@@ -18,7 +18,7 @@ from starling.rollout.engine.base import (
     PartialCompletion,
     RequestError,
 )
-from starling.rollout.engine.validation import check_partial, check_request, check_tensors
+from starling.rollout.engine.validation import check_partial, check_request, check_routing, check_tensors
 from starling.rollout.engine.vllm import adapters, launch
 from starling.rollout.engine.vllm.async_llm import AsyncLlmThread
 from starling.rollout.engine.vllm.groups import VllmGroup, check_temperature, num_logprobs
@@ -120,10 +120,30 @@ class VllmEngine:
             raise RequestError(f"lease {request.lease!r} is held already; give every request a lease of its own")
         items = multimodal.items_of(request, self._media_inputs)
         wanted = num_logprobs(request, speculative=bool(self._spec.rollout.vllm.speculative))
+        self._check_routing(request)
         group = VllmGroup(self._num_added, request, self.max_model_len, items, num_logprobs=wanted)
         self._num_added += 1
         self._groups[request.lease] = group
         self._llm_thread.add(group)
+
+    def _check_routing(self, request: GroupRequest) -> None:
+        """Raise a `RequestError` if the experts of the group's tokens cannot be recorded."""
+        if request.sampling.routing == "own":
+            return
+        if not self._spec.rollout.vllm.enforce_eager:
+            raise RequestError(
+                f"{request.lease}: routing is 'replayed', and the experts of tokens that CUDA graphs compute are not "
+                "recorded; set rollout.vllm.enforce_eager = true"
+            )
+        sizes = None
+        if self._model_config.get_num_experts() > 0:
+            try:
+                sizes = self._llm_thread.call(self._llm_thread.record_experts())
+            except WeightsError as error:
+                raise RequestError(
+                    f"{request.lease}: routing is 'replayed', and vLLM does not record it: {error}"
+                ) from error
+        check_routing(request, sizes)
 
     def step(self) -> list[GroupResult | GroupFailed]:
         """Return the groups that have ended. Never blocks.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from starling.algo.routing import Experts, fill, join_experts, no_experts
 from starling.algo.truncation import KeptTokens, is_truncated, join_kept, join_nats
 from starling.common.wire.messages import Sampling, Status
 from starling.rollout.engine.base import (
@@ -29,6 +30,8 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this to it."""
 OUTPUT_TOKENS = 8
 """Tokens of a completion in one output of vLLM, unless a client streams them; the first token is sent at once."""
+RECORDS_EXPERTS = "starling_experts"
+"""Extra argument of a request whose experts are recorded: see `worker/experts.py`."""
 NO_LOGPROBS, WITH_LOG_MASS, WITH_KEPT_TOKENS = 0, 1, -1
 """Log-probabilities to ask for besides that of the sampled token: see `worker/sampler.py`."""
 
@@ -48,6 +51,8 @@ class VllmCompletion:
     """The kept tokens of each of `token_ids`; empty without `WITH_KEPT_TOKENS`."""
     log_masses: list[float] = field(default_factory=list)
     """Logarithm of the kept tokens' probability at each of `token_ids`; empty for `NO_LOGPROBS`."""
+    experts: Experts | None = None
+    """Of the resumed tokens and `token_ids`, as vLLM has computed them for this request; None if not recorded."""
     spans: Any = None
     status: Status | None = None
     collector: Any = None
@@ -99,7 +104,7 @@ class VllmCompletion:
         self.resumed = before if len(before.token_ids) else None
         self.budget -= len(self.token_ids)
         self.token_ids, self.logprobs, self.kept, self.log_masses = [], [], [], []
-        self.spans = self.collector = None
+        self.spans = self.collector = self.experts = None
         self.aborted = self.restart = False
 
     def partial(self) -> PartialCompletion:
@@ -109,13 +114,15 @@ class VllmCompletion:
         versions = token_versions(self.spans, len(token_ids))
         kept = KeptTokens.from_rows(self.kept) if self.num_logprobs == WITH_KEPT_TOKENS else None
         nats = -np.array(self.log_masses, np.float32) if self.log_masses else None
+        routing = self.experts
         if self.resumed is not None:
             nats = join_nats(((self.resumed.truncation_nats, self.num_resumed), (nats, len(self.token_ids))))
             token_ids = np.concatenate((self.resumed.token_ids, token_ids), dtype=np.int32)
             logprobs = np.concatenate((self.resumed.logprobs, logprobs), dtype=np.float32)
             versions = np.concatenate((self.resumed.versions, versions), dtype=np.int32)
             kept = join_kept(((self.resumed.kept, self.num_resumed), (kept, len(self.token_ids))))
-        return PartialCompletion(token_ids, logprobs, versions, self.status, kept, nats)
+            routing = _with_resumed(self.resumed.routing, routing, self.num_resumed, len(self.token_ids))
+        return PartialCompletion(token_ids, logprobs, versions, self.status, kept, nats, routing)
 
 
 class VllmGroup:
@@ -141,6 +148,8 @@ class VllmGroup:
         """
         self.number, self.request, self.items = number, request, items
         self.submitted = False
+        self.prompt_routing = request.partial[0].prompt_routing if request.partial else None
+        """As `GroupResult.prompt_routing`."""
         self.failure = ""
         """Why the group cannot be finished; empty otherwise."""
         budget = min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
@@ -154,6 +163,11 @@ class VllmGroup:
                 completion.status = completion.resumed.status
             elif completion.budget <= 0:
                 completion.status = Status.TRUNCATED
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the experts of its tokens are recorded."""
+        return self.request.sampling.routing == "replayed"
 
     @property
     def unfinished(self) -> list[VllmCompletion]:
@@ -179,6 +193,24 @@ class VllmGroup:
             return self.request.prompt_ids
         return [*self.request.prompt_ids, *completion.resumed.token_ids.tolist()]
 
+    def add_experts(self, completion: VllmCompletion, experts: Experts) -> None:
+        """Add the experts of the tokens that vLLM has computed for a completion, from the first one of its prompt.
+
+        Those of the last token are left out, though vLLM may have computed it: what follows it was not sampled.
+        """
+        num_prompt, num_own = len(self.request.prompt_ids), completion.num_resumed + len(completion.token_ids)
+        if not num_own:
+            return
+        computed = experts[: num_prompt + num_own - 1]
+        whole = np.concatenate((computed, no_experts(num_prompt + num_own - len(computed), experts)))
+        if self.prompt_routing is None:
+            self.prompt_routing = whole[:num_prompt]
+        completion.experts = whole[num_prompt:]
+
+    def partials(self) -> tuple[PartialCompletion, ...]:
+        """Return all tokens so far of each completion."""
+        return tuple(replace(one.partial(), prompt_routing=self.prompt_routing) for one in self.completions)
+
     def result(self) -> GroupResult | GroupFailed:
         """Return the result of a group that has ended."""
         lease = self.request.lease
@@ -194,11 +226,13 @@ class VllmGroup:
             assert whole.status is not None
             results.append(
                 Completion(
-                    whole.token_ids, whole.logprobs, whole.versions, whole.status, whole.kept, whole.truncation_nats
+                    *(whole.token_ids, whole.logprobs, whole.versions, whole.status, whole.kept),
+                    *(whole.truncation_nats, whole.routing),
                 )
             )
         prompt_ids = np.array(self.request.prompt_ids, np.int32)
-        return GroupResult(lease, prompt_ids, tuple(results), self.request.tensors, self._prompt_scores())
+        scores, tensors = self._prompt_scores(), self.request.tensors
+        return GroupResult(lease, prompt_ids, tuple(results), tensors, scores, self.prompt_routing)
 
     def _prompt_scores(self) -> PromptLogprobs | None:
         """Return the prompt's log-probabilities, with the version that sampled the first token after it."""
@@ -211,6 +245,13 @@ class VllmGroup:
         starts = np.array(flat.start_indices[1 : len(self.request.prompt_ids)], np.int64)
         logprobs, ids = np.array(flat.logprobs, np.float32), np.array(flat.token_ids, np.int32)
         return PromptLogprobs(logprobs[starts], ids[starts + 1], logprobs[starts + 1], version)
+
+
+def _with_resumed(resumed: Experts | None, own: Experts | None, num_resumed: int, num_own: int) -> Experts | None:
+    """Return the experts of resumed and own tokens: those of another engine where it has recorded them."""
+    if own is None:
+        return join_experts(((resumed, num_resumed), (None, num_own)))
+    return own if resumed is None else np.concatenate((fill(resumed, own[:num_resumed]), own[num_resumed:]))
 
 
 def check_temperature(request: GroupRequest) -> None:
@@ -233,10 +274,10 @@ def num_logprobs(request: GroupRequest, *, speculative: bool) -> int:
         RequestError: vLLM cannot sample like this with speculative decoding.
     """
     sampling = request.sampling
-    if sampling.routing == "replayed":
+    if speculative and sampling.routing == "replayed":
         raise RequestError(
-            f"{request.lease}: routing is 'replayed', and this engine does not record the experts of its tokens; set "
-            "sampling.routing = 'own'"
+            f"{request.lease}: routing is 'replayed', and the experts of drafted tokens are not recorded; set "
+            "sampling.routing = 'own', or remove rollout.vllm.speculative"
         )
     if speculative and sampling.logprobs == "truncated":
         raise RequestError(
@@ -279,6 +320,7 @@ def sampling_arguments(group: VllmGroup, completion: VllmCompletion, eos_token_i
         "detokenize": False,
         "skip_clone": True,
         "stream_interval": 1 if group.request.listener is not None else OUTPUT_TOKENS,
+        "extra_args": {RECORDS_EXPERTS: True} if group.is_routed else None,
     }
 
 

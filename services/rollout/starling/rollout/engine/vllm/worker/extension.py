@@ -21,6 +21,7 @@ from starling.rollout.engine.vllm import cpu, multimodal, processes
 from starling.rollout.engine.vllm.pull_progress import PullMessage, PullMessageSender
 from starling.rollout.engine.vllm.worker import cpu_kernels, sampler
 from starling.rollout.engine.vllm.worker.adapters import AdapterSlot
+from starling.rollout.engine.vllm.worker.experts import ExpertRecorder
 from starling.weightsync.layouts.fused import transformers_table
 from starling.weightsync.layouts.parameters import Table, in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
@@ -162,6 +163,8 @@ class WorkerExtension:
     """What was recorded of the model's loader; None for adapters and quantised weights."""
     starling_pulls: WorkerPulls | None = None
     """None where no version is pulled."""
+    starling_experts: ExpertRecorder | None = None
+    """None until a request is to be recorded."""
 
     @returns_errors
     def starling_prepare(self) -> None:
@@ -277,6 +280,19 @@ class WorkerExtension:
         """Switch to a version; see `WorkerPulls.adopt`."""
         assert self.starling_pulls is not None
         return self.starling_pulls.adopt(version)
+
+    @returns_errors
+    def starling_record_experts(self) -> tuple[int, int, int] | None:
+        """Record the choices of routers from now on; return `ExpertRecorder.sizes`."""
+        self.starling_experts = self.starling_experts or ExpertRecorder(self.model_runner, self.vllm_config)
+        return self.starling_experts.sizes
+
+    @returns_errors
+    def starling_take_experts(self, request_id: str) -> bytes | None:
+        """Return the experts of a request's tokens, see `ExpertRecorder.take`."""
+        assert self.starling_experts is not None
+        experts = self.starling_experts.take(request_id)
+        return None if experts is None else experts.tobytes()
 
     def _starling_prepare(self) -> None:
         runner, config = self.model_runner, self.vllm_config.model_config.hf_config
