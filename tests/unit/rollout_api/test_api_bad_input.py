@@ -257,6 +257,21 @@ def test_call_of_a_reply_that_is_no_unicode_is_text(parser: Literal["hermes", "l
     assert make_call_reader(parser, None)(reply.replace("ud800", "u0041"))[1], "another text is a call"
 
 
+@pytest.mark.parametrize("role", [["user"], {"a": 1}, 1, None], ids=str)
+def test_role_that_is_no_text_is_rejected(role: Any) -> None:
+    """It was an exception, and a traceback in the log."""
+    with pytest.raises(ApiError, match="has no role"):
+        read_chat({"model": "m", "messages": [{"role": role, "content": "x"}]})
+
+
+def test_errors_do_not_repeat_a_whole_body(lone: LoneEngine) -> None:
+    """Each answer waits until its client reads it, and its request is no longer in progress then."""
+    body = json.dumps({**CHAT, "model": "m" * (1 << 20)}).encode()
+    status, response = asked(lone, "/v1/chat/completions", body, KEY.format(lone.api_key))
+    assert (status, response["error"]["message"][:9]) == (404, "model 'mm")
+    assert len(response["error"]["message"]) < 10_000
+
+
 def test_long_name_of_a_parameter_is_shortened() -> None:
     """It was compared with all names as a whole, for seconds."""
     with pytest.raises(ApiError) as caught:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from starling.common.errors import StarlingError
 from starling.rollout.engine.queue import QueueClosedError
@@ -42,6 +42,10 @@ STATUS: dict[Code, int] = {
 }
 
 
+MAX_TEXT: Final = 2000
+"""Characters of an error: it may repeat what a client sent, and waits for the client to read it."""
+
+
 class ApiError(StarlingError):
     """A rejected or failed request; the text is one sentence that names the value and the remedy.
 
@@ -52,7 +56,7 @@ class ApiError(StarlingError):
     """
 
     def __init__(self, text: str, code: Code = "invalid_value", parameter: str | None = None) -> None:
-        super().__init__(text)
+        super().__init__(text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}...")
         self.code: Code = code
         self.parameter = parameter
 

@@ -78,7 +78,7 @@ def reply_message(text: str, read_calls: ReadCalls | None) -> dict[str, Any]:
 
 
 def _read_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message["role"] not in ROLES:
         raise ApiError(f"{where} has no role of {', '.join(ROLES)}; give {{role, content}}", parameter="messages")
     read: dict[str, Any] = {"role": ROLES[message["role"]], "content": _read_content(message.get("content"), where)}
     for name in ("name", "tool_call_id"):
