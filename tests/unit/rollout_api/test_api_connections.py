@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,7 +26,7 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Held:
-    """An application that answers `/held` when it is told to, and all else at once."""
+    """An application that answers `/held` when it is told to, in parts, and all else at once."""
 
     def __init__(self) -> None:
         self.begun, self.release = threading.Event(), threading.Event()
@@ -35,6 +37,12 @@ class Held:
 
             self.begun.set()
             await asyncio.to_thread(self.release.wait, DEADLINE_S)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(20):
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                await asyncio.sleep(0.005)
+            await send({"type": "http.response.body"})
+            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
@@ -96,6 +104,24 @@ def test_requests_that_wait_for_the_one_before_are_bounded(served: tuple[int, He
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
         while connection.recv(1000):
             pass
+
+
+def test_end_of_a_connection_ends_the_request_that_others_wait_for(
+    served: tuple[int, Held], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer was written to the closed connection: an exception, with a traceback in the log."""
+    port, application = served
+    with connect(port) as connection:
+        connection.sendall(REQUEST.replace(b" / ", b" /held ") + REQUEST)
+        assert application.begun.wait(DEADLINE_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with connect(port) as other:
+        for _ in range(2):  # before and after the answer
+            other.sendall(REQUEST)
+            assert other.recv(1000).startswith(b"HTTP/1.1 200 ")
+            application.release.set()
+            time.sleep(0.5)
+    assert not caplog.records
 
 
 def test_invalid_requests_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import resource
+from collections.abc import Sequence
 from typing import Any, Final
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -56,6 +57,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     _next = staticmethod(itertools.count(1).__next__)
     _unread: asyncio.TimerHandle | None = None
     _timer: asyncio.TimerHandle | None = None
+    _cycles: Sequence[Any] = ()
+    """Requests of the parser in C that are in progress or wait."""
     _num_bytes = 0
     """Of the headers of the present request."""
     _num_pending = 0
@@ -90,6 +93,9 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_unread()
+        for cycle in self._cycles:  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -110,6 +116,10 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     def on_url(self, url: bytes) -> None:
         self._found(len(url))
         super().on_url(url)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._cycles = [one for one in (*self._cycles, self.cycle) if not one.response_complete]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._found(len(name) + len(value))
