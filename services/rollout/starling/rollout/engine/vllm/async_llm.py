@@ -420,7 +420,8 @@ class AsyncLlmThread:
             if self.lost_reason:
                 self._drain(group, completion)
             self._running.discard(completion)
-        if group.number in self._tasks and (group.failure or self._running.isdisjoint(group.completions)):
+        has_ended = not group.unfinished and self._running.isdisjoint(group.completions)
+        if group.number in self._tasks and (group.failure or has_ended):
             await self._finish(group)
         self._admit()
 
