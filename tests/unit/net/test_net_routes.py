@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 import zmq
 from hub_harness import RUN, HubHarness, envelope, running_link
 
+from starling.common.errors import ConfigError
 from starling.common.net import curve
 from starling.common.wire import codec
 from starling.common.wire import messages as wire
@@ -70,3 +74,37 @@ def test_peers_do_not_choose_the_ids_of_their_connections(harness: HubHarness, k
             harness.next(wire.Hello, "reward-0")
             routes = [*harness.hub._peers.by_route]
             assert all(route[:1] == curve.FIRST_OF_ROUTE and len(route) == curve.ROUTE_BYTES for route in routes)
+
+
+def test_peers_that_connect_at_once_are_admitted_together(
+    harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waited for the thread for input and output by itself: a flood of handshakes kept all others waiting."""
+    waits = curve.Authenticator._has_gone_on
+
+    def slowly(authenticator: curve.Authenticator) -> bool:
+        time.sleep(0.5)
+        return waits(authenticator)
+
+    monkeypatch.setattr(curve.Authenticator, "_has_gone_on", slowly)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(named_socket(harness.hub.address, keys, b"mine")) for _ in range(60)]
+        for socket in sockets:
+            socket.send_multipart(hello("reward-0"))
+        begin = time.monotonic()
+        for _ in sockets:
+            harness.next(wire.Hello, "reward-0")
+        assert time.monotonic() - begin < 10
+
+
+def test_authenticator_without_a_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / (100 * "x")
+    long.mkdir()
+    with zmq.Context() as context:
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        with pytest.raises(ConfigError, match=r"longer than 107 characters .*set TMPDIR"):
+            curve.start_authenticator(context, curve.AllowList({})).stop()
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+        with pytest.raises(ConfigError, match="set TMPDIR"):
+            curve.start_authenticator(context, curve.AllowList({})).stop()

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 import zmq
+from zmq.auth.base import Authenticator as BaseAuthenticator
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
@@ -41,6 +42,10 @@ ROUND_TRIP_MS: Final = 10_000
 ADMITTED: Final = b"200"
 TRY_AGAIN: Final = b"300"
 """Status by which a connection is closed and its peer connects again."""
+MAX_AT_ONCE: Final = 1000
+"""Maximum number of connections that are answered together."""
+ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether a peer may connect."""
 MAX_REFUSALS = 1000
 """Maximum number of unknown keys that are logged, so that attempts fill neither memory nor disk."""
 
@@ -143,7 +148,17 @@ def load_allowed(folder: Path) -> dict[str, str]:
     return allowed
 
 
-class Authenticator(ThreadAuthenticator):
+class _ManyRequests(BaseAuthenticator):
+    """Takes many requests of libzmq before it answers them: REP, which pyzmq takes, has to answer each at once."""
+
+    def start(self) -> None:
+        """Listen for requests."""
+        self.zap_socket = self.context.socket(zmq.ROUTER, socket_class=zmq.Socket)
+        self.zap_socket.linger = 1
+        self.zap_socket.bind(ZAP_ADDRESS)
+
+
+class Authenticator(ThreadAuthenticator, _ManyRequests):
     """Admits peers in a thread of its own, and gives each connection a random routing id.
 
     Without that, a ROUTER of libzmq (4.3) takes the id that a peer gives itself, of any size, and numbers the
@@ -156,6 +171,10 @@ class Authenticator(ThreadAuthenticator):
     def __init__(self, context: zmq.Context[Any]) -> None:
         super().__init__(context)
         self._ends = tuple(context.socket(zmq.PAIR) for _ in range(2))
+        self._asker = b""
+        """Routing id of whom the request that is dealt with came from."""
+        self._may_admit: bool | None = None
+        """Whether all that came with this request has been read; None if that is not known yet."""
 
     def start(self) -> None:
         """Start the thread. Raises ConfigError if no file can be made for temporary use."""
@@ -167,7 +186,7 @@ class Authenticator(ThreadAuthenticator):
                 self._ends[1].connect(f"ipc://{folder}/0")
                 has_gone_on = self._has_gone_on()
         except (OSError, zmq.ZMQError) as error:
-            raise ConfigError(f"no socket in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR") from None
+            raise ConfigError(f"no socket can be made in a temporary folder ({error.strerror}); set TMPDIR") from None
         assert has_gone_on, "both ends are connected"
         super().start()
 
@@ -188,22 +207,38 @@ class Authenticator(ThreadAuthenticator):
             return False
         return True
 
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        """Answer the request `msg` and those that are there by now, with one wait for all of them.
+
+        In a flood of handshakes, which take the time of the thread for input and output, each wait is long.
+        """
+        requests = [msg]
+        while len(requests) < MAX_AT_ONCE and self.zap_socket.poll(0):
+            requests.append(self.zap_socket.recv_multipart())
+        self._may_admit = None
+        for self._asker, _, *request in requests:
+            await super().handle_zap_message(request)
+
     def _send_zap_reply(
         self, request_id: bytes, status_code: bytes, status_text: bytes, user_id: str | bytes = b""
     ) -> None:
         """Answer whether a peer may connect, in place of the answer without a routing id.
 
         What the peer says of itself, also an id, comes with its key, and is read after the answer if that is there by
-        then: the last id counts. So the answer waits until it has been read.
+        then: the last id counts. So the answer comes only after it has been read.
         """
         route = FIRST_OF_ROUTE + os.urandom(ROUTE_BYTES - 1)
         metadata = bytes([len(ROUTE)]) + ROUTE + len(route).to_bytes(4) + route
         if status_code != ADMITTED:
             user_id = metadata = b""
-        elif not self._has_gone_on():
-            status_code, user_id, metadata = TRY_AGAIN, b"", b""
+        else:
+            if self._may_admit is None:
+                self._may_admit = self._has_gone_on()
+            if not self._may_admit:
+                status_code, user_id, metadata = TRY_AGAIN, b"", b""
         owner = user_id.encode() if isinstance(user_id, str) else user_id
-        self.zap_socket.send_multipart([b"1.0", request_id, status_code, status_text, owner, metadata])
+        envelope = [self._asker, b"", b"1.0"]
+        self.zap_socket.send_multipart([*envelope, request_id, status_code, status_text, owner, metadata])
 
 
 def start_authenticator(context: zmq.Context[Any], allowed: AllowList) -> ThreadAuthenticator:
