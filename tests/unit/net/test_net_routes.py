@@ -108,3 +108,14 @@ def test_authenticator_without_a_temporary_folder_is_refused(monkeypatch: pytest
         monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
         with pytest.raises(ConfigError, match="set TMPDIR"):
             curve.start_authenticator(context, curve.AllowList({})).stop()
+
+
+def test_peer_that_could_not_be_admitted_connects_again_at_once(
+    harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for 30 s, the time of libzmq for a handshake."""
+    waits, answers = curve.Authenticator._has_gone_on, [False]
+    monkeypatch.setattr(curve.Authenticator, "_has_gone_on", lambda one: answers.pop() if answers else waits(one))
+    with running_link(harness.hub.address, keys, "reward-0"):
+        harness.next(wire.Hello, "reward-0")
+    assert not answers

@@ -40,8 +40,8 @@ FIRST_OF_ROUTE: Final = b"\1"
 """First byte of a routing id: 0 is that of libzmq's own."""
 ROUND_TRIP_MS: Final = 10_000
 ADMITTED: Final = b"200"
-TRY_AGAIN: Final = b"300"
-"""Status by which a connection is closed and its peer connects again."""
+TRY_AGAIN: Final = b"000"
+"""No status: libzmq closes the connection, and its peer connects again. With 300 it would do so after 30 s only."""
 MAX_AT_ONCE: Final = 1000
 """Maximum number of connections that are answered together."""
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
