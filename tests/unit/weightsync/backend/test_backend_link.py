@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -96,3 +100,33 @@ def test_layout_that_is_none_is_refused(rendezvous: Rendezvous) -> None:
     assert link.receive(from_trainer, DEADLINE_S).refused
     assert rendezvous.next_event(time.monotonic()) is None
     link.close()
+
+
+STRANGERS = """
+import socket, sys
+host, port, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+connections = [socket.create_connection((host, port)) for _ in range(num)]
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_strangers_take_neither_the_files_of_a_trainer_nor_the_place_of_a_worker(rendezvous: Rendezvous) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 150 + max(map(int, os.listdir("/proc/self/fd")))
+    pipe = subprocess.PIPE
+    arguments = [sys.executable, "-c", STRANGERS, *map(str, split_address(rendezvous.address)), str(most + 50)]
+    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe, text=True) as strangers:
+        assert strangers.stdin is not None
+        assert strangers.stdout is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+        try:
+            assert strangers.stdout.readline()
+            for _ in range(20):  # until all are accepted
+                with open(os.devnull, "rb"):
+                    time.sleep(0.05)
+            link = Link.dial(rendezvous.address, rendezvous.secret, DEADLINE_S)
+            link.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            strangers.stdin.close()

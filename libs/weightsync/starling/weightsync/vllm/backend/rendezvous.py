@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -12,6 +13,7 @@ from typing import Final
 
 from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import Layout, decode_layout
+from starling.weightsync.transports.endpoints import most_connections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.vllm.backend import configs
 from starling.weightsync.vllm.backend.link import HANDSHAKE_S, Link, new_secret
@@ -31,7 +33,7 @@ ACCEPT_S: Final = 0.2
 HELLO_S: Final = 600.0
 """How long a worker may take to record its layout: seconds, and minutes for a very large model on a busy machine."""
 MAX_OPENING: Final = 1024
-"""Connections that may be without a `Hello` at the same time."""
+"""Connections that may be without a proof of the secret at the same time; the oldest one ends for a further one."""
 
 
 @dataclass(eq=False)
@@ -83,7 +85,8 @@ class Rendezvous:
         self._events: queue.Queue[WorkerEvent] = queue.Queue()
         self._lock = threading.Lock()
         self._waiting = _Waiting()
-        self._num_opening = threading.BoundedSemaphore(MAX_OPENING)
+        self._opening: dict[socket.socket, threading.Thread] = {}
+        """Connections that have not proven the secret, from the oldest, and the threads that serve them."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="weightsync-rendezvous", daemon=True)
         self._thread.start()
@@ -130,24 +133,50 @@ class Rendezvous:
             connection = self._listener.accept(ACCEPT_S)
             if connection is None:
                 continue
-            if not self._num_opening.acquire(blocking=False):
+            self._make_room()
+            thread = threading.Thread(target=self._serve, args=(connection,), name="weightsync-worker", daemon=True)
+            with self._lock:
+                self._opening[connection] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._proven_or_ended(connection)
                 connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="weightsync-worker", daemon=True).start()
+                self._listener.pause(error)
+
+    def _make_room(self) -> None:
+        """End the oldest connections without a proof of the secret, where there are as many as may be: strangers must
+        neither keep workers away nor take the files of the trainer."""
+        while len(self._opening) >= most_connections(MAX_OPENING):
+            with self._lock:
+                connection, thread = next(iter(self._opening.items()), (None, None))
+                if connection is None or thread is None:
+                    return
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            thread.join(HANDSHAKE_S)  # at once: all its waits have ended
+            self._proven_or_ended(connection)
+
+    def _proven_or_ended(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._opening.pop(connection, None)
 
     def _serve(self, connection: socket.socket) -> None:
         """Take one worker, and pass on its messages until its connection ends."""
-        link: Link | None = None
         try:
             link = Link.accept(connection, self.secret)
+        except (WeightsError, OSError) as error:
+            log.warning("a worker could not join: %s", error)
+            connection.close()
+            return
+        finally:
+            self._proven_or_ended(connection)
+        try:
             worker = self._admit(link)
         except WeightsError as error:
             log.warning("a worker could not join: %s", error)
-            if link is not None:
-                link.close()
+            link.close()
             return
-        finally:
-            self._num_opening.release()
         if worker is None:
             return
         try:
