@@ -15,9 +15,10 @@ import pytest
 from transport_peers import local_offer, proof_for, reader
 
 from starling.common.errors import WeightsError
-from starling.weightsync.memory.arena import MAX_LIST_BYTES, Arena, ArenaMapping
+from starling.weightsync.memory.arena import MAX_LIST_BYTES, Arena, ArenaMapping, _lock
 from starling.weightsync.plan.layout import Box, ShardPiece
-from starling.weightsync.transports.source import MAX_LATE, LateReaders
+from starling.weightsync.transports.messages import OpenSnapshot
+from starling.weightsync.transports.source import MAX_LATE, LateReaders, ReaderSession, SnapshotSource
 
 SIZE = 4096
 DEADLINE_S = 40.0
@@ -141,4 +142,23 @@ def test_writer_waits_no_more_for_a_reader_that_is_always_late() -> None:
         assert not lease.valid()
         lease.release()
     lease.close()
+    arena.close()
+
+
+def test_refused_reader_takes_no_lease_for_which_a_writer_would_wait() -> None:
+    piece = ShardPiece(names=("weight",), dtype="uint8", box=Box(offset=(0,), size=(SIZE,)))
+    arena = Arena([piece])
+    source = SnapshotSource(arena, [piece])
+    snapshot, secret = arena.commit(arena.claim(0.0))
+    proof = proof_for(local_offer(snapshot, secret))
+    opening = OpenSnapshot(number=1, snapshot=snapshot, proof=proof)
+    first, second = ReaderSession(source), ReaderSession(source)
+    first.grant(opening)
+    first.close()
+    assert _lock(arena._fd, fcntl.F_WRLCK, snapshot)  # whoever asks for a lease is told that the snapshot is gone
+    with pytest.raises(WeightsError, match="is wrong"):
+        second.grant(msgspec.structs.replace(opening, proof="0" * 32))
+    with pytest.raises(WeightsError, match="was used before"):
+        second.grant(opening)
+    second.close()
     arena.close()

@@ -44,6 +44,7 @@ from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.puller.sources import SourceConnections
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.endpoints import (
+    IDLE_TIMEOUT_S,
     MAX_CONNECTIONS,
     MAX_SHARE,
     MAX_WAITING,
@@ -68,7 +69,7 @@ from starling.weightsync.transports.sockets.channel import Channel
 from starling.weightsync.transports.sockets.client import SocketClient
 from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
-from starling.weightsync.transports.source import MAX_LATE, PendingBoxes
+from starling.weightsync.transports.source import MAX_LATE, MAX_REFUSED, PendingBoxes
 from starling.weightsync.transports.ucx.protocol import REQUEST
 from starling.weightsync.transports.ucx.worker import has_ucx
 
@@ -194,7 +195,7 @@ def test_tcp_server_survives_garbage(served: ServedSource, data: bytes) -> None:
 
 def test_server_times_out_without_a_token_despite_requests(served: ServedSource) -> None:
     with connect(served) as plain:
-        for number in range(1, 20):
+        for number in range(1, MAX_REFUSED):
             plain.sendall(with_length(OpenSnapshot(number=number, snapshot=served.offer.snapshot, proof="0" * 32)))
             (length,) = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))
             assert "wrong" in decode_answer(plain.recv(length, socket.MSG_WAITALL)).reason
@@ -216,6 +217,37 @@ def test_stranger_is_disconnected_however_many_requests_it_sends(
             peer.client.ask("source", request, NO_TARGET, proof)
             lost = isinstance(peer.event(), ConnectionLost)
         assert lost
+
+
+@pytest.mark.parametrize("transport", [transport for transport in served_transports() if transport != "gloo"])
+def test_reader_without_a_lease_is_refused_a_few_times_on_a_connection(transport: Transport) -> None:
+    """Many that ask without a pause would take the processor time of a policy."""
+    with serving(transport, [PIECE]) as made, reader(transport) as peer, reader(transport) as late:
+        forged = msgspec.structs.replace(made.offer, secret="0" * 32)
+        assert "wrong" in peer.connect(forged).reason
+        for _ in range(MAX_REFUSED - 1):
+            assert "wrong" in peer.open(forged).reason
+        peer.client.ask("source", peer.opening(forged)[0], NO_TARGET)
+        assert isinstance(peer.event(), ConnectionLost)
+
+        assert not late.connect(made.offer).reason
+        made.source.arena.revoke_all()
+        for _ in range(MAX_REFUSED):
+            assert "revoked" in late.read([PIECE])[0].reason
+        late.client.ask("source", late.request([PIECE]), read_target([np.zeros(1000, np.uint8)]))
+        assert isinstance(late.event(), ConnectionLost)
+
+
+@pytest.mark.parametrize("transport", [transport for transport in served_transports() if transport != "gloo"])
+def test_stranger_announces_no_long_request(transport: Transport) -> None:
+    """It would be kept until it is complete, on a thousand connections."""
+    size = (64 if transport == "ucx" else 16) * 1024 + 1
+    with serving(transport, [PIECE]) as made, ExitStack() as connections:
+        plain = stranger(made, connections)
+        plain.sendall(LENGTH.pack(size) + b"\x01" + bytes(100))
+        plain.settimeout(IDLE_TIMEOUT_S / 2)
+        with suppress(ConnectionError):
+            assert not plain.recv(1)
 
 
 @contextmanager

@@ -84,6 +84,10 @@ def _lock(fd: int, kind: int, snapshot: int) -> bool:
     return True
 
 
+def _gone(snapshot: int) -> WeightsError:
+    return WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
+
+
 class ArenaMapping:
     """An arena of this or another process, mapped for reading, with one lease at a time."""
 
@@ -129,6 +133,20 @@ class ArenaMapping:
             raise WeightsError(f"The pieces of the arena {self._address} are malformed, or larger than its slots.")
         return pieces
 
+    def check(self, snapshot: int, proof: str) -> TicketProof:
+        """Return the ticket for `snapshot` that `proof` proves. Takes no lease, so it delays no writer.
+
+        Raises:
+            WeightsError: the proof is wrong, or the snapshot is gone.
+        """
+        assert self._bytes is not None
+        assert self._header is not None
+        slot = snapshot % self._num_slots
+        if snapshot <= 0 or int(self._header[_IDS_AT + slot]) != snapshot:
+            raise _gone(snapshot)
+        begin = _SECRETS_AT + slot * SECRET_BYTES
+        return accept(self._bytes[begin : begin + SECRET_BYTES].tobytes().hex(), proof, snapshot=snapshot)
+
     def open(self, snapshot: int, proof: str) -> Memory:
         """Take a lease on `snapshot` for the reader whose ticket `proof` proves, and return its memory.
 
@@ -137,19 +155,13 @@ class ArenaMapping:
         """
         assert self._bytes is not None
         self.release()
-        if snapshot <= 0 or not _lock(self._fd, fcntl.F_RDLCK, snapshot):
-            raise WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
-        self._leased, self._slot = snapshot, snapshot % self._num_slots
+        proven = self.check(snapshot, proof)  # first: a writer would wait for the lease of a stranger, too
+        if not _lock(self._fd, fcntl.F_RDLCK, snapshot):
+            raise _gone(snapshot)
+        self._leased, self._slot, self.proof = snapshot, snapshot % self._num_slots, proven
         if not self.valid():
             self.release()
-            raise WeightsError(f"Snapshot {snapshot} is gone; pull a newer version.")
-        begin = _SECRETS_AT + self._slot * SECRET_BYTES
-        secret = self._bytes[begin : begin + SECRET_BYTES].tobytes().hex()
-        try:
-            self.proof = accept(secret, proof, snapshot=snapshot)
-        except WeightsError:
-            self.release()
-            raise
+            raise _gone(snapshot)
         return self._bytes[PAGE_BYTES + self._slot * self._extent :][: self._extent]
 
     def device_handle(self, least_bytes: int) -> DeviceHandle | None:

@@ -26,6 +26,8 @@ from starling.weightsync.plan.planner import MAX_BUCKET_BYTES
 
 REQUEST_BYTES: Final = 1 << 20
 """Longest request."""
+OPENING_BYTES: Final = 16 << 10
+"""Longest request of a reader that has not proven a ticket."""
 ANSWER_BYTES: Final = 20 << 10
 """Longest answer or store entry."""
 _CHECK_BYTES: Final = xxhash.xxh3_64().digest_size

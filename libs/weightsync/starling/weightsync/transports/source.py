@@ -40,11 +40,15 @@ LATE_S: Final = 3600.0
 """A publisher waits no more for a replica for which it has waited in vain so often within these seconds: one that
 always holds a snapshot would stop every step."""
 NOT_OPENED: Final = "Refused: open a snapshot with its ticket first."
+MAX_REFUSED: Final = 8
+"""Requests without a valid lease that are refused on one connection, which then ends: each takes processor time of the
+source's process, also of a stranger's. A reader drops a source that refuses to open a snapshot."""
 REVOKED: Final = "The snapshot was revoked while it was read: too slow; pull a newer version."
 
 
-class AllowanceSpentError(WeightsError):
-    """A pull reads more than its ticket allows. Its connection ends: it would ask again and again."""
+class LastRefusalError(WeightsError):
+    """A refusal after which the connection ends: the reader, which has spent what its ticket allows or has no lease,
+    would ask again and again."""
 
 
 class DeltaSource(Protocol):
@@ -226,7 +230,7 @@ class SnapshotSource:
             used.add(ticket)
 
     def charge(self, snapshot: int, proof: TicketProof, boxes: Sequence[ShardPiece]) -> None:
-        """Note that boxes are read. Raises AllowanceSpentError if the reader, with all tickets of its incarnation for
+        """Note that boxes are read. Raises LastRefusalError if the reader, with all tickets of its incarnation for
         the snapshot, reads more than one allows: it would take bandwidth and time from others, and from the training in
         this process. The controller bounds the incarnations: a hello counts.
         """
@@ -236,7 +240,7 @@ class SnapshotSource:
             read, reader = self._read.setdefault(snapshot, Counter()), (proof.reader, proof.incarnation)
             read[reader] += reading_cost(sum(box.size_bytes for box in boxes), len(boxes))
             if read[reader] > proof.most_bytes:
-                raise AllowanceSpentError(f"{proof.reader} {SPENT}.")
+                raise LastRefusalError(f"{proof.reader} {SPENT}.")
 
 
 def _always() -> bool:
@@ -332,7 +336,7 @@ class ReaderSession:
         self._source = source
         self._lease: ArenaMapping | None = None
         self._arrays: tuple[Array, ...] = ()
-        self._snapshot = 0
+        self._snapshot = self._num_refused = 0
         self.reader = ""
         """The replica that has proven a ticket last; empty until one has."""
         self.memory: Memory = np.empty(0, np.uint8)
@@ -355,8 +359,17 @@ class ReaderSession:
         """Carry out a request.
 
         Raises:
-            WeightsError: refused; the message is for the reader, whose connection ends after an AllowanceSpentError.
+            WeightsError: refused; the message is for the reader, whose connection ends after an LastRefusalError.
         """
+        try:
+            return self._grant(request)
+        except WeightsError as error:
+            self._num_refused += self._lease is None or not self._lease.valid()
+            if self._num_refused >= MAX_REFUSED:
+                raise LastRefusalError(str(error)) from error
+            raise
+
+    def _grant(self, request: Request) -> Grant:
         if isinstance(request, OpenSnapshot):
             self._open(request)
             return Grant(bases=self._source.deltas.bases(self._snapshot))
@@ -455,12 +468,8 @@ class ReaderSession:
         self.release()
         if self._lease is None:
             self._lease = ArenaMapping(self._source.address)
+        self._source.use(request.snapshot, self._lease.check(request.snapshot, request.proof).use)
         self._lease.open(request.snapshot, request.proof)
-        try:
-            self._source.use(request.snapshot, self.proof.use)
-        except WeightsError:
-            self._lease.release()
-            raise
         self.reader = self.proof.reader
         self._source.readers.leased(id(self), self.reader, request.snapshot)
         slots = self._source.arena.slots

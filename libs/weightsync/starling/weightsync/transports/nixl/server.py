@@ -27,6 +27,7 @@ from starling.weightsync.memory.device_memory import SharedDeviceMemory
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
 from starling.weightsync.transports.messages import (
+    OPENING_BYTES,
     REQUEST_BYTES,
     MeasureDeltas,
     ReadBoxes,
@@ -52,8 +53,8 @@ from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import (
-    AllowanceSpentError,
     Grant,
+    LastRefusalError,
     ReaderSession,
     SnapshotSource,
     WaitingNotice,
@@ -134,7 +135,7 @@ class _Connection:
 
     def __init__(self, server: NixlServer, connection: socket.socket) -> None:
         self._server = server
-        self.channel = NonBlockingChannel(connection, REQUEST_BYTES, MAX_QUEUED_BYTES)
+        self.channel = NonBlockingChannel(connection, OPENING_BYTES, MAX_QUEUED_BYTES)
         self._session = ReaderSession(server.source)
         self._waiting: deque[_Reply] = deque()
         self._notice = WaitingNotice()
@@ -200,12 +201,12 @@ class _Connection:
             grant = self._session.grant(request)
         except WeightsError as error:
             self._answer(refusal(request.number, str(error)))
-            if isinstance(error, AllowanceSpentError):
+            if isinstance(error, LastRefusalError):
                 raise
             if not self._session.opened and self._ends_at == math.inf:  # requests of a stranger gain it no time
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
-        self._ends_at = math.inf
+        self._ends_at, self.channel.longest = math.inf, REQUEST_BYTES
         if not isinstance(request, ReadBoxes | MeasureDeltas):
             self._answer(grant.answer(request.number))
             return

@@ -22,7 +22,7 @@ class NonBlockingChannel:
 
     Args:
         connection: the socket, which the channel then owns.
-        longest: the longest body accepted, in bytes.
+        longest: the longest body accepted, in bytes; may be set anew.
         most_queued: the most bytes that wait to be sent, of a peer that requests more than it receives; without it, no
             limit.
     """
@@ -30,7 +30,7 @@ class NonBlockingChannel:
     def __init__(self, connection: socket.socket, longest: int, most_queued: int | None = None) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._longest, self._most_queued = connection, longest, most_queued
+        self._socket, self.longest, self._most_queued = connection, longest, most_queued
         self._incoming, self._outgoing = bytearray(), bytearray()
         self._last_sent_at = time.monotonic()
 
@@ -109,16 +109,16 @@ class NonBlockingChannel:
             num_bytes += len(data)
             while len(self._incoming) >= _HEAD.size:
                 length, kind = _HEAD.unpack_from(self._incoming)
-                if length > self._longest:
+                if length > self.longest:
                     raise WeightsError(
-                        f"A peer announced a message of {length} bytes; at most {self._longest} are allowed."
+                        f"A peer announced a message of {length} bytes; at most {self.longest} are allowed."
                     )
                 end = _HEAD.size + length
                 if len(self._incoming) < end:
                     break
                 messages.append((kind, bytes(self._incoming[_HEAD.size : end])))
                 del self._incoming[:end]
-            if len(data) < _RECEIVE_BYTES or num_bytes > self._longest:
+            if len(data) < _RECEIVE_BYTES or num_bytes > self.longest:
                 return messages
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from starling.weightsync.transports.endpoints import (
     surplus,
 )
 from starling.weightsync.transports.messages import (
+    OPENING_BYTES,
     REQUEST_BYTES,
     OpenSnapshot,
     ReadBoxes,
@@ -37,8 +38,8 @@ from starling.weightsync.transports.sockets.channel import Channel, ChannelStopp
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.records import channel_keys
 from starling.weightsync.transports.source import (
-    AllowanceSpentError,
     Grant,
+    LastRefusalError,
     ReaderSession,
     SnapshotSource,
     WaitingNotice,
@@ -166,12 +167,13 @@ class SocketServer:
         end: float | None = time.monotonic() + IDLE_TIMEOUT_S
         packing = SharedBufferPool(0)
         while True:
-            request = decode_request(channel.receive_message(REQUEST_BYTES, end))  # malformed: the connection ends
+            longest = REQUEST_BYTES if end is None else OPENING_BYTES
+            request = decode_request(channel.receive_message(longest, end))  # malformed: the connection ends
             try:
                 grant = self._grant(session, request, channel)
             except WeightsError as error:
                 channel.send([framed(refusal(request.number, str(error)))])
-                if isinstance(error, AllowanceSpentError):
+                if isinstance(error, LastRefusalError):
                     raise
                 if not session.opened and end is None:  # requests of a stranger gain it no time
                     end = time.monotonic() + IDLE_TIMEOUT_S

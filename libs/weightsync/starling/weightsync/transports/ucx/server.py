@@ -24,6 +24,7 @@ from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
 from starling.weightsync.transports.messages import (
+    OPENING_BYTES,
     REQUEST_BYTES,
     MeasureDeltas,
     ReadBoxes,
@@ -38,8 +39,8 @@ from starling.weightsync.transports.sockets.connections import ReaderConnections
 from starling.weightsync.transports.sockets.listener import Listener
 from starling.weightsync.transports.sockets.nonblocking import NonBlockingChannel
 from starling.weightsync.transports.source import (
-    AllowanceSpentError,
     Grant,
+    LastRefusalError,
     ReaderSession,
     SnapshotSource,
     WaitingNotice,
@@ -91,7 +92,7 @@ class _Connection:
 
     def __init__(self, server: UcxServer, connection: socket.socket) -> None:
         self._server, self._worker = server, server.worker
-        self.channel = NonBlockingChannel(connection, max(REQUEST_BYTES, WORKER_BYTES), MAX_QUEUED_BYTES)
+        self.channel = NonBlockingChannel(connection, max(OPENING_BYTES, WORKER_BYTES), MAX_QUEUED_BYTES)
         self._session = ReaderSession(server.source)
         self._reader = b""
         """Address of the reader's worker."""
@@ -162,12 +163,12 @@ class _Connection:
             grant = self._session.grant(request)
         except WeightsError as error:
             self._refuse(request, str(error))
-            if isinstance(error, AllowanceSpentError):
+            if isinstance(error, LastRefusalError):
                 raise
             if not self._session.opened and self._ends_at == math.inf:  # requests of a stranger gain it no time
                 self._ends_at = time.monotonic() + IDLE_TIMEOUT_S
             return
-        self._ends_at = math.inf
+        self._ends_at, self.channel.longest = math.inf, REQUEST_BYTES
         if self._endpoint is None:
             if not self._reader:
                 raise WeightsError("A reader proved a ticket before the address of its worker.")
