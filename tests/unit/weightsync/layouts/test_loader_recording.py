@@ -291,6 +291,17 @@ def test_padding_and_later_copies_are_no_computations() -> None:
     assert set(compare(load, [spec("a", 3, 2), spec("b", 3, 2)], {"p": (5, 2)}).copies["p"]) == {"b"}
 
 
+def test_a_part_of_padding_alone_takes_no_tensor() -> None:
+    """As a worker's rows of an embedding that has fewer than the workers before it hold."""
+
+    def load(parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+        p, none = parameters["p"], tensors["a"].narrow(0, 3, 0)
+        p[: len(none)].data.copy_(none)
+        p[len(none) :].data.fill_(NOTHING)
+
+    assert compare(load, [spec("a", 3, 2)], {"p": (5, 2)}).copies == {"p": {}}
+
+
 def test_tensors_that_are_set_to_zero_fill_nothing() -> None:
     """As the bias that only the first rank adds: the checkpoint's tensor is set to zero on the others."""
 

@@ -441,8 +441,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif write.source is not None:
                 raise _NotCopiedError(f"computes ({self._reasons.get(name, '')})")
         filled = [box for region in copied for box in boxes[region]]
-        begin = np.array([box.offset for box in filled], np.int64)
-        size = np.array([box.size for box in filled], np.int64)
+        # None of them, if this worker's part of the parameter is padding.
+        begin = np.array([box.offset for box in filled], np.int64).reshape(len(filled), parameter.ndim)
+        size = np.array([box.size for box in filled], np.int64).reshape(begin.shape)
         if first_overlap(begin, begin + size) is not None:
             raise _NotCopiedError("copies several tensors into the same elements")
         found: dict[str, list[BoxCopy]] = {}
