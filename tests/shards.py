@@ -78,6 +78,7 @@ _ARCHITECTURES = "tests/vllm/test_architectures.py"
 _STATES = "tests/parallel/test_mesh_states.py"
 _CUTS = "tests/unit/power_cuts"
 _WEIGHTSYNC = "tests/unit/weightsync"
+_CHAOS = "tests/system/chaos"
 _OF_SANDBOXES = tuple(f"tests/unit/{part}" for part in ("common", "reward", "rollout_api", "rollout_env"))
 _OF_THE_POLICY = tuple(f"tests/unit/{part}" for part in ("algo", "policy", "vision"))
 _OF_STEPS = tuple(f"tests/parallel/test_{axis}_steps.py" for axis in ("adapter", "context", "sharded", "tensor"))
@@ -112,7 +113,8 @@ SHARDS = (
         campaign=True,
         dist="worksteal",
     ),
-    Shard("system-campaign", ("tests/system",), 10.0, campaign=True, services=True),
+    Shard("system-campaign", _besides("tests/system", _CHAOS), 8.0, campaign=True, services=True),
+    Shard("chaos-campaign", (_CHAOS,), 6.5, campaign=True, services=True),
     Shard("architectures-campaign", (_ARCHITECTURES,), 7.0, True, True, dist="worksteal", environment=_VLLM),
     Shard("vllm-campaign", _besides("tests/vllm", _ARCHITECTURES), 9.0, True, True, environment=_VLLM),
 )

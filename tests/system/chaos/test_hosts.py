@@ -1,8 +1,9 @@
-"""A policy whose ranks are on two hosts: network namespaces, joined by a cable."""
+"""A policy whose ranks, and a rollout whose workers are on two hosts: network namespaces, joined by a cable."""
 
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +32,7 @@ def make_run(folder: Path) -> Path:
     )
 
 
-def agent_starter(folder: Path, cable: Network, stack: ExitStack) -> Callable[[], Command]:
+def agent_starter(folder: Path, cable: Network, stack: ExitStack, role: str = "policy") -> Callable[[], Command]:
     """Return a function that starts the agent of node 1 on the far host, as the run says."""
     run = attempt(folder)
     number = iter(range(9))
@@ -41,7 +42,7 @@ def agent_starter(folder: Path, cable: Network, stack: ExitStack) -> Callable[[]
         arguments = ["--config", str(run / "config.toml"), "--dir", str(run), "--controller", address]
         arguments += ["--nnodes", "2", "--node-rank", "1", "--rdzv", ADDRESS, "--network.host", "10.213.0.2"]
         prefix, name = cable.command_prefix(cable.far), f"agent-{next(number)}"
-        return stack.enter_context(starling_command(folder, "policy", *arguments, name=name, prefix=prefix))
+        return stack.enter_context(starling_command(folder, role, *arguments, name=name, prefix=prefix))
 
     return start
 
@@ -80,3 +81,61 @@ def test_run_goes_on_when_a_rank_a_node_or_the_network_is_lost(tmp_path: Path) -
     log = (attempt(folder) / "logs" / "policy-0.log").read_text()
     assert "starling policy-0: rank 3 was killed by SIGKILL, and the replica starts again" in log
     assert log.count(") of policy-0 is gone, and the replica starts again") == 2
+
+
+def test_run_goes_on_when_a_worker_a_node_or_the_network_of_a_rollout_is_lost(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    num_rl = 150  # an engine starts three times more
+    vllm = {"tensor_parallel_size": 2, "kv_cache_mb": 32, "enforce_eager": True, "start_timeout_s": RUN_S}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    alphabet = string.ascii_letters + string.digits + ">-"  # more than one worker's rows of the embedding
+    folder = make_workdir(
+        tmp_path,
+        network={"host": "10.213.0.1", "heartbeat_s": 0.3, "lease_s": 3.0},
+        model={"scratch": {"alphabet": alphabet, "max_length": 24, "config": sizes | heads}},
+        policy={"transport": "tcp"},
+        rollout={"engine": "vllm", "max_engine_restarts": 9, "vllm": vllm},
+        rl={"num_steps": num_rl},
+        launch={"num_rollouts": 1, "max_restarts": 9, "rollout_nodes": 2, "rollout_rdzv": ADDRESS},
+    )
+    with network() as cable, ExitStack() as stack:
+        prefix = cable.command_prefix(cable.near)
+        command = stack.enter_context(starling_command(folder, "run", "tiny.toml", name="run", prefix=prefix))
+        command.wait_for_output("rollout-0 waits for 1 node; on each host: starling rollout --config")
+        command.wait_until((attempt(folder) / "controller.json").exists, "the controller's address")
+        start = agent_starter(folder, cable, stack, "rollout")
+        agents = [start()]
+
+        def lose(description: str, fault: Callable[[], object], mend: Callable[[], object]) -> None:
+            made = num_steps(folder)
+            fault()
+            command.wait_until(lambda: num_losses(folder) > len(losses), description, RUN_S)
+            losses.append(description)
+            mend()
+            command.wait_until(lambda: num_steps(folder) >= made + 5, f"steps after {description}", RUN_S)
+
+        losses: list[str] = []
+        command.wait_until(lambda: trained(folder), "a step of reinforcement", RUN_S)
+        lose("the death of a worker", lambda: kill_workers(agents[0]), lambda: None)
+        lose("the death of an agent", lambda: agents[0].kill(), lambda: agents.append(start()))
+        lose("the loss of the network", cable.cut, cable.restore)
+        assert command.wait(RUN_S) == 0, command.transcript()
+        assert agents[1].wait() == 0, agents[1].transcript()
+    assert [line["step"] for line in metrics(folder, "step")] == list(range(1, NUM_SFT + num_rl + 1))
+    assert set(trained(folder).values()) == {1}, "a prompt was trained twice"
+    assert len(trained(folder)) == num_rl * 4
+    adopted = metrics(folder, "adopted")
+    assert adopted
+    assert all(line["attested"] for line in adopted)
+
+
+def kill_workers(agent: Command) -> None:
+    """Kill vLLM's workers on the far host."""
+    for process in agent.process_titled("rollout-0.executor-1").children():
+        process.kill()
+
+
+def num_losses(folder: Path) -> int:
+    """Return how many engines the rollout has lost."""
+    return (attempt(folder) / "logs" / "rollout-0.log").read_text().count("engine_lost ")
