@@ -239,6 +239,7 @@ def test_dry_run_names_what_it_has_checked(
     assert not Path("runs").exists()
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount namespace")
 def test_dry_run_names_an_rdma_port_that_weights_do_not_use(tmp_path: Path) -> None:
     port = "/sys/class/infiniband/mlx5_0/ports/1"

@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.campaign
 @pytest.mark.system
 @pytest.mark.parametrize(
     "transport", ["ucx", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("local", "tcp"))]

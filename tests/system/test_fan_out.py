@@ -65,6 +65,7 @@ def test_answers_are_those_of_rollouts_that_read_the_folder(tmp_path: Path, mode
         assert loaded.digest == model_digest(model)
 
 
+@pytest.mark.campaign
 def test_rollout_that_joins_later_reads_no_weights_from_the_disk(tmp_path: Path, model: Path) -> None:
     copy, folder = tmp_path / "model", tmp_path / "runs/serve/attempt-1"
     shutil.copytree(model, copy)
@@ -106,6 +107,7 @@ relay_from_mb = 0.0
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another name of the host")
 def test_rollouts_on_other_hosts_pass_the_weights_on(tmp_path: Path, model: Path) -> None:
     """The policy sends the weights once, however many hosts need them."""

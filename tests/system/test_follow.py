@@ -19,6 +19,7 @@ def lines_of(folder: Path, kind: str, replica: str) -> list[dict[str, Any]]:
     return [line for line in metrics(folder, kind) if line["replica"] == replica]
 
 
+@pytest.mark.campaign
 def test_server_follows_a_run_without_weights_on_its_disk(tmp_path: Path) -> None:
     endless = {"num_steps": 10_000, "max_staleness": 1}  # until it is interrupted
     folder = make_workdir(tmp_path, rl=endless, sft={"num_steps": 0}, evaluation={"at_end": False})

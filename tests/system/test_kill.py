@@ -195,6 +195,7 @@ def test_controller_restarts_after_an_io_error(tmp_path: Path) -> None:
     journal_write_fails(tmp_path)
 
 
+@pytest.mark.campaign
 def test_run_fails_when_restarts_are_exhausted(tmp_path: Path) -> None:
     scenarios = [supervisor_killed, only_rollout_killed_repeatedly, policy_killed]
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

@@ -82,6 +82,7 @@ def computed(folder: Path, precision: dict[str, Any], **parallel: int) -> None:
     assert all(1e-8 < one < 0.02 for one in mismatch), "the bound of the alarm"
 
 
+@pytest.mark.campaign
 @pytest.mark.system
 def test_dry_run_finds_torchao(tmp_path: Path) -> None:
     """Which it otherwise hides from transformers. Nothing is said of kernels for GPUs that a CPU cannot load."""

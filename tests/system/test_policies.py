@@ -89,6 +89,7 @@ def check_deaths(folder: Path, parallel: dict[str, Any]) -> None:
     assert policies_that_adopted(folder)[:3] == ["policy-1", "policy-0", "policy-1"]
 
 
+@pytest.mark.campaign
 def test_policies_that_die_return_with_the_state_of_the_other(tmp_path: Path) -> None:
     check_deaths(tmp_path, {})
 

@@ -141,6 +141,7 @@ def test_run_goes_on_when_any_rank_is_killed(tmp_path: Path) -> None:
         assert f"starling policy-0: rank {rank} was killed by SIGKILL, and the replica starts again" in log
 
 
+@pytest.mark.campaign
 def test_run_is_resumed_with_another_mesh(tmp_path: Path) -> None:
     with run(make_workdir(tmp_path, policy=MESH, rl={"num_steps": 30})) as command:
         command.wait_until(lambda: trained(tmp_path), "a step of reinforcement")

@@ -136,6 +136,7 @@ def second_ctrl_c_kills(folder: Path) -> None:
     )
 
 
+@pytest.mark.campaign
 def test_end_of_a_run_waits_for_a_write_in_progress(tmp_path: Path) -> None:
     scenarios = (write_outlives_the_controller, sigterm_to_all_processes_stops_gracefully)
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))

@@ -36,6 +36,7 @@ def test_colocated_run_publishes_from_memory_of_the_device(tmp_path: Path) -> No
     published(tmp_path, "device", "--launch.colocate", "true")
 
 
+@pytest.mark.campaign
 @pytest.mark.system
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take the right to lock memory from root")
 def test_policy_that_may_lock_no_memory_ends_at_the_start(tmp_path: Path) -> None:

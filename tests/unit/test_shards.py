@@ -34,6 +34,7 @@ def test_dependencies_follow_imports_through_modules_and_helpers() -> None:
     assert not any(name.startswith("services/rollout/starling/rollout/engine/vllm/") for name in found)
 
 
+@pytest.mark.campaign
 def test_dependencies_of_single_test_files_have_their_fixtures() -> None:
     found = shards.dependencies(BY_NAME["architectures-campaign"])
     assert {"tests/vllm/test_architectures.py", "tests/vllm/architectures.py", "tests/vllm/conftest.py"} <= found
@@ -70,6 +71,7 @@ def test_damaged_results_count_as_none(tmp_path: Path, monkeypatch: pytest.Monke
         assert shards.read_results() == {}
 
 
+@pytest.mark.campaign
 def test_summary_lists_the_faults_that_were_not_injected() -> None:
     """Without `ip` on the path no network can be cut, as without root."""
     fault = "tests/system/chaos/test_host_faults.py::test_network_is_cut_and_restored"
@@ -99,6 +101,7 @@ def test_values(number):
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("expression", "num_passed"), [("not campaign", 5), ("campaign", 8)])
 def test_sample_covers_the_values_of_each_parameter(tmp_path: Path, expression: str, num_passed: int) -> None:
     file = tmp_path / "test_sampled.py"

@@ -116,6 +116,7 @@ def test_cascade_over_levels_equals_a_dense_mask(
     check(forest, window, heads, with_sinks=with_sinks, backend="varlen")
 
 
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @settings(max_examples=settings().max_examples // 4)
 @given(forests(most=100), st.none() | st.integers(1, 300), st.sampled_from([None, 0.4]), st.booleans())
@@ -129,6 +130,7 @@ def test_flex_attention_equals_a_dense_mask(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.campaign
 @given(forests(most=400), st.none() | st.integers(1, 500))
 def test_blocks_of_the_mask_hold_what_is_seen(forest: Forest, window: int | None) -> None:
     some, whole = visible_blocks(forest, window)
@@ -190,7 +192,7 @@ def test_large_segments_equal_a_dense_mask(window: int | None) -> None:
     check(LARGE, window, (2, 1), backend="varlen")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("forest", [LARGE, Forest((1100, 30, 600), (-1, 0, 0)), Forest((5,), (-1,))])
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(0.4, False), (None, True), (3.0, True)])

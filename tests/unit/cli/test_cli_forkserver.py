@@ -98,6 +98,7 @@ thread.join()
 """
 
 
+@pytest.mark.campaign
 def test_process_computes_with_the_threads_of_its_environment(tmp_path: Path) -> None:
     (tmp_path / "num_threads.py").write_text(NUM_THREADS)
     command = [sys.executable, "-c", THREADS, str(tmp_path)]
@@ -124,6 +125,7 @@ print(Path("/proc/self/cmdline").read_text().rstrip(chr(0)))
 """
 
 
+@pytest.mark.campaign
 def test_process_has_a_title_when_the_first_variable_of_its_environment_changes(tmp_path: Path) -> None:
     (tmp_path / "titled.py").write_text(TITLED)
     others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

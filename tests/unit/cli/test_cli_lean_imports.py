@@ -93,6 +93,7 @@ def test_model_is_loaded_and_trained_without_the_compiler(folder: Path) -> None:
     assert run(PRELOADED + TRAINED, str(folder)) == "trained"
 
 
+@pytest.mark.campaign
 def test_compiler_and_distributed_tensors_work_after_the_lean_imports() -> None:
     assert run(PRELOADED + COMPILED) == "compiled"
 

@@ -69,6 +69,7 @@ def hold_three_sessions(answer: socket.socket) -> None:
     answer.send(bytes(runs(one) for one in (payload, large, growing, honest)))
 
 
+@pytest.mark.campaign
 def test_session_that_grows_while_another_is_killed_costs_no_third_one() -> None:
     mine, theirs = socket.socketpair()
     parent = start(lambda: (os.setsid(), hold_three_sessions(theirs)))

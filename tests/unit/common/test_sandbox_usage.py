@@ -103,6 +103,7 @@ raise SystemExit
 """
 
 
+@pytest.mark.campaign
 def test_delay_of_one_thread_does_not_hide_that_of_another() -> None:
     """Threads of a session wait in turn, the one before the measured time, and for longer."""
     processor = min(os.sched_getaffinity(0))

@@ -115,6 +115,7 @@ def test_plans_from_a_departed_replica_are_dropped() -> None:
     assert size_of(weights.plans._pairs) < 20
 
 
+@pytest.mark.campaign
 def test_layouts_of_departed_incarnations_are_dropped() -> None:
     """A layout of a rollout's own, another one in each hello, would fill the memory: each can take hundreds of MiB."""
 

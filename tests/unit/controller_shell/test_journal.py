@@ -208,6 +208,7 @@ def test_journal_deletes_evaluation_texts_after_scoring(path: Path) -> None:
         assert list(journal.read()) == [without_contents(generated("e0", "a")), generated("e1", "b"), scored("e0")]
 
 
+@pytest.mark.campaign
 def test_journal_reuses_pages_of_pruned_steps(path: Path) -> None:
     sizes = []
     with contextlib.closing(Journal(path)) as journal:

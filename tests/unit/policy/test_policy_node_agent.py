@@ -107,6 +107,7 @@ def slow_proxy(port: int, bytes_per_s: float) -> int:
     return int(listener.getsockname()[1])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("size", "bytes_per_s"),
     [

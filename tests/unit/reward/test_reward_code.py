@@ -250,7 +250,7 @@ HONEST = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_takes_all_processors_fails_no_other(level: Mechanism, honest: str) -> None:
@@ -274,6 +274,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_sleeps_ends_at_its_limit_although_others_take_all_processors(level: Mechanism) -> None:
@@ -302,6 +303,7 @@ except OSError:
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("level", STRONG)
 def test_program_that_sends_all_descriptors_of_its_user_fails_no_other(level: Mechanism) -> None:
@@ -336,6 +338,7 @@ print(len(os.read(reading, 30000)))
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("level", ALL)
 def test_program_that_fails_for_want_of_pipes_has_no_reward(level: Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:

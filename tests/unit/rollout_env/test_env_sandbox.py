@@ -126,6 +126,7 @@ async def compute_in_session(sandbox: Sandbox, num_calls: int) -> list[str]:
         return [await session.invoke("step", timeout_s=1.0, seconds=0.5) for _ in range(num_calls)]
 
 
+@pytest.mark.campaign
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("in_one_session", [False, True])
 def test_call_that_takes_all_processors_fails_no_other(sandbox: Sandbox, in_one_session: bool) -> None:
@@ -168,6 +169,7 @@ def is_of_tools(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.campaign
 def test_long_session_that_sleeps_ends_at_its_limit(sandbox: Sandbox) -> None:
     """What earlier calls have used and waited does not count."""
 

@@ -47,6 +47,7 @@ def test_outline_has_the_parameters_of_the_model(family: str, tmp_path: Path) ->
     assert described == {name: parameter.shape for name, parameter in make_model(family).named_parameters()}
 
 
+@pytest.mark.campaign
 def test_auto_class_is_that_of_the_mappings_for_every_configuration() -> None:
     """The oracle, `keys`, imports the configuration of every model; replicas must not."""
     mappings = [auto._model_mapping for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)]
@@ -57,6 +58,7 @@ def test_auto_class_is_that_of_the_mappings_for_every_configuration() -> None:
         assert auto_class(object.__new__(kind)) is expected, kind
 
 
+@pytest.mark.campaign
 def test_auto_class_imports_no_other_model() -> None:
     code = (
         "import sys\n"

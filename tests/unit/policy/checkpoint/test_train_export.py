@@ -69,6 +69,7 @@ def test_export_accepts_run_states_folder_and_state(
         assert (out / "tokenizer.json").exists()
 
 
+@pytest.mark.campaign
 def test_export_prints_one_line_and_nothing_of_libraries(tmp_path: Path, model: Path) -> None:
     folder, out = attempt(tmp_path, model), tmp_path / "out"
     words = [sys.executable, "-m", "starling.cli.main", "export", str(folder), str(out)]

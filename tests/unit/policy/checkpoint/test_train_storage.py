@@ -69,6 +69,7 @@ def value_of(found: VerifiedState | None) -> tuple[int, float]:
     return found.state.version, SavedState.of(found).read("weights/")["w"][0].item()
 
 
+@pytest.mark.campaign
 def test_s3_states_equal_local_states(store: Store) -> None:
     states = StateStore(store.storage("states"), best="-loss")
     states.storage.check()

@@ -95,6 +95,7 @@ def test_algorithms_page_explains_every_setting() -> None:
     assert sorted(names_of_settings - explained) == []
 
 
+@pytest.mark.campaign
 def test_algorithms_page_shows_the_figures_of_the_script() -> None:
     """`bench/departures.py` computes both sides; its figures are those of the table."""
     command = [sys.executable, str(ROOT / "bench" / "departures.py")]

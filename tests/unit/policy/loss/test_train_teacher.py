@@ -121,6 +121,7 @@ def test_distillation_step_equals_plain_reference(
         assert difference <= 5e-6 * torch.linalg.vector_norm(one.grad) + 1e-8, name
 
 
+@pytest.mark.campaign
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", ["reverse_kl", "jsd"])
 def test_distillation_student_converges_to_teacher(tiny: Make, loss: Any) -> None:

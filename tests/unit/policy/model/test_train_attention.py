@@ -355,6 +355,7 @@ def make_small() -> Any:
         return AutoModelForCausalLM.from_config(Qwen3Config(**SIZES | {"num_hidden_layers": 1}, head_dim=8)).eval()
 
 
+@pytest.mark.campaign
 def test_compiled_blocks_take_structures_of_any_size() -> None:
     torch._dynamo.reset()  # Loads it: the attention that `apply_memory_settings` registers is then not compiled.
     plain, model = make_small(), make_small()

@@ -22,6 +22,7 @@ STEP = StepSize(1 << 20, 1 << 14, 1 << 14)
 SIZES = {name: model_sizes(PRESETS[name]) for name in ("qwen3-0.6b", "qwen3-8b", "qwen2.5-7b", "qwen3-30b-a3b")}
 
 
+@pytest.mark.campaign
 @examples(40)
 @given(
     name=st.sampled_from(sorted(SIZES)),

@@ -148,6 +148,7 @@ def test_compact_and_shard_layouts_agree_and_cover_the_model(config: str, parall
     make_plan(layout, shard_layout(model_layout(CONFIGS[config], ""), "all"))  # raises where an element is missing
 
 
+@pytest.mark.campaign
 def test_trillion_parameter_layout_has_few_splits() -> None:
     for parallelism, num_boxes in (("fsdp256", 69_975 * 256), ("ep64 fsdp4", 60 * 384 * 3 * 4 + 855 * 256)):
         symbolic = model_layout(PRESETS["kimi-k2"], parallelism)

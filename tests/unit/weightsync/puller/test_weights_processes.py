@@ -177,6 +177,7 @@ def test_reader_killed_in_mid_read_affects_no_other(peer: Source, rollout: Rollo
         assert same(rollout.tensors, weights(newest.version))
 
 
+@pytest.mark.campaign
 def test_environment_cannot_override_required_ucx_options(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ucxx")
     monkeypatch.setenv("UCX_RCACHE_ENABLE", "n")  # without it, a reader's death crashes the source

@@ -336,6 +336,7 @@ def test_full_server_takes_a_reader_in_place_of_a_stranger(
         assert works(made)
 
 
+@pytest.mark.campaign
 def test_replica_that_takes_all_connections_keeps_no_other_away() -> None:
     with serving("tcp", [PIECE]) as made, ExitStack() as connections:
         own = ticket(made.offer.secret, "rollout-9", "adopt:1:1.1")

@@ -345,7 +345,7 @@ def test_malformed_address_is_refused(source: ServedSource, transport: AnyTransp
         made.client.connect("source", msgspec.structs.replace(source.offer, address=address))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("stage", "number"), covering(["connected", "asked", "opened", "read"], [signal.SIGKILL, signal.SIGSTOP])
