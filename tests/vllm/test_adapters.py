@@ -269,6 +269,7 @@ def test_arguments_list_the_adapted_layers(tmp_path: Path) -> None:
         launch.arguments(spec, adapters.read(spec), on_cpu=True)
 
 
+@pytest.mark.campaign
 def test_lora_recipe_runs_on_vllm(tmp_path: Path) -> None:
     """The recipe for adapters with a random model and few steps."""
     config = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -96,6 +96,7 @@ def test_experts_that_cpus_cannot_pack_are_rejected(config: Any, tp: int, senten
     assert not engine_processes()
 
 
+@pytest.mark.campaign
 def test_experts_of_other_sizes_start(tmp_path: Path) -> None:
     """The kernel pads the intermediate size, here 40; see the conditions of vLLM itself in `cpu_moe`."""
     folder, prompt = checkpoint(tmp_path, "qwen3_moe of odd sizes", 0), random_prompt(9, 0)
