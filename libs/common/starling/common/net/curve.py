@@ -187,7 +187,10 @@ class Authenticator(ThreadAuthenticator, _ManyRequests):
                 has_gone_on = self._has_gone_on()
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"no socket can be made in a temporary folder ({error.strerror}); set TMPDIR") from None
-        assert has_gone_on, "both ends are connected"
+        if not has_gone_on:
+            raise ConfigError(
+                f"ZeroMQ did not answer for {ROUND_TRIP_MS / 1000:g} s: the machine is too busy; start again"
+            )
         super().start()
 
     def stop(self) -> None:
