@@ -22,7 +22,8 @@ from engines import (
 
 from starling.algo.experts import find_experts
 from starling.algo.routing import Experts, is_recorded
-from starling.rollout.engine.base import GroupResult, RequestError
+from starling.rollout.engine.base import GroupResult, PartialCompletion, RequestError
+from starling.rollout.engine.vllm.groups import VllmGroup
 
 ROUTED: dict[str, Any] = {"routing": "replayed"}
 SHARED = random_prompt(150, 0)
@@ -139,7 +140,18 @@ def test_tokens_keep_their_experts_when_an_update_recomputes_them(tmp_path: Path
     check(models, result)
 
 
-def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
+def test_prompt_of_an_aborted_prefill_is_completed_by_another_request() -> None:
+    """A resumed completion may be aborted when only a part of its prompt has been computed."""
+    resumed = PartialCompletion(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    asked = replace(request("a", [1, 2, 3], 2, max_tokens=4, **ROUTED), partial=(resumed, resumed))
+    group, experts = VllmGroup(0, asked, 16), np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+    group.add_experts(group.completions[0], experts[:1])
+    group.add_experts(group.completions[1], experts)
+    assert group.prompt_routing is not None
+    assert group.prompt_routing.tolist() == experts.tolist()
+
+
+def test_replayed_routing_of_a_dense_model_is_refused(tmp_path: Path) -> None:
     with engine_driver(checkpoint(tmp_path, "qwen3", 0), load_weights=True) as driver:
         with pytest.raises(RequestError, match="the model has no experts whose choice is recorded; set sampling"):
             driver.engine.add(request("a", [1, 2], **ROUTED))

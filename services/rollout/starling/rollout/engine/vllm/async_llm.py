@@ -216,7 +216,7 @@ class AsyncLlmThread:
         """Have the workers record the experts of requests that ask for it; return the sizes of the model.
 
         Raises:
-            WeightsError: a kernel of vLLM hides the choice of the routers.
+            WeightsError: a worker cannot record, such as one whose kernel hides the choice of the routers.
         """
         if self._expert_stages is None:
             self._expert_stages = ExpertStages.of(await self.call_workers("starling_record_experts"))
@@ -228,7 +228,7 @@ class AsyncLlmThread:
 
     async def restart_unstarted(self) -> None:
         """Restart completions without tokens under the current salt, so that they share no cache of the old one."""
-        unstarted = [one for one in self._running if not one.token_ids and one.collector is not None]
+        unstarted = [one for one in self._running if not (one.token_ids or one.aborted) and one.collector is not None]
         for completion in unstarted:
             completion.restart = True
             await self._abort(completion)

@@ -141,7 +141,8 @@ class VllmEngine:
                 sizes = self._llm_thread.call(self._llm_thread.record_experts())
             except WeightsError as error:
                 raise RequestError(
-                    f"{request.lease}: routing is 'replayed', and vLLM does not record it: {error}"
+                    f"{request.lease}: routing is 'replayed', and vLLM cannot record it ({error}); set "
+                    "sampling.routing = 'own', or rollout.engine = 'transformers'"
                 ) from error
         check_routing(request, sizes)
 

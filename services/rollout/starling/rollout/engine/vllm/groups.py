@@ -203,8 +203,8 @@ class VllmGroup:
             return
         computed = experts[: num_prompt + num_own - 1]
         whole = np.concatenate((computed, no_experts(num_prompt + num_own - len(computed), experts)))
-        if self.prompt_routing is None:
-            self.prompt_routing = whole[:num_prompt]
+        prompt = whole[:num_prompt]  # in part, if the request was aborted before its prefill ended
+        self.prompt_routing = prompt if self.prompt_routing is None else fill(self.prompt_routing, prompt)
         completion.experts = whole[num_prompt:]
 
     def partials(self) -> tuple[PartialCompletion, ...]:

@@ -41,11 +41,12 @@ class ExpertRecorder:
             ValueError: the model has no experts, or their kernel hides the choice.
         """
         model = runner.get_model()
+        self._layers = sorted({int(one.layer_id) for one in model.modules() if isinstance(one, MoERunner)})
         self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
-        bind_routed_experts_capturer(model, self._capturer)  # in each worker: some gather the choices of all
+        if self._layers:  # a stage may have none
+            bind_routed_experts_capturer(model, self._capturer)  # in each worker: some gather the choices of all
         self._runner = runner
         self._num_experts = int(config.model_config.get_num_experts())
-        self._layers = sorted({int(one.layer_id) for one in model.modules() if isinstance(one, MoERunner)})
         self._rows: dict[str, _Rows] = {}
         """Of the requests that are recorded, by vLLM's id."""
         self._keeps = get_tensor_model_parallel_rank() == 0  # the others choose the same
