@@ -108,14 +108,12 @@ def test_run_goes_on_when_a_worker_a_node_or_the_network_of_a_rollout_is_lost(tm
         agents = [start()]
 
         def lose(description: str, fault: Callable[[], object], mend: Callable[[], object]) -> None:
-            made = num_steps(folder)
+            made, lost = num_steps(folder), num_losses(folder)
             fault()
-            command.wait_until(lambda: num_losses(folder) > len(losses), description, RUN_S)
-            losses.append(description)
+            command.wait_until(lambda: num_losses(folder) > lost, description, RUN_S)
             mend()
             command.wait_until(lambda: num_steps(folder) >= made + 5, f"steps after {description}", RUN_S)
 
-        losses: list[str] = []
         command.wait_until(lambda: trained(folder), "a step of reinforcement", RUN_S)
         lose("the death of a worker", lambda: kill_workers(agents[0]), lambda: None)
         lose("the death of an agent", lambda: agents[0].kill(), lambda: agents.append(start()))
