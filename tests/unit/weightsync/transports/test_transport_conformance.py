@@ -32,7 +32,7 @@ from starling.weightsync.offers.tickets import ticket
 from starling.weightsync.plan.layout import ITEM_BYTES, ShardPiece
 from starling.weightsync.transports.base import AnswerReceived, ConnectionLost, ReadTarget
 from starling.weightsync.transports.messages import OpenSnapshot, ReadBoxes
-from starling.weightsync.transports.source import PendingBoxes, ReaderSession
+from starling.weightsync.transports.source import MAX_REFUSED, LastRefusalError, PendingBoxes, ReaderSession
 from starling.weightsync.transports.ucx.worker import has_ucx
 
 MIB = 1 << 20
@@ -309,6 +309,20 @@ def test_box_is_refused_when_its_snapshot_is_revoked_while_it_is_digested(transp
         assert not grant.answer(2).reason
         made.arena.revoke_all()
         assert "revoked while it was read" in grant.answer(2).reason
+        session.close()
+
+
+def test_slow_reader_that_opens_each_version_keeps_its_connection(transport: AnyTransport) -> None:
+    with serving(transport, PIECES[:4]) as made:
+        session, offer = ReaderSession(made.source), made.offer
+        for _ in range(MAX_REFUSED):
+            session.grant(opening(offer))
+            made.arena.revoke_all()
+            for _ in range(2):
+                with pytest.raises(WeightsError, match="revoked") as refused:
+                    session.grant(ReadBoxes(number=2, tag=2, segments=(1,), boxes=(PIECES[3],), digests="full", salt=0))
+                assert not isinstance(refused.value, LastRefusalError)
+            offer = made.publish()
         session.close()
 
 

@@ -359,7 +359,7 @@ class ReaderSession:
         """Carry out a request.
 
         Raises:
-            WeightsError: refused; the message is for the reader, whose connection ends after an LastRefusalError.
+            WeightsError: refused; the message is for the reader, whose connection ends after a LastRefusalError.
         """
         try:
             return self._grant(request)
@@ -372,6 +372,7 @@ class ReaderSession:
     def _grant(self, request: Request) -> Grant:
         if isinstance(request, OpenSnapshot):
             self._open(request)
+            self._num_refused = 0  # a slow reader, whose leases were revoked, opens the next version
             return Grant(bases=self._source.deltas.bases(self._snapshot))
         if self._lease is None or not self._snapshot:
             raise WeightsError(NOT_OPENED)
