@@ -396,7 +396,7 @@ class Hub:
             raise WireError(f"protocol {envelope.protocol} instead of {PROTOCOL_VERSION}", "protocol")
         if envelope.run != self.run:
             raise WireError(f"this is run {self.run}, not {envelope.run}", "run")
-        # Checked for each message: peers of a ROUTER choose their routing ids, but cannot choose their keys.
+        # Checked for each message: a routing id proves no name, and the key of the connection does.
         if self._keys is not None and self._owner(frame) != sender:
             raise WireError(f"{sender} does not own the key of its connection", "key")
         if peer is None or peer.name != sender:
