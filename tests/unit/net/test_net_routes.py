@@ -80,13 +80,13 @@ def test_peers_that_connect_at_once_are_admitted_together(
     harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waited for the thread for input and output by itself: a flood of handshakes kept all others waiting."""
-    waits = curve.Authenticator._has_gone_on
+    waits = curve.Authenticator._io_thread_answers
 
     def slowly(authenticator: curve.Authenticator) -> bool:
         time.sleep(0.5)
         return waits(authenticator)
 
-    monkeypatch.setattr(curve.Authenticator, "_has_gone_on", slowly)
+    monkeypatch.setattr(curve.Authenticator, "_io_thread_answers", slowly)
     with ExitStack() as stack:
         sockets = [stack.enter_context(named_socket(harness.hub.address, keys, b"mine")) for _ in range(60)]
         for socket in sockets:
@@ -114,8 +114,8 @@ def test_peer_that_could_not_be_admitted_connects_again_at_once(
     harness: HubHarness, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for 30 s, the time of libzmq for a handshake."""
-    waits, answers = curve.Authenticator._has_gone_on, [False]
-    monkeypatch.setattr(curve.Authenticator, "_has_gone_on", lambda one: answers.pop() if answers else waits(one))
+    waits, answers = curve.Authenticator._io_thread_answers, [False]
+    monkeypatch.setattr(curve.Authenticator, "_io_thread_answers", lambda one: answers.pop() if answers else waits(one))
     with running_link(harness.hub.address, keys, "reward-0"):
         harness.next(wire.Hello, "reward-0")
     assert not answers

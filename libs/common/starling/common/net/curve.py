@@ -39,6 +39,7 @@ ROUTE_BYTES: Final = 16
 FIRST_OF_ROUTE: Final = b"\1"
 """First byte of a routing id: 0 is that of libzmq's own."""
 ROUND_TRIP_MS: Final = 10_000
+"""Longest wait for libzmq's I/O thread; connections that wait for it are then closed."""
 ADMITTED: Final = b"200"
 TRY_AGAIN: Final = b"000"
 """No status: libzmq closes the connection, and its peer connects again. With 300 it would do so after 30 s only."""
@@ -170,24 +171,24 @@ class Authenticator(ThreadAuthenticator, _ManyRequests):
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         super().__init__(context)
-        self._ends = tuple(context.socket(zmq.PAIR) for _ in range(2))
-        self._asker = b""
-        """Routing id of whom the request that is dealt with came from."""
+        self._round_trip_sockets = tuple(context.socket(zmq.PAIR) for _ in range(2))
+        self._requester = b""
+        """Routing id of the ZAP client, a session of libzmq, that sent the present request."""
         self._may_admit: bool | None = None
-        """Whether all that came with this request has been read; None if that is not known yet."""
+        """Whether libzmq has read all that arrived with the present batch of requests; None before the wait for it."""
 
     def start(self) -> None:
-        """Start the thread. Raises ConfigError if no file can be made for temporary use."""
-        for end in self._ends:
+        """Start the thread. Raises ConfigError if no temporary file can be made, or the machine is too busy."""
+        for end in self._round_trip_sockets:
             end.linger, end.rcvtimeo = 0, ROUND_TRIP_MS
         try:
-            with tempfile.TemporaryDirectory() as folder:  # nobody else can connect, later nobody at all
-                self._ends[0].bind(f"ipc://{folder}/0")
-                self._ends[1].connect(f"ipc://{folder}/0")
-                has_gone_on = self._has_gone_on()
+            with tempfile.TemporaryDirectory() as folder:  # private, and removed once both ends are connected
+                self._round_trip_sockets[0].bind(f"ipc://{folder}/0")
+                self._round_trip_sockets[1].connect(f"ipc://{folder}/0")
+                io_thread_answers = self._io_thread_answers()
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"no socket can be made in a temporary folder ({error.strerror}); set TMPDIR") from None
-        if not has_gone_on:
+        if not io_thread_answers:
             raise ConfigError(
                 f"ZeroMQ did not answer for {ROUND_TRIP_MS / 1000:g} s: the machine is too busy; start again"
             )
@@ -196,15 +197,15 @@ class Authenticator(ThreadAuthenticator, _ManyRequests):
     def stop(self) -> None:
         """End the thread."""
         super().stop()
-        for end in self._ends:
+        for end in self._round_trip_sockets:
             end.close(0)
 
-    def _has_gone_on(self) -> bool:
-        """Wait until the thread for input and output has dealt with all that it had begun; return whether it has."""
+    def _io_thread_answers(self) -> bool:
+        """Make a round trip through libzmq's I/O thread, which ends earlier work first; return whether it came back."""
         token = os.urandom(KEY_BYTES)
-        self._ends[1].send(token)
+        self._round_trip_sockets[1].send(token)
         try:
-            while self._ends[0].recv() != token:  # one of an earlier call, which was given up
+            while self._round_trip_sockets[0].recv() != token:  # one of an earlier call, which was given up
                 pass
         except zmq.Again:
             return False
@@ -219,7 +220,7 @@ class Authenticator(ThreadAuthenticator, _ManyRequests):
         while len(requests) < MAX_AT_ONCE and self.zap_socket.poll(0):
             requests.append(self.zap_socket.recv_multipart())
         self._may_admit = None
-        for self._asker, _, *request in requests:
+        for self._requester, _, *request in requests:
             await super().handle_zap_message(request)
 
     def _send_zap_reply(
@@ -236,11 +237,11 @@ class Authenticator(ThreadAuthenticator, _ManyRequests):
             user_id = metadata = b""
         else:
             if self._may_admit is None:
-                self._may_admit = self._has_gone_on()
+                self._may_admit = self._io_thread_answers()
             if not self._may_admit:
                 status_code, user_id, metadata = TRY_AGAIN, b"", b""
         owner = user_id.encode() if isinstance(user_id, str) else user_id
-        envelope = [self._asker, b"", b"1.0"]
+        envelope = [self._requester, b"", b"1.0"]
         self.zap_socket.send_multipart([*envelope, request_id, status_code, status_text, owner, metadata])
 
 
