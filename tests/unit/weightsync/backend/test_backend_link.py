@@ -16,7 +16,7 @@ import pytest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.transports.endpoints import split_address
-from starling.weightsync.vllm.backend.link import Link, new_secret
+from starling.weightsync.vllm.backend.link import HANDSHAKE_S, Link, new_secret
 from starling.weightsync.vllm.backend.messages import Hello, Welcome, from_trainer, from_worker
 from starling.weightsync.vllm.backend.rendezvous import Rendezvous
 
@@ -92,6 +92,19 @@ def test_garbage_is_dropped_and_others_are_served(rendezvous: Rendezvous, garbag
     assert link.receive(from_trainer, DEADLINE_S).refused == "no memory."
     assert rendezvous.take_problems() == ["worker 0 cannot join: no memory."]
     link.close()
+
+
+def test_close_ends_connections_without_a_proof() -> None:
+    made = Rendezvous("127.0.0.1")
+    with socket.create_connection(split_address(made.address)) as stranger:
+        stranger.settimeout(HANDSHAKE_S / 2)  # after HANDSHAKE_S they end by themselves
+        end = time.monotonic() + DEADLINE_S
+        while not made._opening:
+            assert time.monotonic() < end, "the connection is not accepted"
+        made.close()
+        with suppress(ConnectionResetError):
+            while stranger.recv(1 << 12):
+                pass
 
 
 def test_layout_that_is_none_is_refused(rendezvous: Rendezvous) -> None:

@@ -36,6 +36,12 @@ MAX_OPENING: Final = 1024
 """Connections that may be without a proof of the secret at the same time; the oldest one ends for a further one."""
 
 
+def _shut_down(connection: socket.socket) -> None:
+    """End all waits of the thread that serves `connection`, which then closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 @dataclass(eq=False)
 class JoinedWorker:
     """A worker that has joined."""
@@ -125,6 +131,9 @@ class Rendezvous:
         self._stop.set()
         self._thread.join(2 * ACCEPT_S + HANDSHAKE_S)
         self._listener.close()
+        with self._lock:
+            for connection in self._opening:
+                _shut_down(connection)
         for worker in self.workers:
             worker.link.close()
 
@@ -152,8 +161,7 @@ class Rendezvous:
                 connection, thread = next(iter(self._opening.items()), (None, None))
                 if connection is None or thread is None:
                     return
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _shut_down(connection)
             thread.join(HANDSHAKE_S)  # at once: all its waits have ended
             self._proven_or_ended(connection)
 
