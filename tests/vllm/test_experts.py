@@ -22,8 +22,9 @@ from engines import (
 
 from starling.algo.experts import find_experts
 from starling.algo.routing import Experts, is_recorded
-from starling.rollout.engine.base import GroupResult, PartialCompletion, RequestError
+from starling.rollout.engine.base import EngineLostError, GroupResult, PartialCompletion, RequestError
 from starling.rollout.engine.vllm.groups import VllmGroup
+from starling.rollout.engine.vllm.processes import engine_processes
 
 ROUTED: dict[str, Any] = {"routing": "replayed"}
 SHARED = random_prompt(150, 0)
@@ -122,6 +123,27 @@ def test_interrupted_group_resumes_with_its_experts(tmp_path: Path) -> None:
         assert is_recorded(routing).tolist() == [True] * (len(routing) - 1) + [False]
         with pytest.raises(RequestError, match="cannot be resumed"):
             driver.engine.add(replace(asked, partial=(replace(partials[0], routing=turned + 9), partials[1])))
+
+
+def test_tokens_of_a_lost_engine_have_no_recorded_experts(tmp_path: Path) -> None:
+    """The next engine computes them again, and records its own; without the array the tokens would be unusable."""
+    folder, asked = checkpoint(tmp_path, "qwen3_moe", 0), request("a", [1, 2, 3], 2, max_tokens=200, **ROUTED)
+    with engine_driver(folder, load_weights=True) as driver:
+        driver.engine.add(asked)
+        until_sampling(driver, 30)
+        for process in engine_processes():
+            process.kill()
+        with pytest.raises(EngineLostError):
+            driver.finish("a")
+        partials = driver.engine.interrupt("a")
+    assert partials is not None
+    assert sum(len(one.token_ids) for one in partials) >= 30
+    for one in partials:
+        assert one.routing is not None
+        assert is_recorded(one.routing).tolist() == [False] * len(one.token_ids)
+    with engine_driver(folder, load_weights=True) as driver:
+        driver.engine.add(replace(asked, partial=partials))
+        check([read_model(folder)], driver.finish("a")[0])
 
 
 def test_tokens_keep_their_experts_when_an_update_recomputes_them(tmp_path: Path) -> None:

@@ -419,6 +419,7 @@ class AsyncLlmThread:
         finally:
             if self.lost_reason:
                 self._drain(group, completion)
+                self._note_lost_experts(group, completion)
             self._running.discard(completion)
         has_ended = not group.unfinished and self._running.isdisjoint(group.completions)
         if group.number in self._tasks and (group.failure or has_ended):
@@ -460,8 +461,14 @@ class AsyncLlmThread:
         try:
             parts = await self.call_workers("starling_take_experts", completion.collector.request_id)
         except EngineLostError:
-            return  # what was sampled is kept
+            return  # see `_note_lost_experts`
         group.add_experts(completion, self._expert_stages.join(parts))
+
+    def _note_lost_experts(self, group: VllmGroup, completion: VllmCompletion) -> None:
+        """Mark the tokens of a lost engine as unrecorded: their experts were in its workers."""
+        if group.is_routed and completion.experts is None:
+            assert self._expert_stages is not None
+            group.add_experts(completion, self._expert_stages.nothing())
 
     def _handle_output(self, group: VllmGroup, completion: VllmCompletion, output: Any) -> None:
         self._num_outputs += 1

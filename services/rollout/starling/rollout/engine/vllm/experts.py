@@ -29,6 +29,11 @@ class ExpertStages:
         sizes = ModelExperts(num_layers=sum(num_layers), num_experts=num_experts, num_chosen=num_chosen)
         return cls(num_layers, sizes)
 
+    def nothing(self) -> Experts:
+        """Return the experts of no token."""
+        dtype = expert_dtype(self.sizes.num_experts)
+        return np.zeros((0, self.sizes.num_layers, self.sizes.num_chosen), dtype)
+
     def join(self, answers: Iterable[bytes | None]) -> Experts:
         """Return the experts of a request's tokens from those of each stage; see `ExpertRecorder.take`."""
         parts = [answer for answer in answers if answer is not None]
