@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from engines import (
     DEADLINE_S,
     EngineDriver,
@@ -19,8 +18,8 @@ from engines import (
     read_model,
     request,
 )
+from plain_routing import chosen_experts
 
-from starling.algo.experts import find_experts
 from starling.algo.routing import Experts, is_recorded
 from starling.rollout.engine.base import EngineLostError, GroupResult, PartialCompletion, RequestError
 from starling.rollout.engine.vllm.groups import VllmGroup
@@ -33,15 +32,7 @@ SHARED = random_prompt(150, 0)
 
 def chosen(model: Any, ids: list[int]) -> list[Any]:
     """Return the experts of each token in each layer, in ascending order, by a plain pass."""
-    found: list[torch.Tensor] = []
-    handles = [
-        one.register_forward_pre_hook(lambda _, args: found.append(args[1])) for one in find_experts(model).values()
-    ]
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return torch.stack(found, dim=1).sort(dim=-1).values.tolist()  # type: ignore[no-any-return]
+    return chosen_experts(model, ids).sort(dim=-1).values.tolist()  # type: ignore[no-any-return]
 
 
 def ordered(experts: Experts) -> list[Any]:

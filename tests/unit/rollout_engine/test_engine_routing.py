@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_routing import chosen_experts
 from tiny_models import FAMILIES as FAMILIES_OF_ENGINES
 from tiny_models import GROUPED, drain, make_engine, make_model, request
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from starling.algo.experts import find_experts
-from starling.algo.routing import Experts, is_recorded, no_experts
+from starling.algo.routing import is_recorded, no_experts
 from starling.common.wire.messages import GenerateGroup, Prompt, Sampling, Status
 from starling.rollout.engine.base import GroupResult, RequestError
 from starling.rollout.shell.results import generated_message, interrupted_message, read_partials
@@ -36,19 +36,6 @@ def mixture(kind: str = "qwen3_moe") -> Any:
     return model.eval().requires_grad_(False)
 
 
-def chosen(model: Any, ids: list[int]) -> Experts:
-    """Return the experts of each token in each layer, by a plain pass."""
-    found: list[torch.Tensor] = []
-    handles = [
-        one.register_forward_pre_hook(lambda _, args: found.append(args[1])) for one in find_experts(model).values()
-    ]
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return torch.stack(found, dim=1).numpy()
-
-
 def generate(engine: Any, *requests: Any) -> dict[str, GroupResult]:
     for one in requests:
         engine.add(one)
@@ -66,7 +53,7 @@ def check(model: Any, result: GroupResult) -> None:
     assert result.prompt_routing is not None
     prompt = result.prompt_ids.tolist()
     for completion in result.completions:
-        expected = chosen(model, [*prompt, *completion.token_ids.tolist()])
+        expected = chosen_experts(model, [*prompt, *completion.token_ids.tolist()]).numpy()
         assert completion.routing is not None
         assert len(completion.routing) == len(completion.token_ids)
         assert is_recorded(completion.routing).tolist() == [True] * (len(completion.token_ids) - 1) + [False]
