@@ -25,8 +25,8 @@ class MemorySettings(SettingsSection):
     """Keep activations for the backward pass in pinned host memory. No effect for a model on a CPU."""
     offload_optimizer: bool = False
     """Keep the optimizer's moments, its float32 weights and the gradients in host memory, and update there with
-    `launch.num_threads` threads: the device keeps only the weights. `muon` is slow there. No effect for a model on a
-    CPU."""
+    `launch.num_threads` threads: the device keeps only the weights, and on a mesh gradients and float32 weights too.
+    `muon` is slow there, and refused on a mesh. No effect for a model on a CPU."""
     compile: bool = False
     """Compile each transformer block (`torch.compile`), once for all sizes of microbatches: faster steps after a first
     one that takes a minute or more, or some seconds when `~/.cache/starling` has the code of an earlier run. On a CPU

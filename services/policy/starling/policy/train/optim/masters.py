@@ -13,7 +13,8 @@ has passed it on. Averages of 8 bits take 2 bytes instead of 8, Muon's take 4.
 
 Masters may be on another device than their parameters, also those of float32 parameters: then that device holds all of
 this but the model's own weights, with 2 bytes more for the copies in transit (4 for a model in float32), and makes the
-updates.
+updates. On a mesh ranks add up gradients where their devices communicate, so those stay on the device until then, as do
+masters that FSDP makes its parameters; the other device holds what it needs for the updates.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ _hooks = WeakTensorKeyDictionary()
 class Masters:
     """The tensors that an optimizer updates in place of a model's parameters: float32 for those of fewer bits."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], device: torch.device | None = None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], device: torch.device | None = None, *, backward: bool = True
+    ) -> None:
         """Copy the parameters of fewer than 32 bits; from now on, their gradients go to the copies.
 
         Args:
             parameters: trainable ones, by name. A later write into one must also go into its master.
             device: of the masters, which every parameter then has; by default each is on its parameter's device.
+            backward: whether a backward pass gives the parameters their gradients, which then leave them at once;
+                otherwise they leave in `gather`.
         """
         self._parameters = {
             name: parameter for name, parameter in parameters.items() if device is not None or parameter.dtype in LOW
@@ -55,8 +60,9 @@ class Masters:
             name: _LocalLink(masters[name]) if device is None else _DeviceLink(parameter, masters[name])
             for name, parameter in self._parameters.items()
         }
-        for name, parameter in parameters.items():
-            _move_gradients(parameter, self._links.get(name))
+        if backward:
+            for name, parameter in parameters.items():
+                _move_gradients(parameter, self._links.get(name))
 
     def gather(self) -> None:
         """Complete the transfer of all gradients, including those that no backward pass put into parameters."""
@@ -180,7 +186,7 @@ def _copy(parameter: Tensor, device: torch.device | None) -> Tensor:
     return parameter.detach().to(device or parameter.device, dtype, copy=True)
 
 
-def _move_gradients(parameter: torch.nn.Parameter, link: _LocalLink | _DeviceLink | None) -> None:
+def _move_gradients(parameter: Tensor, link: _LocalLink | _DeviceLink | None) -> None:
     """Replace the hook of `parameter`: every backward pass sends its gradient over `link`, or leaves it in place."""
     former: RemovableHandle | None = _hooks.pop(parameter, None)  # type: ignore[no-untyped-call]
     if former is not None:

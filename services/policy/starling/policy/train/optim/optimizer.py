@@ -105,7 +105,7 @@ class ModelOptimizer:
             model: its trainable parameters are changed in place.
             settings: kind, schedule, decay and clipping.
             total_steps: planned number of steps; decides the decay of the learning rate.
-            device: of masters, moments and updates; by default each parameter's own.
+            device: of moments and updates, and of masters where there are no `shards`; by default each parameter's own.
             shards: takes this rank's parts of tensors that are on a mesh; None where each is whole.
             names: of all trainable parameters, where other ranks have some of them; patterns must match one of these.
 
@@ -118,9 +118,13 @@ class ModelOptimizer:
         self.num_steps = 0
         self.total_steps = total_steps
         self._settings = settings
-        self._masters = Masters(_trainable(model), device)
+        self._masters = Masters(_trainable(model), device if shards is None else None)
         self._shards = None if shards is None else shards(self._masters.trained)
-        self._trained = self._masters.trained if self._shards is None else self._shards.tensors
+        self._completed = self._masters.trained if self._shards is None else self._shards.tensors
+        self._moved = None
+        if self._shards is not None and device is not None:
+            self._moved = Masters(self._completed, device, backward=False)
+        self._trained = self._completed if self._moved is None else self._moved.trained
         self._kept: tuple[dict[str, Tensor], int] | None = None
         self._ema = WeightEma(self._trained, settings.ema_decay)
         self._optimizers = _optimizers(model, self._trained, settings, names, self._shards)
@@ -135,6 +139,8 @@ class ModelOptimizer:
         self._masters.clear()
         if self._shards is not None:
             self._shards.clear()
+        if self._moved is not None:
+            self._moved.clear()
         for tensor in self._trained.values():
             tensor.grad = None
 
@@ -152,31 +158,43 @@ class ModelOptimizer:
         """
         settings = settings or self._settings
         rate = learning_rate(settings, self.num_steps + 1, self.total_steps)
-        self._masters.gather()
-        if self._shards is not None:
-            self._shards.gather()
+        norm_tensor = self._complete_gradients()
         self.num_steps += ends_step
-        trained = self._trained.values()
-        gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
-        if not gradients:
-            for tensor in trained:
-                tensor.grad = torch.zeros_like(tensor)
-        if self._shards is not None:
-            norm_tensor = self._shards.norm()
-        else:
-            norm_tensor = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         norm = float(norm_tensor)
         if not (math.isfinite(norm) and math.isfinite(loss)):
             return UpdateResult(norm, rate, skipped=True)
         bound = settings.max_grad_norm
         if 0.0 < bound < norm:
-            torch.nn.utils.clip_grads_with_norm_(trained, bound, norm_tensor)
+            torch.nn.utils.clip_grads_with_norm_(self._trained.values(), bound, norm_tensor)
         for optimizer in self._optimizers:
             _set_rate(optimizer, rate)
             optimizer.step()
-        self._masters.write()
+        self._write()
         self._ema.update()
         return UpdateResult(norm, rate, skipped=False)
+
+    def _complete_gradients(self) -> Tensor:
+        """Give the trained tensors the gradient of the whole update. Returns its norm."""
+        self._masters.gather()
+        if self._shards is not None:
+            self._shards.gather()
+        completed = self._completed.values()
+        gradients = [tensor.grad for tensor in completed if tensor.grad is not None]
+        if not gradients:
+            for tensor in completed:
+                tensor.grad = torch.zeros_like(tensor)
+        if self._shards is None:
+            return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        norm = self._shards.norm()
+        if self._moved is not None:
+            self._moved.gather()
+        return norm
+
+    def _write(self) -> None:
+        """Bring the weights of the model in line with the trained tensors."""
+        if self._moved is not None:
+            self._moved.write()
+        self._masters.write()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return everything that the next updates depend on besides the weights, `num_steps` and the settings.
@@ -226,7 +244,7 @@ class ModelOptimizer:
         copies, self.num_steps = self._kept
         for name, tensor in self._changing().items():
             tensor.copy_(copies[name])
-        self.restored()
+        self._write()
 
     def forget(self) -> None:
         """Free what was kept."""
@@ -238,6 +256,8 @@ class ModelOptimizer:
     def restored(self) -> None:
         """Bring the weights in line with `state_tensors`, after those were written into."""
         self._masters.read()
+        if self._moved is not None:
+            self._moved.read()
         self._masters.write()
 
 
@@ -309,7 +329,10 @@ def _optimizers(
         ]
 
     if settings.kind == "adamw_8bit":
-        return (adamw_8bit(groups(trained), settings, Tensor.numel if shards is None else shards.numel_of),)
+        if shards is None:
+            return (adamw_8bit(groups(trained), settings),)
+        parts = {tensor: shards.tensors[name] for name, tensor in trained.items()}
+        return (adamw_8bit(groups(trained), settings, lambda tensor: shards.numel_of(parts[tensor])),)
     if settings.kind == "adamw":
         return (adamw(groups(trained), settings),)
     matrices = hidden_matrices(model, trained)

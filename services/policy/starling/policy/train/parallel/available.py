@@ -48,9 +48,20 @@ def check_available(model: PreTrainedModel, settings: PolicySettings) -> None:
                 '"zbv" would compute each block three times: set the schedule to "1f1b", or checkpointing to "none"'
             )
     check_adapters(model, parallel)
-    for name in ("compile", "offload_optimizer", "offload_activations"):
+    for name in ("compile", "offload_activations"):
         if getattr(settings.memory, name):
             raise ConfigError(f"policy.memory.{name} = true is not available on a mesh yet: set it to false")
+    if settings.memory.offload_optimizer and uses_muon(settings):
+        raise ConfigError(
+            'policy.memory.offload_optimizer = true with an optimizer of kind = "muon" is not available on a mesh: it '
+            'computes from whole matrices, which ranks join on their devices; set it to false, or the kind to "adamw"'
+        )
+
+
+def uses_muon(settings: PolicySettings) -> bool:
+    """Whether some steps of a policy with `settings` have Muon as their optimizer."""
+    optimizers = settings.optimizer, settings.sft.optimizer, settings.dpo.optimizer, settings.reward_model.optimizer
+    return any(optimizer.kind == "muon" for optimizer in optimizers)
 
 
 def check_heads(model: PreTrainedModel, settings: ParallelSettings) -> None:
