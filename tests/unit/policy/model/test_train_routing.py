@@ -347,6 +347,22 @@ def test_step_is_that_of_one_sequence_at_a_time(
     assert any(not torch.allclose(other[1][name], one, atol=1e-5) for name, one in expected[1].items())
 
 
+@pytest.mark.parametrize("prompts", ["equal", "beginning alike"])
+def test_experts_of_a_group_reach_no_other_group(
+    tiny: Callable[..., Any], make_groups: Callable[..., Any], prompts: str
+) -> None:
+    """Tokens with which two prompts begin were computed once for both, with the experts of one of them, which may come
+    from another rollout."""
+    one, other = make_groups([(6, (4, 9)), (8, (5, 3))])
+    begun = np.concatenate([one.prompt_ids, other.prompt_ids[6:]])
+    other = replace(other, prompt_ids=one.prompt_ids if prompts == "equal" else begun)
+    groups = [*routed([one], 2, seed=1), *routed([other], 2, seed=2)]
+    expected = step_of(tiny("qwen3_moe"), groups, tokens_per_microbatch=1, share_prompts=False)
+    found = step_of(tiny("qwen3_moe"), groups, tokens_per_microbatch=1000)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_log_probabilities_of_a_rollout_with_its_experts_are_the_same(
     tiny: Callable[..., Any], make_groups: Callable[..., Any]
 ) -> None:

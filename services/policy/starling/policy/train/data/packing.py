@@ -196,13 +196,16 @@ def pack_sequences(
         token_ids: the step's completion tokens, [C].
         tokens_per_microbatch: the budget.
         layout: what the model can compute.
-        share: compute common beginnings once; those of prompts with images within a group only.
+        share: compute common beginnings once; those of prompts with images, and those with recorded experts, within a
+            group only: the experts of another group may be those of another rollout.
         together: keep the completions of a prompt in one microbatch, because a loss compares them.
         routing: the recorded experts of the step's completion tokens, [C, M, K]; None where nothing is replayed.
     """
     owners = [(number, prompt, span) for number, prompt in enumerate(prompts) for span in prompt.spans]
+    text_domains = [0 if routing is None else number for number in range(len(prompts))]
     domains = [
-        ((-1 - number if prompt.extra else 0) if share else index) for index, (number, prompt, _) in enumerate(owners)
+        ((-1 - number if prompt.extra else text_domains[number]) if share else index)
+        for index, (number, prompt, _) in enumerate(owners)
     ]
     # One array for all of them, of which each is a part.
     pieces = [part for _, prompt, (start, stop) in owners for part in (prompt.prompt_ids, token_ids[start : stop - 1])]
@@ -379,7 +382,7 @@ def _padded_rows(batch: PackedBatch, microbatch: Microbatch) -> _Rows:
 def _routing(batch: PackedBatch, sequence: PackedSequence, start: int, stop: int) -> Experts | None:
     """Return the recorded experts of the tokens of a sequence from position `start` to `stop`.
 
-    Tokens that several sequences share have those of one of them.
+    Tokens that several sequences of a group share have those of one of them.
     """
     if batch.routing is None:
         return None
