@@ -169,6 +169,24 @@ def test_tokens_without_recorded_experts_keep_their_own(kind: str) -> None:
 # --- routers in plain code, with given experts -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "hunyuan_v1_moe"])
+def test_experts_without_any_probability_are_not_replayed(kind: str) -> None:
+    """The model divides by their sum: a group with such experts kept every step from changing the weights."""
+    model = make(kind)
+    assert find_routing(model) is not None
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.shape == (EXPERTS, SIZES["hidden_size"]):
+                weight.mul_(300)
+    found = outcome(model, Replay(others(2)))
+    assert len(found) > 10
+    assert all(one.isfinite().all() for one in found)
+    own, replay = arriving(model, None), Replay(others(2))
+    is_own = (arriving(model, replay) == own).all(-1)
+    assert is_own.any()
+    assert not is_own.all(), "experts with a probability are replayed"
+
+
 def soft_then_chosen(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
     weights = logits.softmax(-1).take_along_dim(router.given, -1)

@@ -38,6 +38,8 @@ _REPLAY: ContextVar[Replay | None] = ContextVar("replay", default=None)
 _FOUND: Final[WeakKeyDictionary[torch.nn.Module, ModelExperts | None]] = WeakKeyDictionary()
 _CHOOSES: Final = (torch.topk, Tensor.topk)
 _PROBE_TOKENS: Final = 5
+_LEAST_PROBABILITY: Final = 1e-20
+"""Of all recorded experts of a token together: a model may divide by it, and by its square in the backward pass."""
 
 
 @contextmanager
@@ -153,11 +155,22 @@ class _Choice(TorchFunctionMode):
     def _chosen(self, scores: Tensor, own: Tensor, recorded: Tensor) -> Any:
         """Return the recorded experts of each token in place of its `own`, and their scores."""
         recorded = recorded.to(own.dtype).view_as(own)
-        is_recorded = recorded != UNRECORDED
+        is_recorded = (recorded != UNRECORDED) & ~_are_impossible(scores.detach(), recorded)
         chosen = torch.where(is_recorded, recorded, own)
         among_own = (chosen[..., None] == own[..., None, :]).any(-1)
         self._replay.differing[self._layer] = (is_recorded & ~among_own).sum()
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+def _are_impossible(scores: Tensor, experts: Tensor) -> Tensor:
+    """Say of which tokens `experts` [T, K] have no probability, [T, 1], where `scores` are those of a softmax.
+
+    Models that divide by the sum of these probabilities would compute NaN, and the step could not be trained. A rollout
+    with nearly the same weights chooses no such experts, and one that sends others must not stop the training.
+    """
+    are_probabilities = (scores >= 0).all(-1, keepdim=True) & ((scores.sum(-1, keepdim=True) - 1).abs() < 1e-5)
+    of_experts = scores.gather(-1, experts.clamp(min=0)).sum(-1, keepdim=True)
+    return are_probabilities & (of_experts < _LEAST_PROBABILITY)
 
 
 _MODES: ContextVar[tuple[_Choice, ...]] = ContextVar("modes", default=())
