@@ -16,8 +16,17 @@ import pytest
 
 from starling.common.errors import WeightsError
 from starling.weightsync.transports.endpoints import split_address
+from starling.weightsync.transports.messages import LENGTH
 from starling.weightsync.vllm.backend.link import HANDSHAKE_S, Link, new_secret
-from starling.weightsync.vllm.backend.messages import Hello, Welcome, from_trainer, from_worker
+from starling.weightsync.vllm.backend.messages import (
+    PROTOCOL,
+    Hello,
+    Opening,
+    Welcome,
+    encode,
+    from_trainer,
+    from_worker,
+)
 from starling.weightsync.vllm.backend.rendezvous import Rendezvous
 
 DEADLINE_S = 30.0
@@ -69,6 +78,18 @@ def test_worker_with_another_secret_is_not_taken(rendezvous: Rendezvous) -> None
     with pytest.raises(WeightsError, match="does not know the secret of init_info"):
         Link.dial(rendezvous.address, new_secret(), DEADLINE_S)
     assert rendezvous.workers == []
+
+
+def test_proof_of_any_characters_is_refused(rendezvous: Rendezvous, caplog: pytest.LogCaptureFixture) -> None:
+    """Characters beyond ASCII ended the connection's thread with a traceback."""
+    with socket.create_connection(split_address(rendezvous.address)) as stranger:
+        for proof in ("", "é"):
+            data = encode(Opening(protocol=PROTOCOL, nonce="n", proof=proof))
+            stranger.sendall(LENGTH.pack(len(data)) + data)
+        end = time.monotonic() + DEADLINE_S
+        while "A peer does not know the secret of this trainer." not in caplog.text:
+            assert time.monotonic() < end, caplog.text
+            time.sleep(0.01)
 
 
 def test_trainer_that_is_not_there_is_named() -> None:

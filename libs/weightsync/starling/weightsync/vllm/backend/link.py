@@ -111,7 +111,7 @@ class Link:
                     f"the trainer speaks protocol {answer.protocol} and this worker {PROTOCOL}; install the same "
                     "version of starling-weightsync on both sides"
                 )
-            if not hmac.compare_digest(answer.proof, _proof(secret, "trainer", mine, answer.nonce)):
+            if not _are_equal(answer.proof, _proof(secret, "trainer", mine, answer.nonce)):
                 raise WeightsError(f"the trainer at {address} does not know the secret of init_info")
             _send(
                 channel,
@@ -140,7 +140,7 @@ class Link:
             asked = _receive(channel, opening)
             _send(channel, Opened(nonce=mine, proof=_proof(secret, "trainer", asked.nonce, mine)))
             proven = _receive(channel, opening)
-            if not hmac.compare_digest(proven.proof, _proof(secret, "worker", asked.nonce, mine)):
+            if not _are_equal(proven.proof, _proof(secret, "worker", asked.nonce, mine)):
                 raise WeightsError("A peer does not know the secret of this trainer.")
         except (ChannelStopped, OSError) as error:
             channel.close()
@@ -163,6 +163,11 @@ def _receive(channel: Channel, decoder: Decoder) -> Any:
 
 def _proof(secret: str, end: str, worker_nonce: str, trainer_nonce: str) -> str:
     return _mac(secret, f"proof of the {end}", worker_nonce, trainer_nonce).hex()
+
+
+def _are_equal(text: str, other: str) -> bool:
+    """Compare in constant time. `hmac.compare_digest` itself raises for texts with other characters than ASCII."""
+    return hmac.compare_digest(text.encode(), other.encode())
 
 
 def _encrypt(channel: Channel, secret: str, worker_nonce: str, trainer_nonce: str, *, me: str, peer: str) -> None:
