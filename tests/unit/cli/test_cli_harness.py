@@ -84,6 +84,13 @@ def test_read_results_returns_the_newest_with_their_samples(tmp_path: Path) -> N
     assert samples == {"choose": [CHOSEN]}
 
 
+def test_completion_with_other_line_ends_is_one_sample(tmp_path: Path) -> None:
+    said = {**SAID, "resps": [["a\u2028b\u2029c\u0085d"]]}
+    (tmp_path / "results_2026-01-01.json").write_text(json.dumps({**RESULTS, "results": {"say": {}}}))
+    (tmp_path / "samples_say_2026-01-01.jsonl").write_text(json.dumps(said, ensure_ascii=False) + "\n")
+    assert read_results(tmp_path)[1] == {"say": [said]}
+
+
 def test_options_that_the_harness_lacks_are_refused() -> None:
     assert harness_tasks("gsm8k:test.jsonl") == harness_tasks(None) == ()
     with pytest.raises(ConfigError, match=r"--tasks names 'b\.jsonl' together with tasks of lm-eval"):

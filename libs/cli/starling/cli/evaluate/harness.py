@@ -183,7 +183,8 @@ def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str,
     for task in results["results"]:
         file = files[-1].with_name(f"samples_{task}_{date}.jsonl")
         if file.exists():  # a group of tasks has none of its own
-            samples[task] = [json.loads(line) for line in file.read_text().splitlines()]
+            # Completions may contain other line ends, such as U+2028, which `str.splitlines` takes for ends of samples.
+            samples[task] = [json.loads(line) for line in file.read_bytes().splitlines()]
     return results, samples
 
 
