@@ -161,6 +161,13 @@ def test_incomplete_teacher_data_is_refused(tiny: Make, make_groups: Make) -> No
         trainer.step(sampled_only, step=1)
     with pytest.raises(ConfigError, match="a teacher reported less about group"):
         trainer.step([groups[0], replace(groups[1], teacher=None)], step=1)
+    teacher = groups[1].teacher
+    assert teacher is not None
+    assert teacher.top_ids is not None
+    assert teacher.top_logprobs is not None
+    fewer = TeacherLogprobs(teacher.logprobs, teacher.top_ids[:, :1], teacher.top_logprobs[:, :1])
+    with pytest.raises(ConfigError, match="a teacher reported less about group"):
+        trainer.step([groups[0], replace(groups[1], teacher=fewer)], step=1)
     with pytest.raises(
         ConfigError, match="has 17 tokens and its teacher's data does not match them: 3 log-probabilities"
     ):

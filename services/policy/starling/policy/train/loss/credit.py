@@ -165,11 +165,11 @@ def make_train_batch(
 
 
 def _join_teacher(groups: Sequence[ScoredGroup], chosen: Flags) -> TeacherLogprobs | None:
-    """Join the teacher's log-probabilities of the chosen tokens. Raises ConfigError when some groups lack them."""
+    """Join the teacher's log-probabilities of the chosen tokens. Raises ConfigError when groups have other ones."""
     known = [group.teacher for group in groups if group.teacher is not None]
     if not known:
         return None
-    if len(known) != len(groups) or len({one.top_ids is None for one in known}) > 1:
+    if len(known) != len(groups) or len({None if one.top_ids is None else one.top_ids.shape[1] for one in known}) > 1:
         lacking = next((group.prompt_id for group in groups if group.teacher is None), groups[0].prompt_id)
         raise ConfigError(
             f"a teacher reported less about group {lacking!r} than about others of its step: score all of them with "
