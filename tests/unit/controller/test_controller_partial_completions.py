@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,3 +286,15 @@ def test_partial_completions_without_kept_tokens_are_thrown_away_where_they_are_
     script.interrupts("rollout-0", "generate:t0:0", 3, 3)
     adopt_second(script)
     assert [command.partial for command in dispatched_groups(script)] == [()]
+
+
+def test_partial_completions_are_thrown_away_when_the_run_is_resumed_with_kept_tokens() -> None:
+    script = generating()
+    script.interrupts("rollout-0", "generate:t0:0", 3, 3)
+    script.plan = replace(script.plan, sampling=wire.Sampling(max_tokens=4, top_k=8, logprobs="truncated"))
+    script.restart()
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert group.partial is not None
+    script.advance_time(1)
+    assert group.partial is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -181,6 +182,34 @@ def test_fully_frozen_run_needs_no_teacher() -> None:
     run.scores_tokens("teach:t0:0")
     run.leaves("teacher-0")
     assert run.controller.waiting_for == "the policy to train step 1"
+
+
+def test_run_resumed_with_another_number_of_likeliest_tokens_generates_its_groups_again() -> None:
+    run = script(teacher_top_k=2, prompts_per_step=2)
+    run.generates("rollout-0", "generate:t0:0")
+    run.scores("score:t0:0")
+    run.scores_tokens("teach:t0:0", k=2)
+    run.generates("rollout-0", "generate:t1:0")
+    assert "policy" not in str(run.scores_tokens("teach:t1:0", k=2))
+    run.plan = replace(run.plan, teacher_top_k=1)
+    run.restart()
+    run.advance_time(1)
+    assert [(group.state, group.tries) for group in run.state.buffer.live()] == [(GroupState.WAITING, 0)] * 2
+    run.plan = replace(run.plan, teacher_top_k=2)
+    run.restart()
+    assert {group.state for group in run.state.buffer.live()} == {GroupState.WAITING}, "the journal has it"
+
+
+def test_step_frozen_before_a_resume_with_another_number_of_likeliest_tokens_is_reopened() -> None:
+    run = script(teacher_top_k=2)
+    run.generates("rollout-0", "generate:t0:0")
+    run.scores("score:t0:0")
+    assert "policy-0 <- train:1:0 train0" in run.scores_tokens("teach:t0:0", k=2)
+    run.plan = replace(run.plan, teacher_top_k=0)
+    run.restart()
+    run.advance_time(1)
+    assert run.state.buffer.num_frozen_steps == 0
+    assert [group.state for group in run.state.buffer.live()] == [GroupState.WAITING]
 
 
 def test_plan_with_teachers() -> None:

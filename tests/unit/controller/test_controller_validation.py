@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import struct
 from collections.abc import Callable
@@ -295,6 +296,21 @@ def test_valid_completions_are_stored() -> None:
     group = script.state.buffer.get(0)
     assert group is not None
     assert group.state is GroupState.GENERATED
+
+
+def test_kept_tokens_of_a_run_that_is_resumed_without_them_are_generated_again() -> None:
+    script = Script(sampling=wire.Sampling(max_tokens=4, top_k=8, logprobs="truncated"))
+    script.start_run()
+    result = valid()
+    result.put(4, np.array([2, 1, 1, 1], np.int32), "kept_counts")
+    result.put(5, np.array([0, 7, 0, 0, 0], np.int32), "kept_ids")
+    result.send(script)
+    script.plan = dataclasses.replace(script.plan, sampling=wire.Sampling(max_tokens=4))
+    script.restart()
+    script.advance_time(1)
+    group = script.state.buffer.get(0)
+    assert group is not None
+    assert (group.state, group.tries) == (GroupState.WAITING, 0)
 
 
 def test_kept_tokens_are_refused_where_none_are_recorded() -> None:

@@ -11,9 +11,11 @@ from pydantic import ValidationError
 
 from starling.common.errors import ConfigError
 from starling.common.kinds import KINDS
+from starling.common.service import ServiceArguments
 from starling.common.settings import RunSettings
 from starling.controller.data.load import load_data
 from starling.controller.settings import ControllerProcess
+from starling.controller.shell.main import Shell
 
 UNSCORED = {"num_rewards": 0, "num_teachers": 1}
 PAIRS = {"num_steps": 5, "examples_per_step": 3}
@@ -170,3 +172,10 @@ def test_load_data_rejects_rows_without_responses(tmp_path: Path) -> None:
     answers.write_text(json.dumps({**ROW, "chosen": None}))
     with pytest.raises(ConfigError, match=r"row 0 of .* has no response to learn"):
         load_data(settings("sft", str(answers), sft={"num_steps": 1}))
+
+
+def test_controller_with_teachers_needs_their_number_of_likeliest_tokens(tmp_path: Path) -> None:
+    started = settings("rl", controller={"num_teachers": 1}, network={"curve": False})
+    arguments = ServiceArguments(name="controller", configs=(), folder=tmp_path, controller="", key=None, flags=())
+    with pytest.raises(ConfigError, match=r"controller\.num_teachers = 1 needs controller\.teacher_top_k"):
+        Shell(started, arguments)

@@ -257,7 +257,7 @@ class ControllerSettings(SettingsSection):
     """Limit on the bytes of a prompt's images and videos, above which its group is refused; 0 for only that of the
     journal. Set by `rollout.max_media_bytes`."""
     teacher_top_k: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
-    """Limit on the likeliest tokens that a teacher sends for each position; none if not set. Set by `teacher.top_k`."""
+    """Likeliest tokens that a teacher sends for each position; a run with teachers needs it. Set by `teacher.top_k`."""
     model_path: str = ""
     """Model folder of a run without a policy. If it is on the controller's machine, rollouts with another digest are
     refused; otherwise those with another one than the first rollout. Set by `model.path`."""

@@ -104,6 +104,11 @@ class Shell:
         check_own(self._folder, CONTROLLER_FILES)
         makers = logger_makers(settings.logging.loggers, run_info(settings, arguments.folder))
         self._plan = settings.plan()
+        if self._plan.has_teachers and self._plan.teacher_top_k is None:
+            raise ConfigError(
+                f"controller.num_teachers = {self._plan.num_teachers} needs controller.teacher_top_k: a step cannot "
+                "be trained where one teacher sends another number than the others; set it to teacher.top_k of theirs"
+            )
         self._journal = Journal(self._folder / JOURNAL, network_disk=settings.controller.network_disk)
         try:
             self._incarnation = start_incarnation(self._journal, settings.run.id, self._plan)

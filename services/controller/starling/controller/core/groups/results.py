@@ -195,16 +195,39 @@ def _is_routed(state: ControllerState, group: Group) -> bool:
     return group.purpose == "train" and state.plan.sampling.routing == "replayed"
 
 
+def check_recorded(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta]) -> None:
+    """Check that kept tokens and experts are there only if they are recorded: no policy expects those of some groups.
+
+    Raises:
+        InvalidResultError: naming which of them are not recorded.
+    """
+    names = {tensor.name for tensor in tensors}
+    if not _is_routed(state, group) and not names.isdisjoint(ROUTING_TENSORS):
+        raise InvalidResultError("experts of its tokens came, and sampling.routing is 'own'")
+    if not _is_recorded(state, group) and not names.isdisjoint(KEPT_TENSORS):
+        raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
+
+
+def check_partial_recorded(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta]) -> None:
+    """Check that all that is recorded for a group is there: else the rollout that resumes it would be blamed.
+
+    Raises:
+        UnusableResultError: naming what is not there.
+    """
+    names = {tensor.name for tensor in tensors}
+    if _is_recorded(state, group) and KEPT_COUNTS not in names:
+        raise UnusableResultError("its engine does not record kept tokens")
+    if _is_routed(state, group) and ROUTING not in names:
+        raise UnusableResultError("its engine does not record the experts of its tokens")
+
+
 def _check_recording(state: ControllerState, group: Group, tensors: Sequence[wire.TensorMeta], num_tokens: int) -> None:
     """Check that kept tokens and experts came only if they are recorded, and no more tokens than truncation keeps.
 
-    No policy expects those of some groups only. And the controller holds those of all groups of some steps.
+    The controller holds those of all groups of some steps.
     """
-    if not _is_routed(state, group) and not {*ROUTING_TENSORS}.isdisjoint([tensor.name for tensor in tensors]):
-        raise InvalidResultError("experts of its tokens came, and sampling.routing is 'own'")
+    check_recorded(state, group, tensors)
     if not _is_recorded(state, group):
-        if not KEPT_TENSORS.keys().isdisjoint([tensor.name for tensor in tensors]):
-            raise InvalidResultError("kept tokens came, and sampling.logprobs is 'full'")
         return
     most = 2 * int(max(_settings_so_far(state, group, "top_k"))) + MAX_TIED
     for tensor in tensors:
@@ -338,10 +361,7 @@ def _store_partial(
     if partial is None or group.is_anew:
         return 0
     _check_recording(state, group, partial.tensors, partial.num_tokens)
-    if _is_recorded(state, group) and not any(tensor.name == KEPT_COUNTS for tensor in partial.tensors):
-        raise UnusableResultError("its engine does not record kept tokens")  # else the next rollout would be blamed
-    if _is_routed(state, group) and not any(tensor.name == ROUTING for tensor in partial.tensors):
-        raise UnusableResultError("its engine does not record the experts of its tokens")
+    check_partial_recorded(state, group, partial.tensors)
     oldest, newest = partial.oldest_version, partial.newest_version
     if not partial.is_within(group.min_version, newest_allowed(state, group)):
         raise UnusableResultError(
