@@ -32,7 +32,7 @@ GET_UV = grep '^uv==' constraints.locked.txt > $(VENV)/uv.txt && \
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(VENV)/uv.txt
 endif
 
-.PHONY: demo smoke test test-all lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs install lock release clean
+.PHONY: demo smoke test test-all checks lint types imports unit processes parallel test-gpu explore sim system vllm bench bench-record bench-check figures docs install lock release clean
 
 demo: $(STAMP)
 	$(BIN)/starling run recipes/quickstart.toml
@@ -41,12 +41,15 @@ smoke: $(STAMP)
 	$(BIN)/starling smoke
 
 # Everything that proves behaviour: about 20 minutes on two cores.
-test: lint types imports
+test: checks
 	$(BIN)/python tests/shards.py test
 
 # And the campaigns: many seeds, many models, full chaos. Continues where it was interrupted.
-test-all: lint types imports
+test-all: checks
 	$(BIN)/python tests/shards.py all
+
+checks: $(DEV)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target types imports lint
 
 lint: $(DEV)
 	$(BIN)/ruff check .

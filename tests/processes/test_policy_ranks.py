@@ -178,6 +178,7 @@ def test_ranks_sleep_and_publish_quantised_weights(hub: FakeHub, whole_model: tu
         assert exit_code(policy) == 0
 
 
+@pytest.mark.campaign
 def test_user_code_that_fails_on_one_rank_ends_the_run(
     hub: FakeHub, whole_model: tuple[str, ...], tmp_path: Path
 ) -> None:

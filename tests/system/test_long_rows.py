@@ -10,6 +10,7 @@ from system_runs import make_workdir, metrics, run
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.campaign
 def test_recomputed_long_rows_share_their_prompts(tmp_path: Path) -> None:
     memory = {"checkpointing": "full", "logprob_chunk_tokens": 64}
     make_workdir(

@@ -173,6 +173,7 @@ def check_lora(pretrained: Path, folder: Path) -> None:
     assert not (attempt / "checkpoints/step-12/model.safetensors").exists()
 
 
+@pytest.mark.campaign
 def test_smoke_passes(tmp_path: Path) -> None:
     command = Command(tmp_path, "smoke", fresh=True)
     assert command.wait() == 0, command.transcript()

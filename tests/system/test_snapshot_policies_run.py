@@ -21,6 +21,7 @@ def published(folder: Path, policy: str, *flags: str) -> None:
     assert all(line["attested"] for line in adopted)
 
 
+@pytest.mark.campaign
 @pytest.mark.system
 def test_run_publishes_by_any_policy_of_snapshots(tmp_path: Path) -> None:
     """`device` is a second allocator on a CPU, whose memory can be reached by its interface only."""

@@ -48,6 +48,7 @@ def test_property_tests_have_all_examples_in_a_campaign() -> None:
     assert markers == {False: "not campaign", True: "campaign or hypothesis"}
 
 
+@pytest.mark.campaign
 def test_dependencies_of_service_tests_are_all_services() -> None:
     found = shards.dependencies(BY_NAME["system"])
     assert {name for name in shards.tracked_files() if name.startswith("services/")} <= found

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
+import pytest
 from engines import DEADLINE_S, checkpoint, engine_driver, has_avx512
 
 from starling.rollout.engine.vllm.processes import engine_processes, shared_memory
@@ -22,6 +23,7 @@ def replica(folder: Path, pipe: Connection) -> None:
         pipe.recv()  # never ends by itself
 
 
+@pytest.mark.campaign
 def test_engine_processes_end_with_their_replica(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", "llama", 0)
     context = multiprocessing.get_context("spawn")

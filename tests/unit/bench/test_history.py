@@ -148,6 +148,7 @@ def test_sizes_are_no_measured_numbers(text: str) -> None:
     assert not MEASURED.search(text)
 
 
+@pytest.mark.campaign
 def test_history_has_a_known_figure_in_every_line() -> None:
     """The name of a figure, or its constant parts, are in the script that is said to have printed it."""
     for one in read_history():

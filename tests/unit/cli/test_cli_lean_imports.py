@@ -89,6 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.campaign
 def test_model_is_loaded_and_trained_without_the_compiler(folder: Path) -> None:
     assert run(PRELOADED + TRAINED, str(folder)) == "trained"
 
@@ -98,7 +99,8 @@ def test_compiler_and_distributed_tensors_work_after_the_lean_imports() -> None:
     assert run(PRELOADED + COMPILED) == "compiled"
 
 
-@pytest.mark.parametrize("name", ["torch", "numpy", "PIL", "yaml", "google_nothing"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["numpy", "torch", "PIL", "yaml", "google_nothing"])
 def test_distributions_are_those_of_the_metadata(name: str) -> None:
     lean = Distributions(importlib.metadata.packages_distributions)
     assert lean.get(name, []) == sorted(set(importlib.metadata.packages_distributions().get(name, [])))

@@ -250,6 +250,7 @@ HONEST = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("honest", HONEST.values(), ids=HONEST)
 @pytest.mark.parametrize("level", STRONG)

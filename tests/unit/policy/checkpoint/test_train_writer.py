@@ -225,6 +225,7 @@ def ranks(folder: Path, action: str, size: int) -> None:
         assert [child.exit_code() for child in children] == [0] * size
 
 
+@pytest.mark.campaign
 def test_dcp_tensors_of_two_ranks_are_readable_by_any_number(tmp_path: Path) -> None:
     ranks(tmp_path, "write", 2)
     for size in (1, 3):

@@ -361,6 +361,7 @@ def test_missing_ucxx_names_the_remedy() -> None:
     assert "install starling-weightsync[ucx] or choose transport 'tcp' or 'local'" in run_python(code)
 
 
+@pytest.mark.campaign
 def test_unclosed_publisher_does_not_block_process_exit() -> None:
     pytest.importorskip("ucxx")
     code = (
