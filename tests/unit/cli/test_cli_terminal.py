@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.table import Table
 from rich.text import Text
 
 from starling.cli.console import Console
 from starling.cli.run.processes import LINE_CHARS, ServiceProcesses
-from starling.cli.terminal import guarded_output
+from starling.cli.terminal import guarded_output, print_json
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b1m\u202e"
 ESCAPED = r"\x1b[2J\x1b]0;title\x07\x9b1m\u202e"
@@ -25,6 +29,16 @@ def test_printed_texts_do_not_control_the_terminal(capsys: pytest.CaptureFixture
     assert capsys.readouterr() == (f"{ESCAPED}\n", "kept\n")
     print("\x1b", end="")
     assert capsys.readouterr().out == "\x1b", "the stream is what it was before"
+
+
+@pytest.mark.parametrize("encode", [json.dumps, lambda value: msgspec.json.encode(value).decode()])
+def test_printed_json_stays_json(encode: Callable[[Any], str], capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"host": HOSTILE, "delete \x7f": ["next line \x85", "\u2028"]}
+    with guarded_output():
+        print_json(encode(names))
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == names
+    assert printed.rstrip("\n").isprintable()
 
 
 def test_texts_of_rich_do_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

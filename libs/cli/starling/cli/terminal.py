@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 from starling.common.observe.terminal import printable
+
+_RAW_CONTROLS = re.compile("[\x7f-\x9f]")
+"""Control characters that JSON has as they are."""
+
+
+def print_json(text: str) -> None:
+    """Print JSON with its control characters as JSON writes them, which `guarded_output` would escape otherwise."""
+    print(_RAW_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @contextlib.contextmanager

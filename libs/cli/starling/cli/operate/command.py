@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Group, Parameter
 
 from starling.cli.command_line import define
+from starling.cli.terminal import print_json
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError, UnreachableError
 from starling.common.ranges import MAX_SECONDS
@@ -131,7 +132,7 @@ def ask(message: Callable[[str], OperatorMessage], folder: Path | None, connecti
     with OperatorClient(address, key, run, name=name) as client:
         reply = client.ask(message(uuid.uuid4().hex), connection.timeout)
     if connection.json:
-        print(msgspec.json.encode({"ok": reply.ok, "text": reply.text, **reply.data}).decode())
+        print_json(msgspec.json.encode({"ok": reply.ok, "text": reply.text, **reply.data}).decode())
     elif reply.ok:
         print(reply.text)
     else:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from starling.cli.console import Console
 from starling.cli.run.attempt import OWN_FILES, attempts_in
+from starling.cli.terminal import print_json
 from starling.common.errors import ConfigError
 from starling.common.files import check_own
 from starling.common.ids import LEASE_KINDS
@@ -69,7 +70,7 @@ def print_replay(source: Path, incarnation: int | None, until: int | None, as_js
     replayed = replay(_find(source, incarnation), until)
     view = state_view(replayed)
     if as_json:
-        print(msgspec.json.encode(view).decode())
+        print_json(msgspec.json.encode(view).decode())
     else:
         _show(view, Console())
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from starling.cli.console import Console
 from starling.cli.run.attempt import Attempt, damaged_lines, iter_metrics
+from starling.cli.terminal import print_json
 from starling.common.counts import counted
 from starling.common.errors import ConfigError
 from starling.weightsync.costs.timeline import (
@@ -39,7 +40,7 @@ def print_sync_report(folder: Path, last: int, as_json: bool) -> None:
             "try again then, or give another run"
         )
     if as_json:
-        print(json.dumps(msgspec.to_builtins(split)))  # as ASCII: names may have characters that cannot be encoded
+        print_json(json.dumps(msgspec.to_builtins(split)))  # as ASCII: names may have characters that cannot be encoded
     else:
         _show(split, attempt, Console())
 
