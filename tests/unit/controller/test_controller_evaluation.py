@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from transcript import Script
 
+from starling.common.files import MAX_LINE_BYTES
 from starling.common.ids import lease_subject
 from starling.common.wire import messages as wire
-from starling.controller.core.evaluation.evaluation import num_pinned, pass_at
+from starling.controller.core.evaluation.evaluation import (
+    MAX_TASKS,
+    TASK_CHARACTERS,
+    Evaluation,
+    num_pinned,
+    pass_at,
+)
 from starling.controller.core.events import Write
 from starling.controller.core.groups.group import GroupState
 
@@ -207,3 +216,21 @@ def test_rollout_that_gives_groups_back_is_pinned_no_more(of: str) -> None:
         [lease] = [one.id for one in script.state.replicas.leases.all_of("reward-0") if f":e{n}:" in one.id]
         script.scores(lease, 1.0)
     assert summary(script)["num_failed"] == 0
+
+
+def test_results_of_a_task_for_each_prompt_fit_into_a_line_that_is_read_again() -> None:
+    held_out = [
+        wire.Prompt(id=f"held{row}", text="x", metadata={"task": f"{row % 2_500} {'😀' * 8_000}"})
+        for row in range(2_501)
+    ]
+    evaluation = Evaluation(
+        1, 0, "start", held_out, num_completions=1, max_tries=1, first=0, deadline=1.0, expected=lambda _: 1
+    )
+    for group in list(evaluation.live()):
+        group.rewards = (1.0,)
+        evaluation.move(group, GroupState.SCORED)
+    tasks = evaluation.summary()["tasks"]
+    assert len(tasks) == MAX_TASKS
+    assert max(map(len, tasks)) == TASK_CHARACTERS
+    assert sum(one["num_prompts"] for one in tasks.values()) == MAX_TASKS + 1, "the largest are listed"
+    assert len(json.dumps(evaluation.summary())) < MAX_LINE_BYTES

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from starling.common.wire.messages import Prompt, RequestEvaluation
 from starling.controller.core.groups.group import Group, Groups, GroupState
@@ -20,6 +20,11 @@ from starling.controller.core.training.metrics import means_by_name
 
 TASK = "task"
 """Key of a prompt's metadata by which results are grouped."""
+MAX_TASKS: Final = 1024
+"""Tasks whose results are listed, those with the most prompts. Each row of a dataset may have a task of its own, and no
+line of metrics.jsonl may be longer than is read when the run is resumed."""
+TASK_CHARACTERS: Final = 200
+"""Characters of the name of a task."""
 
 
 class Evaluation(Groups):
@@ -92,11 +97,12 @@ class Evaluation(Groups):
         tasks: dict[str, list[Group]] = {}
         for group in groups:
             if TASK in group.prompt.metadata:
-                tasks.setdefault(str(group.prompt.metadata[TASK]), []).append(group)
+                tasks.setdefault(str(group.prompt.metadata[TASK])[:TASK_CHARACTERS], []).append(group)
         if tasks:
+            largest = sorted(tasks, key=lambda task: (-len(tasks[task]), task))[:MAX_TASKS]
             fields["tasks"] = {
-                task: {"num_prompts": len(members), **pass_rates([group.rewards for group in members])}
-                for task, members in sorted(tasks.items())
+                task: {"num_prompts": len(tasks[task]), **pass_rates([group.rewards for group in tasks[task]])}
+                for task in sorted(largest)
             }
         return fields
 
