@@ -17,6 +17,7 @@ import pytest
 from starling.common.errors import WeightsError
 from starling.weightsync.transports.endpoints import split_address
 from starling.weightsync.transports.messages import LENGTH
+from starling.weightsync.vllm.backend import rendezvous as backend_rendezvous
 from starling.weightsync.vllm.backend.link import HANDSHAKE_S, Link, new_secret
 from starling.weightsync.vllm.backend.messages import (
     PROTOCOL,
@@ -113,6 +114,20 @@ def test_garbage_is_dropped_and_others_are_served(rendezvous: Rendezvous, garbag
     assert link.receive(from_trainer, DEADLINE_S).refused == "no memory."
     assert rendezvous.take_problems() == ["worker 0 cannot join: no memory."]
     link.close()
+
+
+def test_strangers_do_not_fill_the_log(
+    rendezvous: Rendezvous, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_rendezvous, "MAX_LOGGED", 2)
+    for _ in range(5):
+        with socket.create_connection(split_address(rendezvous.address)) as stranger:
+            stranger.settimeout(DEADLINE_S)
+            stranger.sendall(b"\xff" * 64)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    rendezvous.close()
+    assert caplog.text.count("a worker could not join") <= 2
 
 
 def test_close_ends_connections_without_a_proof() -> None:

@@ -34,6 +34,8 @@ HELLO_S: Final = 600.0
 """How long a worker may take to record its layout: seconds, and minutes for a very large model on a busy machine."""
 MAX_OPENING: Final = 1024
 """Connections that may be without a proof of the secret at the same time; the oldest one ends for a further one."""
+MAX_LOGGED: Final = 1000
+"""Maximum number of connections without a proof of the secret that are logged, so that strangers fill no disk."""
 
 
 def _shut_down(connection: socket.socket) -> None:
@@ -93,6 +95,7 @@ class Rendezvous:
         self._waiting = _Waiting()
         self._opening: dict[socket.socket, threading.Thread] = {}
         """Connections that have not proven the secret, from the oldest, and the threads that serve them."""
+        self._num_logged = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="weightsync-rendezvous", daemon=True)
         self._thread.start()
@@ -174,7 +177,7 @@ class Rendezvous:
         try:
             link = Link.accept(connection, self.secret)
         except (WeightsError, OSError) as error:
-            log.warning("a worker could not join: %s", error)
+            self._note_stranger(error)
             connection.close()
             return
         finally:
@@ -194,6 +197,12 @@ class Rendezvous:
             worker.lost = str(error)
             link.close()
             self._events.put(WorkerEvent(worker, None, worker.lost))
+
+    def _note_stranger(self, error: Exception) -> None:
+        with self._lock:
+            self._num_logged += 1
+            level = logging.WARNING if self._num_logged <= MAX_LOGGED else logging.DEBUG
+        log.log(level, "a worker could not join: %s", error)
 
     def _admit(self, link: Link) -> JoinedWorker | None:
         """Check what a worker says of itself; answer, and return it unless it was refused."""
