@@ -78,7 +78,9 @@ def test_weights_that_transformers_prefers_change_the_digest(beside: str, folder
     assert model_digest(folder) != digest
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../other", "a/../../other", "a\0b", "/"])
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "../other", "a/../../other", "a\0b", "/", "\ud800", "a" * 256, "a/" * 999]
+)
 def test_names_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "other").write_text("x")
     folder = tmp_path / "model"

@@ -19,6 +19,9 @@ from starling.common.files import open_regular, write_whole
 DIGESTS: Final = "starling-digests.json"
 """Name of each file in the folder, and its xxh3 digest of 128 bits, as 32 hexadecimal digits."""
 _CHUNK: Final = 1 << 20
+_MAX_NAME_BYTES: Final = 255
+"""Of a file or folder, as Linux has it."""
+_MAX_PATH_CHARACTERS: Final = 1024
 _WEIGHTS: Final = (".safetensors", ".bin")
 """Endings of files of weights, in the order in which transformers and vLLM prefer them."""
 _PREFERRED: Final = frozenset({"model.safetensors", "model.safetensors.index.json"})
@@ -127,7 +130,12 @@ def _listed(folder: Path) -> dict[str, str]:
 def _is_within(name: str) -> bool:
     """Return whether `name` can only be that of a file below the folder, its links aside."""
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    try:
+        longest = max(map(len, name.encode().split(b"/")))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    fits = longest <= _MAX_NAME_BYTES and len(name) <= _MAX_PATH_CHARACTERS
+    return fits and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _problem(path: Path, digest: str) -> str:
