@@ -20,7 +20,8 @@ from structlog.testing import capture_logs
 
 from starling.common.errors import ConfigError
 from starling.policy.train.checkpoint.dcp import SavedTensors, write_tensors
-from starling.policy.train.checkpoint.header import find_state, newest_state
+from starling.policy.train.checkpoint.header import find_state, newest_state, state_versions
+from starling.policy.train.checkpoint.huggingface import newest_checkpoint
 from starling.policy.train.checkpoint.state import (
     HostBuffers,
     SavedState,
@@ -84,6 +85,20 @@ def test_state_store_keeps_newest_written_states(tmp_path_factory: Any, versions
     assert found.state.version == max(versions)
     last = max(index for index, version in enumerate(versions) if version == max(versions))
     assert SavedState.of(found).read("weights/")["w"].tolist() == [float(last)] * 3
+
+
+def test_names_of_an_object_store_that_are_no_versions_are_left_alone() -> None:
+    storage = Storage("memory://names-without-versions")
+    for name in ("version-" + "9" * 5_000, "step-" + "9" * 5_000):
+        storage.fs.pipe_file(storage.path(name, "state.json"), b"{}")
+    states = StateStore(storage, max_keep=1)
+    for version in (1, 2):
+        write(states, version)
+    found = newest_state(storage)
+    assert found is not None
+    assert found.state.version == 2
+    assert [name for _, name in state_versions(storage)] == ["version-2"]
+    assert newest_checkpoint(storage) == -1
 
 
 def test_host_buffers_copy_is_independent() -> None:

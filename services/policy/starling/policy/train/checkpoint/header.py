@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
-from starling.common.ids import TrainerKind
+from starling.common.ids import TrainerKind, whole_number
 from starling.policy.train.checkpoint.storage import MANIFEST, Storage
 from starling.weightsync.offers.offer import digest_of
 
@@ -146,8 +146,8 @@ def verify_state(storage: Storage, *names: str) -> StateHeader:
 
 def state_versions(storage: Storage) -> Iterator[tuple[int, str]]:
     """Yield version and name of the state folders in `storage`, complete or not, newest first."""
-    numbers = [(name.removeprefix(PREFIX), name) for name in storage.names() if name.startswith(PREFIX)]
-    yield from sorted(((int(number), name) for number, name in numbers if _is_number(number)), reverse=True)
+    found = [(whole_number(name.removeprefix(PREFIX)), name) for name in storage.names() if name.startswith(PREFIX)]
+    yield from sorted(((version, name) for version, name in found if version >= 0), reverse=True)
 
 
 def newest_state(storage: Storage) -> VerifiedState | None:
@@ -186,7 +186,3 @@ def find_state(url: str, options: dict[str, Any] | None = None) -> VerifiedState
             f"there is no intact state in {url}; give the folder of one, such as runs/mine/attempt-1/states/version-40"
         )
     return found
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()

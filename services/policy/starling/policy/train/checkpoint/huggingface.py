@@ -14,6 +14,7 @@ from torch import Tensor
 
 from starling.common.errors import ConfigError
 from starling.common.folder_digests import check_digests, write_digests
+from starling.common.ids import whole_number
 from starling.common.settings import ModelSettings
 from starling.policy.train.checkpoint.header import STATES, VerifiedState, find_state, newest_state
 from starling.policy.train.checkpoint.shared_export import ExportedWeights
@@ -187,7 +188,7 @@ def export_newest(
 def newest_checkpoint(checkpoints: Storage) -> int:
     """Return the version of the newest complete checkpoint in a folder of checkpoints, -1 if there is none."""
     numbers = [name.removeprefix(CHECKPOINT) for name in checkpoints.names() if name.startswith(CHECKPOINT)]
-    versions = sorted((int(number) for number in numbers if number.isascii() and number.isdigit()), reverse=True)
+    versions = sorted((version for version in map(whole_number, numbers) if version >= 0), reverse=True)
     complete = (version for version in versions if _LAST in checkpoints.names(f"{CHECKPOINT}{version}"))
     return next(complete, -1)
 
