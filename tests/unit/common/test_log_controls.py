@@ -53,3 +53,13 @@ def test_printable_keeps_texts() -> None:
     ):
         assert printable(text) == text
     assert printable("\x1b[31m \r\x00\x7f\x85\u2028\ud800") == r"\x1b[31m \r\x00\x7f\x85\u2028\ud800"
+
+
+def test_error_of_a_service_does_not_control_a_terminal() -> None:
+    program = (
+        "from starling.common.errors import StarlingError; from starling.common.observe.process import run_service\n"
+        r"def fail(): raise StarlingError('the controller refuses rollout-0: \x1b[2J\x9b1m')"
+        "\nrun_service('rollout-0', fail)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == r"starling rollout-0: the controller refuses rollout-0: \x1b[2J\x9b1m" + "\n"

@@ -21,6 +21,7 @@ import structlog
 
 from starling.common.errors import RestartError, StarlingError
 from starling.common.observe import log
+from starling.common.observe.terminal import printable
 
 PR_SET_PDEATHSIG = 1
 # Loaded before any fork: a child of a multithreaded process must not wait for the loader's lock.
@@ -201,7 +202,7 @@ def run_service(name: str, body: Callable[[], None]) -> int:
     try:
         body()
     except StarlingError as error:
-        print(f"starling {name}: {error}", file=sys.stderr)
+        print(f"starling {name}: {printable(str(error))}", file=sys.stderr)
         if isinstance(error, RestartError):
             return EXIT_RESTART
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
