@@ -89,6 +89,7 @@ def test_ranks_that_share_weights_compute_the_gradients_of_one_process() -> None
         assert CHANGED[0] < found < CHANGED[1], kind
 
 
+@pytest.mark.campaign
 def test_ranks_that_divide_products_compute_gradients_near_those_of_one_process() -> None:
     """A sum in another order moves a few numbers to the next code."""
     check("qwen2", "rl", {"tp": 2}, [TENSORWISE, ROWWISE], NEAR, NEAR)

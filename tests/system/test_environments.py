@@ -219,15 +219,11 @@ def bad_settings_are_rejected(folder: Path) -> None:
 
 
 def test_environments_train_and_recover(tmp_path: Path) -> None:
-    scenarios = (
-        custom_environment,
-        tools_environment,
-        environment_errors_drop_their_groups,
-    )
-    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), max_workers=2)
+    scenarios = (custom_environment, environment_errors_drop_their_groups)
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
 
 
 @pytest.mark.campaign
-def test_environments_of_a_terminated_rollout_and_of_bad_settings(tmp_path: Path) -> None:
-    scenarios = (terminated_rollout_loses_no_prompt, bad_settings_are_rejected)
-    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
+def test_environments_with_tools_of_a_terminated_rollout_and_of_bad_settings(tmp_path: Path) -> None:
+    scenarios = (tools_environment, terminated_rollout_loses_no_prompt, bad_settings_are_rejected)
+    run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios), max_workers=2)

@@ -33,17 +33,15 @@ from starling.weightsync.plan.layout import Layout
 from starling.weightsync.puller.puller import Puller
 
 
-@pytest.mark.sample(1)
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("family", "tp", "pp", "num_adoptions"),
     [
-        ("qwen3", 2, 1, 8),
-        ("llama", 1, 2, 8),
-        pytest.param("qwen3", 2, 1, 40, marks=pytest.mark.campaign),
-        pytest.param("llama", 1, 2, 40, marks=pytest.mark.campaign),
-        pytest.param("qwen2", 1, 1, 8, marks=pytest.mark.campaign),
-        pytest.param("qwen3_moe", 1, 1, 8, marks=pytest.mark.campaign),
-        pytest.param("qwen3_moe", 2, 1, 8, marks=pytest.mark.campaign),
+        ("qwen3", 2, 1, 40),
+        ("llama", 1, 2, 40),
+        ("qwen2", 1, 1, 8),
+        ("qwen3_moe", 1, 1, 8),
+        ("qwen3_moe", 2, 1, 8),
     ],
 )
 def test_adoptions_under_load(family: str, tp: int, pp: int, num_adoptions: int, tmp_path: Path) -> None:
