@@ -99,7 +99,10 @@ class Agent:
         self._socket.connect(address)
 
     def send(self, message: Up, *frames: bytes) -> None:
-        self._socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+        self.send_raw(msgspec.msgpack.encode(message), *frames)
+
+    def send_raw(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
 
     def receive(self) -> tuple[Down, list[bytes]]:
         head, *frames = self._socket.recv_multipart()
@@ -218,6 +221,25 @@ def test_admitted_node_may_send_more_than_one_that_asks(key: curve.KeyFile) -> N
             assert received.get(timeout=WAIT_S) == 2 * JOIN_BYTES
         one.send(Answer(rank=1), b"last")
         assert received.get(timeout=WAIT_S) == 4
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"junk",
+        msgspec.msgpack.encode({"type": "join"}),
+        b"\x81\xa4type\xa1\xff",
+        b"\x82\xa4type\xa4join\xa1x" + b"\x91" * 9999,
+    ],
+    ids=["none", "without facts", "a text that is not UTF-8", "lists in each other"],
+)
+def test_frame_that_is_no_message_is_dropped(frame: bytes) -> None:
+    with listening(1) as (nodes, address), closing(Agent(address)) as one, closing(Agent(address)) as two:
+        one.send_raw(frame)
+        one.send(Join(facts=facts(1, 1)))
+        two.send(Join(facts=facts(2, 1)))
+        nodes.gather(JoinLimit(WAIT_S, "join_s"))
+        assert nodes.num_ranks == 2
 
 
 def test_node_whose_connection_has_ended_is_not_admitted() -> None:

@@ -291,7 +291,7 @@ class Nodes:
             self._traffic.deliver(descriptor, sum(map(len, frames)), len(frames))
             try:
                 message: Up = _UP.decode(frames[0])
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("node_refused", node=-1, reason=f"it sent something else than a node does ({error})")
                 continue
             take(route, descriptor, message, frames)
