@@ -264,10 +264,11 @@ def test_what_a_worker_says_fits_into_a_datagram(tmp_path: Path) -> None:
     receiver.close()
 
 
-def test_datagram_that_is_no_message_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("datagram", [b"junk", b"\x81\xa7problem\xa1\xff", b"\x81\xa1x" + b"\x91" * 9999])
+def test_datagram_that_is_no_message_is_dropped(datagram: bytes, tmp_path: Path) -> None:
     receiver = PullMessageReceiver(tmp_path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        stranger.sendto(b"junk", receiver.path)
+        stranger.sendto(datagram, receiver.path)
     assert receiver.next(5.0) is None
     send(receiver, PullMessage(pull=1, rank=0, problem="after it"))
     message = receiver.next(5.0)

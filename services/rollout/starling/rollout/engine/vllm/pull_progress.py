@@ -91,7 +91,7 @@ class PullMessageReceiver:
             return self._decoder.decode(self._socket.recv(MAX_MESSAGE_BYTES))
         except TimeoutError:
             return None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             log.warning("pull_message_dropped", reason=str(error))
             return None
 
