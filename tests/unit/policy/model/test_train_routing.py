@@ -365,6 +365,28 @@ def test_step_is_that_of_one_sequence_at_a_time(
     assert any(not torch.allclose(other[1][name], one, atol=1e-5) for name, one in expected[1].items())
 
 
+def test_biases_follow_the_own_choice_of_the_routers(make_groups: Callable[..., Any]) -> None:
+    """The bias of an expert that a rollout sends for all its tokens would fall without end, and the tokens of others
+    would no longer reach that expert."""
+    model, groups = make("glm4_moe"), make_groups([(6, (4, 9)), (8, (5, 3))])
+    before = dict(model.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"].clone()
+    moved = []
+    for false in (False, True):
+        sent = [one if not false else replace(one, routing=first_experts(one)) for one in groups]
+        model = make("glm4_moe")
+        metrics, _ = step_of(model, sent, tokens_per_microbatch=1000, router_bias_rate=0.01)
+        moved.append(dict(model.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"] - before)
+        assert (metrics["expert_load_max"] == pytest.approx(EXPERTS / CHOSEN)) == false, "what is computed is shown"
+    assert moved[0].abs().max() > 0
+    assert torch.equal(moved[0], moved[1])
+
+
+def first_experts(group: ScoredGroup) -> Routing:
+    """Return the same experts for all tokens of a group, in one layer."""
+    numbers = len(group.prompt_ids), len(group.completion_ids)
+    return Routing(*[np.tile(np.arange(CHOSEN, dtype=np.uint8), (num, 1, 1)) for num in numbers])
+
+
 @pytest.mark.parametrize("prompts", ["equal", "beginning alike"])
 def test_experts_of_a_group_reach_no_other_group(
     tiny: Callable[..., Any], make_groups: Callable[..., Any], prompts: str

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from starling.algo.experts import find_experts, num_experts
 from starling.policy.train.data.packing import Index, MicrobatchInputs
+from starling.policy.train.model.routing import own_choice
 
 
 class TokenRanks(Protocol):
@@ -42,14 +43,15 @@ class TokenRanks(Protocol):
 class ExpertLoad:
     """Counts the tokens of each expert in the forward passes that compute gradients."""
 
-    def __init__(self, model: torch.nn.Module, ranks: TokenRanks | None) -> None:
+    def __init__(self, model: torch.nn.Module, ranks: TokenRanks | None, *, of_own_choice: bool = False) -> None:
         """Find the experts; a model without any has no load.
 
         Args:
             model: to be trained.
             ranks: where it is on a mesh.
+            of_own_choice: count the experts that its routers would have chosen, in place of replayed ones.
         """
-        self._experts, self._ranks = find_experts(model), ranks
+        self._experts, self._ranks, self._of_own_choice = find_experts(model), ranks, of_own_choice
         self._layers = list(self._experts) if ranks is None else list(ranks.expert_layers)
         # A stage of a pipeline may have no experts, and adds its zeros to the counts of the others.
         own = max((num_experts(one) for one in self._experts.values()), default=0)
@@ -109,7 +111,9 @@ class ExpertLoad:
     def _recorder(self, name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def record(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():  # a reference model computes without
-                self._chosen[name] = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach()
+                chosen: Tensor = (args[1] if len(args) > 1 else kwargs["top_k_index"]).detach()
+                own = own_choice() if self._of_own_choice else None
+                self._chosen[name] = chosen if own is None else own.reshape(chosen.shape)
 
         return record
 

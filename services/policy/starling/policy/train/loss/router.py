@@ -12,7 +12,7 @@ over its sequences and routers: it depends neither on the microbatch of a sequen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -64,8 +64,12 @@ class RouterLoss:
         self._logits: list[Tensor] = []
         self._ranks, self._load = ranks, ExpertLoad(model, ranks) if counts else None
         self._bias = ExpertBias(model, bias_rate) if bias_rate else None
+        # A rollout may send false experts of its tokens, and would move the bias of an expert without end.
+        self._own_load = ExpertLoad(model, ranks, of_own_choice=True) if bias_rate else None
         self._counts: dict[str, Tensor] = {}
         """Load of a step that is complete, by name of the experts."""
+        self._own_counts: dict[str, Tensor] = {}
+        """The same, of the routers' own choice."""
         self._replayed, self._share = ReplayShare(ranks), dict[str, float]()
         self._has_experts = bool(find_experts(model) if ranks is None else ranks.expert_layers)
         self._device = next(model.parameters()).device
@@ -79,7 +83,9 @@ class RouterLoss:
         self._logits = []
         handles = [router.register_forward_hook(self._recorder(index)) for router, index in self._routers]
         try:
-            with nullcontext() if self._load is None else self._load.recording():
+            with ExitStack() as loads:
+                for load in self._loads:
+                    loads.enter_context(load.recording())
                 yield
         finally:
             for handle in handles:
@@ -88,22 +94,28 @@ class RouterLoss:
     def begin_step(self) -> None:
         """Forget the load of a step that was not completed."""
         self._replayed.clear()
-        if self._load is not None:
-            self._load.clear()
+        for load in self._loads:
+            load.clear()
+
+    @property
+    def _loads(self) -> list[ExpertLoad]:
+        return [load for load in (self._load, self._own_load) if load is not None]
 
     def complete_load(self) -> None:
         """Sum the load of a step over all ranks, before its last update: other replicas may be lost after that."""
         self._counts = {} if self._load is None else self._load.read()
+        self._own_counts = {} if self._own_load is None else self._own_load.read()
         self._share = self._replayed.read(self._device) if self._has_experts else {}
 
     def end_step(self, *, skipped: bool) -> dict[str, float]:
         """Balance the experts by their load in the step, unless it was `skipped`. Returns the metrics of both classes
         that count."""
         counts, self._counts = self._counts, {}
+        own_counts, self._own_counts = self._own_counts, {}
         if not counts:
             return self._share
         if self._bias is not None and not skipped:
-            self._bias.update(counts)
+            self._bias.update(own_counts)
         return load_metrics(torch.stack(list(counts.values()))) | self._share
 
     def add_to(self, loss: Tensor, inputs: MicrobatchInputs, num_sequences: int, metrics: TokenMetrics) -> Tensor:
@@ -118,8 +130,8 @@ class RouterLoss:
             metrics: receives the routers' loss without its coefficient, as a part of a sum.
         """
         self._replayed.count(inputs)
-        if self._load is not None:
-            self._load.count(inputs)
+        for load in self._loads:
+            load.count(inputs)
         if not self._coefficient:
             return loss
         logits, self._logits = self._logits, []

@@ -66,6 +66,15 @@ def in_present_replay(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def own_choice() -> Tensor | None:
+    """Return the experts that the router of the present mixture would have chosen for each token, [..., K].
+
+    None outside of a mixture, and where none are replayed.
+    """
+    modes = _MODES.get()
+    return modes[-1].own if modes else None
+
+
 def find_routing(model: torch.nn.Module) -> ModelExperts | None:
     """Return the sizes of the experts of `model`, whose routers `replaying` then affects.
 
@@ -127,7 +136,8 @@ class _Choice(TorchFunctionMode):
     def __init__(self, replay: Replay, layer: int, num_experts: int) -> None:
         super().__init__()
         self._replay, self._layer, self._num_experts = replay, layer, num_experts
-        self._has_chosen = False
+        self.own: Tensor | None = None
+        """The experts that the router would have chosen, once it has."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,12 +150,12 @@ class _Choice(TorchFunctionMode):
         is_choice = scores.shape[:-1] == own.indices.shape[:-1] and scores.shape[-1] == self._num_experts
         if not is_choice or own.indices.numel() != recorded.numel() or own.indices.shape[-1] != recorded.shape[-1]:
             return own
-        self._has_chosen = True
+        self.own = own.indices
         return self._chosen(scores, own.indices, recorded)
 
     def check(self) -> None:
         """Raise `NotReplayedError` if the pass has ended without a choice of recorded experts."""
-        if not self._has_chosen:
+        if self.own is None:
             num_slots, _, num_chosen = self._replay.experts.shape
             raise NotReplayedError(
                 f"the router of layer {self._layer} does not choose by the largest of {self._num_experts} scores, or"
