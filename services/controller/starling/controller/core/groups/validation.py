@@ -69,7 +69,7 @@ MAX_TEXT_CHARACTERS: Final = 1 << 16
 """Further characters of a completion's texts."""
 MAX_TRUNCATION_NATS: Final = 1e3
 """Larger than minus the logarithm of any positive float32."""
-MAX_TEACHER_NATS: Final = 1e6
+MAX_LOGPROB_NATS: Final = 1e6
 """Far more than minus the logarithm of the probability of any token, at any temperature of a recipe."""
 INT32: Final = np.dtype(np.int32)
 UINT32: Final = np.dtype(np.uint32)
@@ -244,7 +244,7 @@ def check_group_contents(
     prompt, tokens = np.frombuffer(buffers[0], UINT32), np.frombuffer(buffers[1], UINT32)
     _check_ids(prompt, None, limits)
     _check_ids(tokens, mask, limits)
-    _require_finite("a log-probability", np.frombuffer(buffers[2], FLOAT32))
+    _check_logprobs("", np.frombuffer(buffers[2], FLOAT32))
     _check_mask(trajectories, mask, len(tokens))
     _check_versions(trajectories, buffers[3], mask)
     if named:
@@ -320,6 +320,17 @@ def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Arra
     _check_form(name, form, meta, buffer)
     array: Array = np.frombuffer(buffer, form.dtype)
     return array if form.num_dims == 1 else array.reshape(meta.shape)
+
+
+def _check_logprobs(whose: str, array: Array) -> None:
+    """Check log-probabilities. In a run with a teacher, the differences between its own and those of the rollout become
+    advantages, whose squares must be finite: otherwise no step of a group with them would change the weights."""
+    _require_finite(f"a log-probability{whose}", array)
+    if array.size and not (array.min() >= -MAX_LOGPROB_NATS and array.max() <= 1.0):  # 0, and an error of rounding
+        raise UnusableResultError(
+            f"the log-probabilities{whose} are from {array.min()} to {array.max()}, and {-MAX_LOGPROB_NATS:g} to 0 are "
+            "usable"
+        )
 
 
 def _require_finite(what: str, array: Array) -> None:
@@ -451,7 +462,7 @@ def check_partial_tensors(
     _check_ids(tokens.view(UINT32), None, limits)
     if limits is not None and placeholders_in(tokens, limits.media).any():
         raise InvalidResultError("a completion has a placeholder token of images or videos")
-    _require_finite("a log-probability", logprobs)
+    _check_logprobs("", logprobs)
     named = _named(tensors[len(forms) :], buffers[len(forms) :])
     if named.keys() - {*KEPT_TENSORS, ROUTING}:
         raise InvalidResultError(f"tensors {', '.join(named)} came with partial completions")
@@ -566,23 +577,12 @@ def _check_teacher_contents(arrays: Sequence[Array], limits: ModelLimits | None 
         if array.dtype == np.int32:
             _check_ids(array.reshape(-1).view(UINT32), None, limits)
         else:
-            _check_teacher_logprobs(array)
+            _check_logprobs(" of its teacher", array)
 
 
 def _require_fit(problem: str) -> None:
     if problem:
         raise UnusableResultError(problem)
-
-
-def _check_teacher_logprobs(array: Array) -> None:
-    """Check a teacher's log-probabilities. Their differences to those of the policy become advantages, whose squares
-    must be finite: otherwise no step of a group with them would change the weights."""
-    _require_finite("a log-probability of its teacher", array)
-    if array.size and not (array.min() >= -MAX_TEACHER_NATS and array.max() <= 1.0):  # 0, and an error of rounding
-        raise UnusableResultError(
-            f"its teacher gave log-probabilities from {array.min()} to {array.max()}, and {-MAX_TEACHER_NATS:g} to 0 "
-            "are usable"
-        )
 
 
 def check_contents(event: Received, sizes: GroupLimits, limits: ModelLimits | None) -> None:
