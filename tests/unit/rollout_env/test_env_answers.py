@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from property_tests import examples
 
-from starling.common.sandbox.usage import Usage
+from starling.common.sandbox.usage import UNKNOWN, Usage
 from starling.rollout.env.base import EpisodeOutcome
 from starling.rollout.env.sandbox.messages import (
     FRAME_LIMIT_BYTES,
@@ -26,7 +26,7 @@ from starling.rollout.env.sandbox.messages import (
     encode,
     frame,
 )
-from starling.rollout.env.sandbox.sandbox import SandboxError, SandboxSession
+from starling.rollout.env.sandbox.sandbox import SandboxError, SandboxSession, _ForkServer
 
 LIMIT_S = 60.0
 
@@ -124,3 +124,15 @@ def test_any_first_message_of_a_fork_server_is_decoded_or_refused(body: bytes) -
         decode_from_fork_server.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return
+
+
+@examples(150, deadline=None)
+@given(st.binary(max_size=64) | values.map(msgspec.msgpack.encode) | bodies)
+@example(b"\x93\xa1\xff\x01\xc0")
+@example(b"\x94\xa5usage\x01\x93\x00\x00\xc2" + b"\x91" * 9999)
+def test_any_measurement_of_a_fork_server_is_one_or_unknown(body: bytes) -> None:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine, theirs:
+        theirs.send(body)
+        theirs.shutdown(socket.SHUT_WR)
+        assert _ForkServer(mine, None, None)._measure(1, False) == UNKNOWN  # type: ignore[arg-type]

@@ -354,7 +354,7 @@ class _ForkServer:
         return await asyncio.get_running_loop().run_in_executor(self._measuring, self._measure, number, begin)
 
     def _measure(self, number: int, begin: bool) -> Usage:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._connection.send(encode(MeasureSession(number, begin)))
             until, poller = time.monotonic() + _MEASURE_S, select.poll()
             poller.register(self._connection, select.POLLIN)
