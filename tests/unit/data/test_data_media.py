@@ -251,6 +251,11 @@ def test_relative_paths_start_at_the_dataset_file(tmp_path: Path, monkeypatch: p
     assert load_prompts(DataSettings(source="rows.jsonl", **settings)).prompt(0).media == prompt.media
 
 
+@pytest.mark.parametrize("path", ["~no-such-user/a.png", "~\0/a.png"])
+def test_path_of_no_user_is_left_to_the_rollouts(path: str) -> None:
+    assert make({"question": "?", "images": path}).media[0].uri.endswith(path)
+
+
 def test_rows_with_other_images_are_other_questions(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     rows = [{"question": "Which?", "images": f"/{name}.png"} for name in "abc"]

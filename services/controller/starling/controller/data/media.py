@@ -82,7 +82,7 @@ def _uri(value: object, where: str, settings: DataSettings) -> str:
     if isinstance(value, Mapping):  # an image that the library `datasets` has not decoded
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and value:
-        return value if _SCHEME.match(value) else str(_folder(settings) / Path(value).expanduser())
+        return value if _SCHEME.match(value) else str(_folder(settings) / _expanded(value))
     if isinstance(value, bytes) and value:
         return _inline(value)
     if hasattr(value, "save") and hasattr(value, "convert"):  # an image of Pillow, from a dataset that decodes them
@@ -91,6 +91,14 @@ def _uri(value: object, where: str, settings: DataSettings) -> str:
         f"{where} holds {value!r:.60}: give a path, a data URL, the bytes of a file, an image of Pillow, "
         "or a list of these"
     )
+
+
+def _expanded(path: str) -> Path:
+    """Return `path` with the home folder of a user for ``~``; unchanged if there is none, as a shell has it."""
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError):  # no such user, or a name with a null character
+        return Path(path)
 
 
 def _png(image: Any, where: str) -> bytes:
