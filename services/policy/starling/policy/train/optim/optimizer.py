@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ from starling.policy.settings.policy import PolicySettings
 from starling.policy.train.optim.adamw import adamw, adamw_8bit, import_adamw_8bit, plain_tensors
 from starling.policy.train.optim.masters import Masters
 from starling.policy.train.optim.muon import Matrices, Muon, hidden_matrices
+from starling.policy.train.optim.norm import total_norm
 from starling.policy.train.optim.rates import learning_rate, rate_factors, weight_decays
+
+_MOST_UNCLIPPED: Final = 1e18
+"""Norm of a gradient, from which on an average of its squares could be infinite, and would stay so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +151,10 @@ class ModelOptimizer:
     def apply(self, loss: float, settings: OptimizerSettings | None = None, *, ends_step: bool = True) -> UpdateResult:
         """Make one optimizer update from the accumulated gradients; without any, from a gradient of 0.
 
-        The update is skipped if the norm of the gradient is not finite, or `loss`, the update's loss: where a loss
-        clamps its arguments, NaN in them gives a NaN loss with a gradient of 0. A skipped update still advances
-        `num_steps`, because the schedule counts the steps of the run. `settings`, if given, overrides the learning rate
-        with its schedule and the clipping of this update only.
+        The update is skipped if the norm of the gradient is not finite, or above 1e18 and not clipped, or if `loss`,
+        the update's loss, is not finite: where a loss clamps its arguments, NaN in them gives a NaN loss with a
+        gradient of 0. A skipped update still advances `num_steps`, because the schedule counts the steps of the run.
+        `settings`, if given, overrides the learning rate with its schedule and the clipping of this update only.
 
         `ends_step`: whether this is the last update of its step; all updates of a step have the same learning rate.
 
@@ -160,10 +164,9 @@ class ModelOptimizer:
         rate = learning_rate(settings, self.num_steps + 1, self.total_steps)
         norm_tensor = self._complete_gradients()
         self.num_steps += ends_step
-        norm = float(norm_tensor)
-        if not (math.isfinite(norm) and math.isfinite(loss)):
+        norm, bound = float(norm_tensor), settings.max_grad_norm
+        if not (math.isfinite(norm) and math.isfinite(loss)) or (bound == 0.0 and norm > _MOST_UNCLIPPED):
             return UpdateResult(norm, rate, skipped=True)
-        bound = settings.max_grad_norm
         if 0.0 < bound < norm:
             torch.nn.utils.clip_grads_with_norm_(self._trained.values(), bound, norm_tensor)
         for optimizer in self._optimizers:
@@ -184,7 +187,7 @@ class ModelOptimizer:
             for tensor in completed:
                 tensor.grad = torch.zeros_like(tensor)
         if self._shards is None:
-            return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+            return total_norm(gradients).float() if gradients else torch.zeros(())
         norm = self._shards.norm()
         if self._moved is not None:
             self._moved.gather()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from starling.policy.train.optim.norm import total_norm
 from starling.policy.train.parallel.mesh import Mesh
 
 
@@ -24,7 +25,7 @@ def gradient_norm(gradients: Sequence[tuple[Tensor, tuple[str, ...]]], mesh: Mes
     """
     squares: dict[tuple[str, ...], Tensor] = {}
     for axes, parts in _by_axes(gradients).items():
-        squares[axes] = torch.nn.utils.get_total_norm(parts).to(device, torch.float64).square()
+        squares[axes] = total_norm(parts).to(device, torch.float64).square()
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Every rank takes part in every sum, also one whose shards of these tensors are empty.
     kinds = sorted(squares)
