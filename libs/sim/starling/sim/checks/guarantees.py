@@ -343,7 +343,7 @@ def check_tokens(plan: RunPlan, message: wire.TrainStep, buffers: tuple[bytes, .
         mixed = len({trajectory.reward for trajectory in group.trajectories}) > 1
         require(mixed or not plan.dynamic_sampling, f"{group.prompt_id} is trained although its rewards are equal")
         temperature = group.temperature or message.temperature
-        for sampled_at in set(struct.unpack(f"<{len(logprobs) // 4}f", logprobs)):
+        for sampled_at in {-one for one in struct.unpack(f"<{len(logprobs) // 4}f", logprobs)}:
             same = math.isclose(sampled_at, temperature, rel_tol=1e-6)
             require(same, f"{group.prompt_id} was sampled at temperature {sampled_at:g}, trained at {temperature:g}")
         versions = struct.unpack(f"<{len(encoded) // 4}i", encoded)

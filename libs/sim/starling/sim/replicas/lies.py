@@ -101,7 +101,8 @@ def _other_form(message: wire.GroupGenerated, buffers: Buffers, rng: random.Rand
 
 def _other_contents(message: wire.GroupGenerated, buffers: Buffers, rng: random.Random) -> Lie:
     index, element = rng.choice(((0, struct.pack("<i", -1)), (1, struct.pack("<i", -7)), (2, struct.pack("<f", NAN)),
-                                 (2, struct.pack("<f", -ENDLESS)), (3, struct.pack("<i", 1000))))  # fmt: skip
+                                 (2, struct.pack("<f", -ENDLESS)), (2, struct.pack("<f", -3e38)),
+                                 (3, struct.pack("<i", 1000))))  # fmt: skip
     changed = element + buffers[index][4:]
     return message, (*buffers[:index], changed, *buffers[index + 1 :])
 

@@ -217,7 +217,7 @@ class SimulatedRollout(SimulatedReplica):
         temperatures, versions = (struct.unpack(f"<{num}{kind}", buffers[at][: 4 * num]) if num else ()
                                   for kind, at in (("f", 1), ("i", 2)))  # fmt: skip
         require(num <= length, f"{message.prompt.id} is resumed from {num} tokens, and has {length}")
-        return EngineGroup(message, length, list(versions), self.cluster.clock.now, list(temperatures))
+        return EngineGroup(message, length, list(versions), self.cluster.clock.now, [-one for one in temperatures])
 
     def _sample(self, lease: str) -> None:
         """Schedule the end of a group, which an interruption invalidates."""
@@ -352,8 +352,8 @@ def _tensors(group: EngineGroup) -> tuple[tuple[wire.TensorMeta, ...], Buffers]:
     """Return token ids, log-probabilities and versions of all completions, which are equal."""
     num = len(group.versions)
     versions = struct.pack(f"<{num}i", *group.versions) * group.message.num_completions
-    # In place of the log-probabilities: the temperatures that they would depend on.
-    logprobs = struct.pack(f"<{num}f", *group.temperatures) * group.message.num_completions
+    # In place of the log-probabilities: minus the temperatures that they would depend on.
+    logprobs = struct.pack(f"<{num}f", *(-one for one in group.temperatures)) * group.message.num_completions
     shape = (num * group.message.num_completions,)
     tensors = tuple(
         wire.TensorMeta(dtype=dtype, shape=shape, nbytes=len(versions)) for dtype in ("int32", "float32", "int32")
