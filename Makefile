@@ -40,7 +40,7 @@ demo: $(STAMP)
 smoke: $(STAMP)
 	$(BIN)/starling smoke
 
-# Everything that proves behaviour: about 20 minutes on two cores.
+# Everything that proves behaviour: 11 minutes on two cores.
 test: checks
 	$(BIN)/python tests/shards.py test
 
