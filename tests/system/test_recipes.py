@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from starling.cli.recipe.schema import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+FRESH = ("--rl.max-staleness", "0")
+"""Only of tokens of the newest version is there a mismatch, and a busy policy may train none of them."""
 RUN_S = 600.0
 """Deadline of a run whose policy emulates FP8, on a busy machine."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -75,7 +77,9 @@ def test_quickstart_writes_its_results(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_fp8_recipe_trains_in_fp8(tmp_path: Path) -> None:
     """The loss falls, the rollouts attest float32 weights, and they disagree with the trainer by little."""
-    command = Command(tmp_path, "run", str(RECIPES / "fp8.toml"), "--sft.num-steps", "80", "--rl.num-steps", "20")
+    command = Command(
+        tmp_path, "run", str(RECIPES / "fp8.toml"), "--sft.num-steps", "80", "--rl.num-steps", "20", *FRESH
+    )
     assert command.wait(RUN_S) == 0, command.transcript()
     attempt = tmp_path / "runs/fp8/attempt-1"
     (line,) = re.findall(r"low_precision .*", (attempt / "logs/policy-0.log").read_text())
