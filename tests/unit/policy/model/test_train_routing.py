@@ -185,6 +185,8 @@ def test_experts_without_any_probability_are_not_replayed(kind: str) -> None:
     is_own = (arriving(model, replay) == own).all(-1)
     assert is_own.any()
     assert not is_own.all(), "experts with a probability are replayed"
+    of_own = (replay.experts[:, 0, :, None] == own[:, 0, None, :]).any(-1)
+    assert int(replay.differing[0]) == int((~of_own).sum()), "all that the policy would not have chosen are counted"
 
 
 def soft_then_chosen(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -41,6 +41,7 @@ from starling.controller.core.events import (
 from starling.controller.core.groups.arrival import received
 from starling.controller.core.groups.recording import truncation_notice
 from starling.controller.core.machine import Controller
+from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import MetricsSummary, StateCompacted, StepCommitted
 from starling.controller.core.state import ControllerState, RunPrompts
 from starling.controller.data.load import RunData, load_data
@@ -104,11 +105,7 @@ class Shell:
         check_own(self._folder, CONTROLLER_FILES)
         makers = logger_makers(settings.logging.loggers, run_info(settings, arguments.folder))
         self._plan = settings.plan()
-        if self._plan.has_teachers and self._plan.teacher_top_k is None:
-            raise ConfigError(
-                f"controller.num_teachers = {self._plan.num_teachers} needs controller.teacher_top_k: a step cannot "
-                "be trained where one teacher sends another number than the others; set it to teacher.top_k of theirs"
-            )
+        _check_teachers(self._plan)
         self._journal = Journal(self._folder / JOURNAL, network_disk=settings.controller.network_disk)
         try:
             self._incarnation = start_incarnation(self._journal, settings.run.id, self._plan)
@@ -417,6 +414,15 @@ def _as_restart_error(folder: Path) -> Iterator[None]:
         raise RestartError(
             f"{error.filename or folder} cannot be written: {error.strerror}; free some space, and start the run again"
         ) from None
+
+
+def _check_teachers(plan: RunPlan) -> None:
+    """Raise ConfigError if teachers could send different numbers of likeliest tokens, which no step can join."""
+    if plan.has_teachers and plan.teacher_top_k is None:
+        raise ConfigError(
+            f"controller.num_teachers = {plan.num_teachers} needs controller.teacher_top_k: a step cannot be trained "
+            "where one teacher sends another number than the others; set it to teacher.top_k of theirs"
+        )
 
 
 def run_info(settings: ControllerProcess, folder: Path) -> RunInfo:

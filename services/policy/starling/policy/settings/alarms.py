@@ -16,8 +16,9 @@ AlarmName = Literal[
 """`docs/reference/metrics.md` describes each."""
 
 _TEXTS: Final[dict[AlarmName, str]] = {
-    "not_finite": "the loss or the gradient was not finite, so the step left the weights unchanged; "
-    "lower the learning rate or max_grad_norm, and check for rewards or log-probabilities out of range",
+    "not_finite": "the loss or the gradient was not finite, or too large and not clipped, so the step left the weights "
+    "unchanged; lower the learning rate or max_grad_norm, set the latter above 0, and check for rewards or "
+    "log-probabilities out of range",
     "mismatch": "rollout and trainer disagree about the log-probabilities of the same weights, so importance ratios "
     "are wrong; compare their dtypes, kernels, temperature and chat template, or add a correction",
     "weights_still": "no sampled weight changed; raise the learning rate, train in float32, "

@@ -47,7 +47,7 @@ class Replay:
         return Replay(self.experts)
 
     def take_counts(self) -> Tensor:
-        """Return the experts that differ from those of the model's own routers, and all replayed ones: int64 [2].
+        """Return the recorded experts that the model's own routers would not have chosen, and all: int64 [2].
 
         Those of the layers that have been computed since the last call.
         """

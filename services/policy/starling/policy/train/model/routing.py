@@ -165,9 +165,9 @@ class _Choice(TorchFunctionMode):
     def _chosen(self, scores: Tensor, own: Tensor, recorded: Tensor) -> Any:
         """Return the recorded experts of each token in place of its `own`, and their scores."""
         recorded = recorded.to(own.dtype).view_as(own)
-        is_recorded = (recorded != UNRECORDED) & ~_are_impossible(scores.detach(), recorded)
-        chosen = torch.where(is_recorded, recorded, own)
-        among_own = (chosen[..., None] == own[..., None, :]).any(-1)
+        is_recorded = recorded != UNRECORDED
+        chosen = torch.where(is_recorded & ~_are_impossible(scores.detach(), recorded), recorded, own)
+        among_own = (recorded[..., None] == own[..., None, :]).any(-1)
         self._replay.differing[self._layer] = (is_recorded & ~among_own).sum()
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
