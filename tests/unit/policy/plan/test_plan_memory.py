@@ -46,8 +46,8 @@ def test_estimate_is_near_what_is_observed(name: str, checkpointing: str) -> Non
 def test_axes_divide_what_they_should() -> None:
     sizes, update = model_sizes(PRESETS["qwen3-8b"]), Update(1, 8192, 2, recomputes=True)
 
-    def memory(**parallel: int) -> Any:
-        return memory_of(sizes, ParallelSettings(**parallel), update, chunk_tokens=CHUNK_TOKENS)
+    def memory(*, offloads: bool = False, **parallel: int) -> Any:
+        return memory_of(sizes, ParallelSettings(**parallel), update, chunk_tokens=CHUNK_TOKENS, offloads=offloads)
 
     alone, sharded, copied, divided = memory(), memory(dp_shard=8), memory(dp_replicate=8), memory(tp=4)
     # A shard has float32 weights only, one device bfloat16 ones as well.
@@ -56,4 +56,5 @@ def test_axes_divide_what_they_should() -> None:
     assert divided.states == pytest.approx(alone.states / 4, rel=0.001)
     assert divided.activations == pytest.approx(alone.activations / 4)
     assert sharded.activations == alone.activations
+    assert memory(offloads=True, dp_shard=8).states == pytest.approx(sharded.states / 2), "without two moments of four"
     assert divided.gathered == 0.0 < sharded.gathered

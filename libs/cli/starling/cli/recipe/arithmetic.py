@@ -55,7 +55,7 @@ def describe_arithmetic(recipe: Recipe) -> list[str]:
         lines.append(_optimizer_line(recipe.policy.reward_model.optimizer))
     lines.append(_trained(recipe))
     outlined = _outlined(recipe)
-    lines += outlined.precision + (_mesh(recipe) or outlined.memory)
+    lines += outlined.precision + (_mesh(recipe, offloads=outlined.offloads) or outlined.memory)
     travels = recipe.generates
     if recipe.model.lora is not None or not travels:
         lines.append(f"model: {outlined.size}")
@@ -186,6 +186,8 @@ class _Outlined:
     precision: list[str] = field(default_factory=list)
     memory: list[str] = field(default_factory=list)
     """Lines on the policy."""
+    offloads: bool = False
+    """The optimizer's moments lie in host memory."""
 
 
 def _outlined(recipe: Recipe) -> _Outlined:
@@ -196,6 +198,7 @@ def _outlined(recipe: Recipe) -> _Outlined:
     # Imported here, as torch takes seconds, and only --dry-run needs it.
     from starling.policy.train.fit import check_fit
     from starling.policy.train.memory.compiled import check_compiler
+    from starling.policy.train.memory.offload import DEVICE_TYPES
     from starling.policy.train.model.load import check_liger, find_device, freeze, outline
     from starling.policy.train.model.lora import load_adapters
     from starling.policy.train.model.routing import declared_experts
@@ -227,7 +230,8 @@ def _outlined(recipe: Recipe) -> _Outlined:
             raise ConfigError(problem)
     published = _codes(model, recipe.weights.quantise) if recipe.weights.quantise and recipe.generates else size
     precision, memory = _precision(recipe, model, device), _memory(recipe, model, trainer, device)
-    return _Outlined(size, published, precision, memory)
+    offloads = recipe.policy.memory.offload_optimizer and device.type in DEVICE_TYPES
+    return _Outlined(size, published, precision, memory, offloads)
 
 
 def _codes(model: Any, form: str) -> str:
@@ -263,8 +267,11 @@ def _precision(recipe: Recipe, model: Any, device: Any) -> list[str]:
     return [f"precision: {kind} in {num}{how}; {recipe.model.dtype} elsewhere"]
 
 
-def _mesh(recipe: Recipe) -> list[str]:
-    """Return the mesh of a policy, and what each of its ranks holds and sends; nothing if it has one rank."""
+def _mesh(recipe: Recipe, *, offloads: bool) -> list[str]:
+    """Return the mesh of a policy, and what each of its ranks holds and sends; nothing if it has one rank.
+
+    `offloads`: see `_Outlined`.
+    """
     from starling.policy.plan.memory import memory_of
     from starling.policy.plan.proposals import written
     from starling.policy.plan.sizes import model_sizes
@@ -284,11 +291,11 @@ def _mesh(recipe: Recipe) -> list[str]:
     item = ITEM_BYTES[recipe.model.dtype]
     num_microbatches = num_passes(parallel, 1)
     update = Update(num_microbatches, policy.tokens_per_microbatch, item, policy.memory.checkpointing != "none")
-    memory = memory_of(sizes, parallel, update, chunk_tokens=policy.memory.logprob_chunk_tokens)
+    memory = memory_of(sizes, parallel, update, chunk_tokens=policy.memory.logprob_chunk_tokens, offloads=offloads)
     sent = traffic_of(sizes, parallel, update)
     return [
-        f"{mesh}; each needs about {size_text(memory.total)}, {size_text(memory.states)} of them for its weights, "
-        "gradients and moments",
+        f"{mesh}; each needs about {size_text(memory.total)}, {size_text(memory.states)} of them for its "
+        + ("weights and gradients; its moments lie in host memory" if offloads else "weights, gradients and moments"),
         f"in {'a pass of a microbatch' if num_microbatches == 1 else f'the passes of {num_microbatches} microbatches'} "
         "and an update each sends "
         + ", ".join(f"{size_text(one.num_bytes)} along {axis}" for axis, one in sent.items()),

@@ -40,7 +40,9 @@ class RankMemory:
         return self.states + self.gathered + self.activations + self.received + self.logits
 
 
-def memory_of(sizes: ModelSizes, parallel: ParallelSettings, update: Update, *, chunk_tokens: int) -> RankMemory:
+def memory_of(
+    sizes: ModelSizes, parallel: ParallelSettings, update: Update, *, chunk_tokens: int, offloads: bool = False
+) -> RankMemory:
     """Return the memory of the rank that has the most.
 
     Args:
@@ -48,13 +50,15 @@ def memory_of(sizes: ModelSizes, parallel: ParallelSettings, update: Update, *, 
         parallel: the mesh.
         update: passes of a rank.
         chunk_tokens: `policy.memory.logprob_chunk_tokens`.
+        offloads: the moments lie in host memory (`policy.memory.offload_optimizer`).
     """
-    of_places = (_of_place(sizes, parallel, update, place, chunk_tokens) for place in range(parallel.pp))
+    moments = 0 if offloads else _MOMENTS
+    of_places = (_of_place(sizes, parallel, update, place, chunk_tokens, moments) for place in range(parallel.pp))
     return max(of_places, key=lambda one: one.total)
 
 
 def _of_place(
-    sizes: ModelSizes, parallel: ParallelSettings, update: Update, place: int, chunk_tokens: int
+    sizes: ModelSizes, parallel: ParallelSettings, update: Update, place: int, chunk_tokens: int, moments: int
 ) -> RankMemory:
     """Return the memory of the ranks at one place of pp."""
     own = sizes_of_rank(sizes, parallel, place)
@@ -69,7 +73,7 @@ def _of_place(
         is_last = parallel.num_stages - 1 in stages_of_rank(parallel, place)
     logits = 3 * FLOAT32 * min(chunk_tokens, update.num_tokens / parallel.cp) * sizes.vocabulary / parallel.tp
     return RankMemory(
-        states=held_elements(own, parallel) * (weights + FLOAT32 + _MOMENTS),
+        states=held_elements(own, parallel) * (weights + FLOAT32 + moments),
         gathered=_gathered_bytes(own, parallel, item) if shards else 0.0,
         activations=in_flight * own.num_blocks * kept + computed,
         received=num_received(parallel, place) * update.num_passes * between,
