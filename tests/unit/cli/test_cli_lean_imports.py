@@ -66,6 +66,21 @@ assert picked.tolist() == [3, 1]
 from torch.distributed.tensor import DTensor
 os.write(1, b"compiled")
 """
+LIBRARY = """
+import threading
+
+from starling.weightsync.transports.ucx.worker import UcxWorker
+
+assert "/libucs.so" in open("/proc/self/maps").read()
+assert threading.active_count() == 1
+number = os.fork()
+if number == 0:
+    worker = UcxWorker(host="127.0.0.1")
+    worker.progress(0.01)
+    worker.close()
+    os._exit(7)
+os.write(1, b"%d" % os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+"""
 
 
 def run(script: str, *arguments: str) -> str:
@@ -92,6 +107,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.campaign
 def test_model_is_loaded_and_trained_without_the_compiler(folder: Path) -> None:
     assert run(PRELOADED + TRAINED, str(folder)) == "trained"
+
+
+def test_forks_inherit_the_library_of_ucx() -> None:
+    pytest.importorskip("ucxx")
+    assert run(PRELOADED + LIBRARY) == "7"
 
 
 @pytest.mark.campaign

@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import signal
+import threading
 
 import setproctitle
 
@@ -50,6 +51,15 @@ _UNUSED = ("sklearn", "scipy", "torchao", "accelerate")
 """transformers imports them where they are installed: for assisted generation, detection losses, its quantisers, and
 models on several devices."""
 
+
+def _load_library() -> None:
+    """Load UCX's library beside the imports: it takes 0.4 s, which each process would take again."""
+    with contextlib.suppress(Exception):
+        from starling.weightsync.transports.ucx.worker import load_library
+
+        load_library()
+
+
 # It looks for the place of the title beside the environment, and finds it only while the first variable is unchanged.
 setproctitle.getproctitle()
 
@@ -71,10 +81,13 @@ os.dup2(_nowhere, 2)
 
 gc.disable()
 with without_modules(*_UNUSED), lean_transformers():
+    _library = threading.Thread(target=_load_library)
+    _library.start()
     for _module in _MODULES:
         # A service that is not installed, or fails to import, reports that itself when it starts.
         with contextlib.suppress(Exception):
             importlib.import_module(_module)
+    _library.join()
 os.dup2(_errors, 2)
 os.close(_errors)
 os.close(_nowhere)

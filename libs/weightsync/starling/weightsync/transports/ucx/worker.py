@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import logging
 import os
 import select
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -49,6 +51,8 @@ when its memory hooks fail, which was seen once in thousands of starts, on a bus
 _STARTS: Final = 3
 _PAUSE_S: Final = 0.1
 """Between attempts to start."""
+UNUSED_VARIABLES: Final = "UCX_WARN_UNUSED_ENV_VARS", "n"
+"""UCXX itself sets variables that this UCX does not use."""
 SUPPORTED: Final = SupportedVersions("UCXX", (0, 52), (0, 53), "ucx")
 _FORCE_NS: Final = 10**9
 """Period of a blocking close that amounts to a forced one: pending requests are cancelled at once."""
@@ -57,13 +61,28 @@ _DRAIN_S: Final = 1.0
 log = logging.getLogger(__name__)
 
 
+def load_library() -> None:
+    """Load UCX's basic library with the interpreter lock released, for forks to inherit; skips what is not installed.
+
+    While it is loaded it measures the processor's clock, unless the processor's name has it, for 0.4 s; the import of
+    `load_ucxx` would keep the lock meanwhile.
+    """
+    os.environ.setdefault(*UNUSED_VARIABLES)  # it is read now
+    spec = importlib.util.find_spec("libucx")
+    if spec is None or spec.origin is None:
+        return
+    load = ctypes.CDLL(None).dlopen
+    load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    load(os.fsencode(Path(spec.origin).with_name("lib") / "libucs.so"), os.RTLD_NOW | os.RTLD_LOCAL)
+
+
 def load_ucxx() -> tuple[Any, Any]:
     """Import UCXX's low-level module and its `Array`.
 
     Raises:
         WeightsError: UCXX is not installed, cannot be loaded, or is of another version.
     """
-    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # UCXX itself sets variables that this UCX does not use
+    os.environ.setdefault(*UNUSED_VARIABLES)
     try:
         import ucxx._lib.libucxx as lib
         from ucxx import __version__ as version
