@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import CONTEXT, FAMILIES, drain, make_engine, make_model, random_prompt, reference_logprobs, request
@@ -11,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import attention
+from starling.rollout.engine.embedded import cache
 from starling.rollout.engine.embedded.attention import use_paged_attention
-from starling.rollout.engine.embedded.decoder import TABLE_POSITIONS, plain_decoder
+from starling.rollout.engine.embedded.decoder import TABLE_POSITIONS, PlainDecoder, plain_decoder
 
 torch.set_num_threads(1)
 
@@ -144,3 +147,35 @@ def test_rotations_of_a_table_are_those_that_the_model_computes(name: str) -> No
 
     for first in (0, 3, 250, 1000, TABLE_POSITIONS - 4):
         assert torch.equal(hidden(first, has_table=True), hidden(first, has_table=False))
+
+
+@pytest.mark.parametrize("gathered_bytes", [0, 1 << 20], ids=["in place", "gathered"])
+def test_groups_that_join_are_prefilled_in_the_pass_that_decodes_the_others(
+    gathered_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "GATHERED_BYTES", gathered_bytes)
+    passes: list[int] = []
+    hidden = PlainDecoder.hidden
+
+    def counted(self: PlainDecoder, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        passes.append(len(token_ids))
+        return hidden(self, token_ids, *arguments)
+
+    engine = make_engine(make_model())
+    monkeypatch.setattr(PlainDecoder, "hidden", counted)
+    for number in range(3):
+        scored = replace(
+            request(str(number), random_prompt(number, 6 + number), 2 + number, seed=number), score_prompt=True
+        )
+        engine.add(scored)
+        engine.step()
+    # The newest token of each row, and the prompt of the group that joins, once.
+    assert passes == [6, 2 + 7, 5 + 8]
+    for result in drain(engine).values():
+        prompt = result.prompt_ids.tolist()
+        assert result.prompt_logprobs is not None
+        expected = reference_logprobs(make_model(), prompt[:1], prompt[1:])
+        np.testing.assert_allclose(result.prompt_logprobs.logprobs, expected, rtol=1e-5, atol=1e-5)
+        for completion in result.completions:
+            expected = reference_logprobs(make_model(), prompt, completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-5, atol=1e-5)

@@ -98,7 +98,9 @@ def mean_nats(parts: Iterable[npt.NDArray[np.float32] | None]) -> float | None:
         Nats per token; None if no position was measured.
     """
     measured = [part[~np.isnan(part)] for part in parts if part is not None]
-    values = np.concatenate([np.zeros(0, np.float32), *measured])
+    if not measured:
+        return None
+    values = np.concatenate(measured)
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 

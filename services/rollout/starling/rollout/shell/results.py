@@ -52,16 +52,19 @@ def generated_message(
             (result.prompt_routing, len(result.prompt_ids)), [(c.routing, len(c.token_ids)) for c in completions]
         ),
     ]
+    _, versions = arrays[3]
+    begins = np.cumsum([0, *(len(c.token_ids) for c in completions[:-1])])
+    oldest, newest = np.minimum.reduceat(versions, begins), np.maximum.reduceat(versions, begins)
     trajectories = tuple(
         TrajectoryMeta(
-            status=c.status,
-            num_tokens=len(c.token_ids),
-            text=decode(c.token_ids.tolist()),
-            oldest_version=int(c.versions.min()),
-            newest_version=int(c.versions.max()),
-            truncation_nats=mean_nats((c.truncation_nats,)),
+            status=completion.status,
+            num_tokens=len(completion.token_ids),
+            text=decode(completion.token_ids.tolist()),
+            oldest_version=old,
+            newest_version=new,
+            truncation_nats=mean_nats((completion.truncation_nats,)),
         )
-        for c in completions
+        for completion, old, new in zip(completions, oldest.tolist(), newest.tolist(), strict=True)
     )
     tensors, buffers = _frames(arrays)
     generated = GroupGenerated(lease=result.lease, trajectories=trajectories, tensors=tensors, temperature=temperature)

@@ -200,6 +200,8 @@ class RunningRows:
         self._versions = np.zeros((max_rows, 0), np.int32)
         self._nats = np.zeros((max_rows, 0), np.float32)
         """See `Completion.truncation_nats`."""
+        self._truncates = False
+        """Whether a row ever was truncated, or had kept tokens."""
         self._kept: dict[int, list[npt.NDArray[np.int32]]] = {}
         """The kept tokens at each position of the rows that record them, by slot."""
         self._routing: dict[int, list[Experts]] = {}
@@ -235,17 +237,19 @@ class RunningRows:
         self.table = np.concatenate((self.table, new))
         self._append_stops(groups)
         self._widen(int(new["num_resumed"].max()))
-        for row, (sequence, index) in zip(new, rows, strict=True):
+        self._nats[new["slot"]] = np.nan
+        for number in np.flatnonzero(new["num_resumed"] | new["routed"] | new["records"]):
+            row, (sequence, index) = new[number], rows[number]
             slot = int(row["slot"])
             resumed = sequence.group.resumed(index)
             num = len(resumed.token_ids)
             self._token_ids[slot, :num] = resumed.token_ids
             self._logprobs[slot, :num] = resumed.logprobs
             self._versions[slot, :num] = resumed.versions
-            self._nats[slot] = np.nan
             if row["routed"]:
                 self._routing[slot] = _resumed_routing(sequence.group, index)
             if row["records"]:
+                self._truncates = True
                 self._kept[slot] = resumed.kept.rows() if resumed.kept is not None else [NO_IDS] * num
 
     def _append_stops(self, groups: Sequence[EmbeddedGroup]) -> None:
@@ -288,6 +292,7 @@ class RunningRows:
             kept: the kept tokens of each row; None if no row records them.
             sampled: bool [rows]: rows that have sampled, see `record`.
         """
+        self._truncates = True
         counted = sampled & is_truncated(*(self.table[name] for name in ("temperature", "top_p", "top_k", "min_p")))
         self._nats[self.table["slot"][counted], self.table["length"][counted] - 1] = -log_mass[counted]
         if kept is not None:
@@ -341,6 +346,8 @@ class RunningRows:
 
     def _truncation(self, row: int, length: int) -> tuple[KeptTokens | None, npt.NDArray[np.float32] | None]:
         """Return the kept tokens and the nats of truncation of row `row`, which has `length` tokens."""
+        if not self._truncates:
+            return None, None
         slot = int(self.table["slot"][row])
         kept, nats = self._kept.get(slot), self._nats[slot, :length].copy()
         known_nats = None if np.isnan(nats).all() else nats

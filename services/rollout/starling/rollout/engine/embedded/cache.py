@@ -189,7 +189,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer, padded to the longest row: [R, G, tokens, D]."""
-        heads, rows = self._pools[layer][0].shape[1], self.num_rows
+        heads, rows = self._pools[layer][0].shape[1], self._step.num_rows
         index = self._step.gathered(heads)
         keys, values = (
             pool.view(-1, pool.shape[-1]).index_select(0, index).view(rows, heads, -1, pool.shape[-1])
@@ -275,7 +275,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Keep only the rows in `order`: row i becomes the former row `order[i]`."""
         is_left = np.ones(self.num_rows, np.bool_)
         is_left[order] = False
-        held = self._tables[is_left][self._is_held()[is_left]]
+        held = self._tables[is_left][_is_held(self._tables, self._counts)[is_left]]
         np.subtract.at(self._refs, held, 1)
         self._tables, self._counts, self._lengths = self._tables[order], self._counts[order], self._lengths[order]
         released = np.unique(held)
@@ -308,11 +308,6 @@ class PagedCache(Cache):  # type: ignore[misc]
         blocks, offsets = places // BLOCK_TOKENS % self._capacity, places % BLOCK_TOKENS
         by_head: Index = (blocks[:, None] * heads + np.arange(heads)) * BLOCK_TOKENS + offsets[:, None]
         return by_head
-
-    def _is_held(self) -> npt.NDArray[np.bool_]:
-        """Return which entries of the tables are blocks: bool [rows, most blocks]."""
-        held: npt.NDArray[np.bool_] = np.arange(self._tables.shape[1]) < self._counts[:, None]
-        return held
 
     def _tails(self) -> Index:
         tails: Index = self._tables[np.arange(self.num_rows), self._counts - 1]
@@ -405,7 +400,7 @@ class PagedCache(Cache):  # type: ignore[misc]
                 sources, targets = -1 - sources, -1 - targets
             for array in (self._fill, self._base, self._refs):
                 array[targets] = array[sources]
-            is_side = self._is_held() & ((self._tables < 0) == is_shared)
+            is_side = _is_held(self._tables, self._counts) & ((self._tables < 0) == is_shared)
             old = self._tables[is_side]
             self._tables[is_side] = -1 - moved[-1 - old] if is_shared else moved[old]
             device = self._device
@@ -455,10 +450,17 @@ class PrefillCache(Cache):  # type: ignore[misc]
 
 
 class _Step:
-    """What the layers of one decode step have in common; computed when the first of them needs it."""
+    """What the layers of one decode step have in common; computed when the first of them needs it.
+
+    It keeps to the rows that the cache has when the step begins: others may join meanwhile, to be prefilled in the same
+    pass of the model.
+    """
 
     def __init__(self, cache: PagedCache, *, replaceable: bool) -> None:
         self.replaceable, self._cache = replaceable, cache
+        # Rows that join get tables of their own, and blocks beside these.
+        self.tables, self._counts, self.lengths = cache._tables, cache._counts, cache._lengths
+        self._num_blocks = cache._num_own, cache._num_shared
         self._targets: dict[int, Tensor] = {}
         self._gathered: dict[int, Tensor] = {}
         self._masks: dict[int | None, Tensor] = {}
@@ -466,21 +468,30 @@ class _Step:
     def on_device(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._cache._device)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step."""
+        return len(self._counts)
+
+    @cached_property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max(initial=0))
+
     @cached_property
     def in_place(self) -> bool:
         """Whether `PagedCache.attend` reads the blocks in place."""
-        cache = self._cache
         largest = max(
-            one.num_heads * (one.key_dim + one.value_dim) * max(one.dtype.itemsize, 4) for one in cache._shapes
+            one.num_heads * (one.key_dim + one.value_dim) * max(one.dtype.itemsize, 4) for one in self._cache._shapes
         )
-        return cache.num_rows * cache.width * largest > GATHERED_BYTES
+        return self.num_rows * self.width * largest > GATHERED_BYTES
 
     def targets(self, heads: int) -> Tensor:
         """Return where the newest token of each row is written, by head: int64 [R * G]."""
         if heads not in self._targets:
-            cache, tails = self._cache, self._cache._tails()
-            places = tails * BLOCK_TOKENS + cache._fill[tails] - 1
-            self._targets[heads] = cache.targets_of(places, heads)
+            tails = self.tables[np.arange(self.num_rows), self._counts - 1]
+            places = tails * BLOCK_TOKENS + self._cache._fill[tails] - 1
+            self._targets[heads] = self._cache.targets_of(places, heads)
         return self._targets[heads]
 
     def gathered(self, heads: int) -> Tensor:
@@ -494,20 +505,19 @@ class _Step:
     @cached_property
     def _padded_places(self) -> Index:
         """Places of the tokens of each row, [R, longest row]; shorter rows repeat their first one."""
-        cache = self._cache
-        tables = cache._tables[:, : int(cache._counts.max())]
-        held = np.where(cache._is_held()[:, : tables.shape[1]], cache._fill[tables], 0)
+        tables = self.tables[:, : int(self._counts.max())]
+        held = np.where(_is_held(tables, self._counts), self._cache._fill[tables], 0)
         offsets = np.arange(BLOCK_TOKENS)
         places = tables[:, :, None] * BLOCK_TOKENS + offsets
-        padded = np.repeat(places[:, 0, :1], cache.width, axis=1)
+        padded = np.repeat(places[:, 0, :1], self.width, axis=1)
         # Both masks select the tokens in the order of rows and positions.
-        padded[np.arange(cache.width) < cache._lengths[:, None]] = places[offsets < held[:, :, None]]
+        padded[np.arange(self.width) < self.lengths[:, None]] = places[offsets < held[:, :, None]]
         return padded
 
     def padded_mask(self, window: int | None) -> Tensor:
         """Return the additive mask of the padded tensor, float32 [R, 1, 1, longest row]."""
         if window not in self._masks:
-            lengths, tokens = self._cache._lengths[:, None], np.arange(self._cache.width)
+            lengths, tokens = self.lengths[:, None], np.arange(self.width)
             seen = tokens < lengths
             if window is not None:
                 seen &= tokens >= lengths - window
@@ -518,15 +528,15 @@ class _Step:
     @cached_property
     def parts(self) -> list[_Part]:
         """The blocks of both sides, as far as there are any."""
-        cache = self._cache
-        rows, columns = np.nonzero(cache._is_held())
-        blocks = cache._tables[rows, columns]
+        capacity = self._cache._capacity
+        rows, columns = np.nonzero(_is_held(self.tables, self._counts))
+        blocks = self.tables[rows, columns]
         found = []
-        for is_shared, count in ((False, cache._num_own), (True, cache._num_shared)):
+        for is_shared, count in zip((False, True), self._num_blocks, strict=True):
             side = (blocks < 0) == is_shared
             if count:
-                begin = cache._capacity - count if is_shared else 0
-                found.append(_Part(self, begin, count, blocks[side] % cache._capacity - begin, rows[side]))
+                begin = capacity - count if is_shared else 0
+                found.append(_Part(self, begin, count, blocks[side] % capacity - begin, rows[side]))
         return found
 
     @cached_property
@@ -537,15 +547,14 @@ class _Step:
     @cached_property
     def clipped_owners(self) -> Tensor:
         """`owners`, with any row in place of padding."""
-        return self.owners.clamp(max=self._cache.num_rows - 1)
+        return self.owners.clamp(max=self.num_rows - 1)
 
     @cached_property
     def pairs(self) -> Tensor:
         """Return the pairs of each row, padded with its first one: int64 [R * most pairs]."""
         owners = np.concatenate([part.owners.reshape(-1) for part in self.parts])
-        num_rows = self._cache.num_rows
-        order = np.argsort(owners, kind="stable")[: int((owners < num_rows).sum())]
-        counts = self._cache._counts
+        order = np.argsort(owners, kind="stable")[: int((owners < self.num_rows).sum())]
+        counts = self._counts
         starts = np.cumsum(counts) - counts
         columns = np.arange(int(counts.max()))
         index = starts[:, None] + np.where(columns < counts[:, None], columns, 0)
@@ -562,10 +571,10 @@ class _Part:
         blocks, rows = blocks[order], rows[order]
         holders = np.bincount(blocks, minlength=count)
         starts = np.cumsum(holders) - holders
-        self.owners: Index = np.full((count, int(holders.max())), step._cache.num_rows)
+        self.owners: Index = np.full((count, int(holders.max())), step.num_rows)
         """Rows of each block, padded by R: [blocks, most rows of a block]."""
         self.owners[blocks, np.arange(len(blocks)) - starts[blocks]] = rows
-        self._queries = step.on_device(np.minimum(self.owners, step._cache.num_rows - 1).reshape(-1))
+        self._queries = step.on_device(np.minimum(self.owners, step.num_rows - 1).reshape(-1))
         self._biases: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -605,7 +614,7 @@ class _Part:
             blocks = np.arange(self._begin, self._begin + self._count)
             seen = (offsets < cache._fill[blocks][:, None])[:, None]
             if window is not None:
-                oldest = np.append(cache._lengths, 0)[self.owners] - window
+                oldest = np.append(self._step.lengths, 0)[self.owners] - window
                 seen = seen & (cache._base[blocks][:, None, None] + offsets >= oldest[:, :, None])
             bias = self._step.on_device(np.where(seen, np.float32(0), np.float32(HIDDEN)))
             expanded = bias[:, None, :, None].expand(-1, groups, -1, heads if window is not None else 1, -1)
@@ -627,6 +636,12 @@ def _attend_blocks(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) ->
     tops = scores.amax(-1, keepdim=True)
     scores.sub_(tops).exp_()
     return tops[..., 0], scores.sum(-1), torch.bmm(scores, values.to(wide))
+
+
+def _is_held(tables: Index, counts: Index) -> npt.NDArray[np.bool_]:
+    """Return which entries of block tables are blocks: bool [rows, most blocks]."""
+    held: npt.NDArray[np.bool_] = np.arange(tables.shape[1]) < counts[:, None]
+    return held
 
 
 def _blocks(num_tokens: int) -> int:

@@ -262,19 +262,29 @@ class TransformersEngine:
             return []
         ended: list[GroupResult | GroupFailed] = []
         with torch.inference_mode():
-            parts = []
             ended += self._make_room()
             if len(self._rows):
-                parts.append(self._decode())
+                self._forward.begin()
             joining = self._take_joining()
             ended += [self._end(group) for group in joining if not group.num_rows]
             if self._waiting and not joining and not len(self._rows):
                 ended.append(self._fail_too_large(self._waiting.popitem(last=False)[1]))
-            if sequences := [sequence for group in joining for sequence in group.prefill_sequences()]:
-                parts.append(self._join(sequences))
-            if parts:
-                ended += self._sample(parts[0] if len(parts) == 1 else torch.cat(parts))
+            sequences = [sequence for group in joining for sequence in group.prefill_sequences()]
+            if len(self._rows) or sequences:
+                ended += self._sample(self._compute(sequences))
         return ended
+
+    def _compute(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
+        """Compute the newest token of every row, and prefill `sequences`; return the logits of all next tokens."""
+        if not sequences:
+            return self._decode()
+        if not len(self._rows):
+            return self._join(sequences, self._forward.prefill(sequences, self._version))
+        if self._forward.mixes(sequences):
+            table = self._rows.table
+            return self._join(sequences, self._forward.mix(table["last"], table["position"], sequences, self._version))
+        decoded = self._decode()
+        return torch.cat((decoded, self._join(sequences, self._forward.prefill(sequences, self._version))))
 
     def pause(self) -> None:
         """Stop sampling until `resume`; running sequences stay."""
@@ -343,9 +353,8 @@ class TransformersEngine:
         self._rows.record_experts(recorder.take())
         return logits
 
-    def _join(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
-        """Prefill `sequences` and add their rows; return the logits of the rows' next tokens."""
-        logits = self._forward.prefill(sequences, self._version)
+    def _join(self, sequences: Sequence[PrefillSequence], logits: torch.Tensor) -> torch.Tensor:
+        """Add the rows of `sequences`, which have been prefilled; return `logits`."""
         self._rows.append(sequences)
         self._running.update((sequence.group.number, sequence.group) for sequence in sequences)
         self._sampling = None
@@ -385,8 +394,8 @@ class TransformersEngine:
             removed |= np.isin(table["group"], numbers)
         if removed.any():
             ended.extend(self._finish(removed, stopped))
-            # Rows that replay an ended completion leave with their group.
-            removed |= ~np.isin(table["group"], list(self._running))
+            if self._exclusive:  # rows that replay an ended completion leave with their group
+                removed |= ~np.isin(table["group"], list(self._running))
             self._remove_rows(removed)
             if broken.any():
                 self._forward.cache.clear_free()
@@ -434,7 +443,8 @@ class TransformersEngine:
 
     def _remove_rows(self, removed: npt.NDArray[np.bool_]) -> None:
         self._forward.cache.keep(self._rows.remove(removed))
-        self._sampling = None
+        if self._sampling is not None and not self._sampling.is_plain:
+            self._sampling = None
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

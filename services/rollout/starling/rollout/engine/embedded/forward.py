@@ -2,6 +2,7 @@
 
 A prefill is one row of tokens without padding or mask: the prompt of each group once, followed by the partial
 completions that resume it (decision 0034). Models that cannot compute such a row prefill one sequence after the other.
+With a `PlainDecoder` the newest tokens of the running rows are in the same row, so that one pass computes both.
 
 Vision-language models of the Qwen family are prefilled with the pixels of a prompt's images and three-dimensional
 positions; afterwards their rows decode like those of text prompts, with positions continuing from the prompt's last.
@@ -22,6 +23,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from starling.algo.attention.forest import Forest
 from starling.algo.attention.probe import FULL, WINDOWED
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import PromptLogprobs
@@ -43,6 +45,7 @@ log = structlog.get_logger(__name__)
 
 PREFILL_TOKENS: Final = 4096
 """Maximum number of tokens of one prefill: bounds its memory and the gap between decode steps."""
+_NO_TOKENS: Final = np.zeros(0, np.int64)
 
 
 class Forward:
@@ -86,6 +89,14 @@ class Forward:
         self._plain = plain_decoder(model) if self._packs else None
         self.cache = self._new_cache()
 
+    def begin(self) -> None:
+        """Make room for the newest token of every row, which `decode` or `mix` computes next.
+
+        Raises:
+            CacheFullError: the KV cache reaches its limit; nothing has changed.
+        """
+        self.cache.begin(replaceable=self._reads_blocks)
+
     def decode(self, last: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> torch.Tensor:
         """Feed every row its newest token, at `position`; return the logits of the next token.
 
@@ -94,11 +105,7 @@ class Forward:
 
         Returns:
             [rows, vocabulary].
-
-        Raises:
-            CacheFullError: the KV cache reaches its limit; nothing has changed.
         """
-        self.cache.begin(replaceable=self._reads_blocks)
         ids, positions = self.to_device(last), self.to_device(position)
         if self._plain is not None:
             return self._plain.logits(self._plain.hidden(ids, positions, self.cache.attend_newest))
@@ -116,6 +123,31 @@ class Forward:
         ).logits
         found: torch.Tensor = logits[:, -1]
         return found
+
+    def mixes(self, sequences: Sequence[PrefillSequence]) -> bool:
+        """Return whether `mix` can compute `sequences`."""
+        return self._plain is not None and len(list(_chunks(sequences))) == 1
+
+    def mix(
+        self,
+        last: npt.NDArray[np.int64],
+        position: npt.NDArray[np.int64],
+        sequences: Sequence[PrefillSequence],
+        version: int,
+    ) -> torch.Tensor:
+        """Do what `decode` and then `prefill` do, in one pass of the model; `mixes` tells for which `sequences`.
+
+        Returns:
+            The logits of both, [rows + new rows, vocabulary].
+
+        Raises:
+            CacheFullError: the KV cache reaches its limit; no row has joined.
+        """
+        packing = Packing(sequences, self.cache.join([_cached(sequence) for sequence in sequences]))
+        logits = self._packed_logits(packing, last, position)
+        decoded, joined = logits[: len(last)], logits[len(last) :]
+        self._score_prompts(packing, joined, version)
+        return torch.cat((decoded, joined.index_select(0, self._sequence_of_row(sequences))))
 
     def num_blocks_of(self, sequences: Sequence[PrefillSequence]) -> int:
         """Return the blocks of the KV cache that `prefill` needs."""
@@ -184,34 +216,50 @@ class Forward:
             last = self._prefill_packed(Packing(sequences, places), version)
         else:
             last = torch.cat([self._prefill_alone(*one, version) for one in zip(sequences, places, strict=True)])
+        return last.index_select(0, self._sequence_of_row(sequences))
+
+    def _sequence_of_row(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
+        """Return which of `sequences` each of their rows continues: int64 [new rows]."""
         which = np.repeat(np.arange(len(sequences)), [len(sequence.indices) for sequence in sequences])
-        return last.index_select(0, self.to_device(which))
+        return self.to_device(which)
 
     def _prefill_packed(self, packing: Packing, version: int) -> torch.Tensor:
         """Prefill one packed row; return the logits after the last token of each sequence."""
-        logits = self._packed_logits(packing, self.to_device(packing.logit_tokens()))
+        logits = self._packed_logits(packing, _NO_TOKENS, _NO_TOKENS)
+        self._score_prompts(packing, logits, version)
+        return logits[: len(packing.sequences)]
+
+    def _score_prompts(self, packing: Packing, logits: torch.Tensor, version: int) -> None:
+        """Set the log-probabilities of the prompts that need them; `logits` are those of `packing.logit_tokens`."""
         begin = len(packing.sequences)
         for sequence in packing.scored:
             prompt = sequence.group.request.prompt_ids
             rows = logits[begin : begin + len(prompt) - 1]
             sequence.group.prompt_logprobs = score_prompt_tokens(rows, prompt, version)
             begin += len(rows)
-        last: torch.Tensor = logits[: len(packing.sequences)]
-        return last
 
-    def _packed_logits(self, packing: Packing, tokens: torch.Tensor) -> torch.Tensor:
-        """Write the keys and values of a packed row into the cache; return the logits after `tokens`, [tokens, V]."""
-        ids, positions = self.to_device(packing.ids), self.to_device(packing.positions())
-        pixels = {name: self.to_device(array) for name, array in _pixels(packing.sequences).items()}
-        prefilled = PrefillCache(self.cache, packing.places)
+    def _packed_logits(
+        self, packing: Packing, last: npt.NDArray[np.int64], position: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Write the keys and values of a packed row into the cache, after those of the newest tokens of `last`.
+
+        Returns:
+            The logits after each of `last`, which only a plain decoder computes, and after `packing.logit_tokens`.
+        """
+        prefilled, rows = PrefillCache(self.cache, packing.places), len(last)
         if self._plain is not None:
-            attend = partial(prefilled.attend, packing.forest)
-            hidden = self._plain.hidden(ids, positions[0], attend)
-            return self._plain.logits(hidden.index_select(0, tokens))
-        extra = {"logits_to_keep": tokens} if self._takes_logits_to_keep else {}
+            ids = np.concatenate((last, packing.ids))
+            positions = np.concatenate((position, packing.positions()[0]))
+            tokens = np.concatenate((np.arange(rows), rows + packing.logit_tokens()))
+            attend = partial(self._attend, prefilled, packing.forest, rows)
+            hidden = self._plain.hidden(self.to_device(ids), self.to_device(positions), attend)
+            return self._plain.logits(hidden.index_select(0, self.to_device(tokens)))
+        chosen = self.to_device(packing.logit_tokens())
+        pixels = {name: self.to_device(array) for name, array in _pixels(packing.sequences).items()}
+        extra = {"logits_to_keep": chosen} if self._takes_logits_to_keep else {}
         logits: torch.Tensor = self._model(
-            input_ids=ids[None],
-            position_ids=positions,
+            input_ids=self.to_device(packing.ids)[None],
+            position_ids=self.to_device(packing.positions()),
             past_key_values=prefilled,
             use_cache=True,
             structure=packing.forest,
@@ -219,7 +267,26 @@ class Forward:
             **pixels,
             **extra,
         ).logits[0]
-        return logits if extra else logits.index_select(0, tokens)
+        return logits if extra else logits.index_select(0, chosen)
+
+    def _attend(
+        self,
+        prefilled: PrefillCache,
+        forest: Forest,
+        rows: int,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend from the newest tokens of `rows` rows, and then from the tokens of `forest`; see `Attend`."""
+        joined = prefilled.attend(forest, layer, query[rows:], key[rows:], value[rows:], scale, window)
+        if not rows:
+            return joined
+        newest = self.cache.attend_newest(layer, query[:rows], key[:rows], value[:rows], scale, window)
+        return torch.cat((newest, joined))
 
     def _prefill_alone(
         self,

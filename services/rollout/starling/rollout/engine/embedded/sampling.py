@@ -66,6 +66,11 @@ class SamplingRows:
     recorded: torch.Tensor | None
     """int64 [r]: which of the m rows have their kept tokens recorded; None if no row has."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row is drawn from the model's own distribution; any of them make the same `SamplingRows`."""
+        return self.temperature is None and self.greedy is None and self.truncated is None
+
 
 class Drawn(NamedTuple):
     """The drawn tokens of a batch."""
