@@ -88,7 +88,7 @@ def test_any_blocks_give_the_logprobs_of_a_forward_pass(
         patch.setattr(decoder, "PLAIN_MODELS", decoder.PLAIN_MODELS if is_plain else ())
         engine = make_engine(make_model(family), max_rows=max_rows)
         check(run_schedule(engine, groups, recompute_at), make_model(family))
-        assert engine.cache_size_bytes == 0
+        assert engine._forward.cache.num_blocks == 0
 
 
 OTHER_ATTENTION: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def test_rows_of_a_group_share_the_blocks_of_its_prompt(monkeypatch: pytest.Monk
     engine.step()
     assert (blocks._num_shared, blocks._num_own) == (8, 8)
     drain(engine)
-    assert blocks._num_shared == blocks._num_own == engine.cache_size_bytes == 0
+    assert blocks._num_shared == blocks._num_own == 0
 
 
 def test_short_rows_take_no_room_of_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:

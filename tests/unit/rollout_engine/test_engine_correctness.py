@@ -124,7 +124,7 @@ def test_logprobs_equal_a_forward_pass_for_every_schedule(
             assert tokens.dtype == np.int32
             assert completion.logprobs.dtype == np.float32
             assert completion.versions.tolist() == [0] * len(tokens)
-    assert engine.cache_size_bytes == 0
+    assert engine._forward.cache.num_blocks == 0
 
 
 @examples(15)

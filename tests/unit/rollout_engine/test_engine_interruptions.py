@@ -156,7 +156,7 @@ def test_resumed_group_with_ended_completions_of_different_lengths(exclusive: bo
     assert [len(tokens) for tokens in tokens_of(result)[:3]] == [9, 2, 2]
     assert [completion.status for completion in result.completions[:3]] == [Status.TRUNCATED, Status.OK, Status.OK]
     assert engine.num_running == 0
-    assert engine.cache_size_bytes == 0
+    assert engine._forward.cache.num_blocks == 0
 
 
 def test_resumed_group_whose_completions_have_ended_samples_nothing() -> None:

@@ -117,6 +117,19 @@ def test_cache_shrinks_when_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.cache_size_bytes == 0
 
 
+def test_small_cache_is_kept_for_the_next_rows_and_freed_on_demand() -> None:
+    engine = make_engine()
+    engine.add(request("g", [1, 2, 3], 3, max_tokens=4))
+    engine.step()
+    kept = engine.cache_size_bytes
+    drain(engine)
+    assert engine.cache_size_bytes == kept > 0
+    engine._forward.cache.shrink()
+    assert engine.cache_size_bytes == 0
+    engine.add(request("g", [1, 2, 3], 3, max_tokens=4))
+    assert len(drain(engine)["g"].completions) == 3
+
+
 def test_cache_width_follows_the_longest_row() -> None:
     engine = make_engine()
     engine.add(request("long", random_prompt(0, 50), max_tokens=2))
@@ -182,7 +195,7 @@ def test_cancel_of_all_groups_leaves_an_empty_engine() -> None:
     engine.add(request("a", [1, 2], 3))
     engine.step()
     assert engine.cancel("a")
-    assert engine.num_running == engine.cache_size_bytes == 0
+    assert engine.num_running == engine._forward.cache.num_blocks == 0
     assert engine.step() == []
 
 

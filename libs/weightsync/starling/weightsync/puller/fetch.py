@@ -27,6 +27,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box
 from starling.weightsync.memory.arrays import Array, Memory, flat_bytes, grouped, packed_arrays
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
+from starling.weightsync.memory.jobs import AT_ONCE_BYTES, done_at_once
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.offers.offer import DIGEST_BYTES
 from starling.weightsync.offers.tickets import prove
@@ -451,12 +452,13 @@ class BucketFetcher:
             return
         bucket.digests = answer.digests
         self._bases[bucket.index] = -1
-        job = self._pool.submit(_unpack, read, bucket, self._options)
+        work = partial(_unpack, read, bucket, self._options)
+        job = self._pool.submit(work) if read.size_bytes > AT_ONCE_BYTES or bucket.sizes else done_at_once(work)
         self._num_unpacking += 1  # after `submit`, which fails while the process ends
         job.add_done_callback(partial(self._hand_over, bucket))
 
     def _hand_over(self, bucket: _RequestedBucket, job: Future[_UnpackedBucket]) -> None:
-        """Pass the result to the pulling thread; runs in the unpacking thread."""
+        """Pass the result to the pulling thread; runs in the thread that has unpacked it, which may be that one."""
         error = job.exception()
         self._unpacked.put(job.result() if error is None else _UnpackedBucket(bucket, None, error, 0.0, 0.0))
         bucket.source.client.wake()

@@ -20,6 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.device_memory import SharedDeviceMemory
+from starling.weightsync.memory.jobs import AT_ONCE_BYTES, done_at_once
 from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
@@ -75,6 +76,13 @@ class _Reply:
     opened: ExitStack = field(default_factory=ExitStack)
     """Keeps memory of a device open while it is sent from."""
     answered: bool = False
+
+    @property
+    def digested_bytes(self) -> float:
+        """Bytes that the answer may need to read; many for sizes of deltas, which have to be computed."""
+        if isinstance(self.request, MeasureDeltas):
+            return math.inf
+        return sum(array.nbytes for array in self.grant.boxes)
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -205,7 +213,7 @@ class _Connection:
             return False
         self._replies.append(reply)
         if buffer.nbytes:
-            reply.packed = self._server.submit(lambda: reply.grant.pack(groups, buffer))
+            reply.packed = self._server.run(lambda: reply.grant.pack(groups, buffer), buffer.nbytes)
         else:
             reply.packed = Future()
             reply.packed.set_result(pack(groups, EMPTY_SEGMENT))
@@ -216,9 +224,9 @@ class _Connection:
         assert reply.packed is not None
         if not reply.sending and reply.packed.done():
             reply.sending = True
-            reply.answer = self._server.submit(partial(reply.grant.answer, reply.request.number))
             for index, segment in enumerate(self._segments(reply)):
                 reply.sends.append(self._worker.send(self._endpoint, segment, reply.first_tag + index))
+            reply.answer = self._server.run(partial(reply.grant.answer, reply.request.number), reply.digested_bytes)
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
         if not reply.answered and reply.answer is not None and reply.answer.done():
@@ -301,8 +309,10 @@ class UcxServer:
         if self._thread.is_alive():
             raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")
 
-    def submit(self, job: Any) -> Future[Any]:
-        """Run a job in the pool; its completion wakes the serving thread."""
+    def run(self, job: Any, num_bytes: float) -> Future[Any]:
+        """Run a job that reads `num_bytes`: at once if they are few, else in the pool; the end wakes this thread."""
+        if num_bytes <= AT_ONCE_BYTES:
+            return done_at_once(job)
         future: Future[Any] = self._pool.submit(job)
         future.add_done_callback(lambda _: self.worker.wake())
         return future

@@ -43,7 +43,7 @@ GATHERED_BYTES: Final = 4 << 20
 """Most bytes of a layer's keys and values, in single precision and padded, that a decode step gathers instead of
 reading them in place: what a core has in its cache."""
 KEPT_BYTES: Final = 16 << 20
-"""Size below which the pools do not shrink when rows leave."""
+"""Size below which the pools do not shrink when rows leave, not even for the last one: new ones take milliseconds."""
 WIDENED_TOKENS: Final = 8192
 """Tokens of one head, in half precision, that are widened together: what a core has in its cache."""
 HIDDEN: Final = -1e30
@@ -124,9 +124,14 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self._capacity * self._block_bytes
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that rows hold."""
+        return self._num_own + self._num_shared
+
+    @property
     def num_free_blocks(self) -> int | None:
         """Blocks that can still be allocated; None without a limit."""
-        return None if self.max_blocks is None else self.max_blocks - self._num_own - self._num_shared
+        return None if self.max_blocks is None else self.max_blocks - self.num_blocks
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of the longest row (transformers asks for it by this name)."""
@@ -282,9 +287,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         released = released[self._refs[released] == 0]
         self._num_own -= self._close(released[released >= 0], self._num_own, is_shared=False)
         self._num_shared -= self._close(released[released < 0], self._num_shared, is_shared=True)
-        used = self._num_own + self._num_shared
-        if not used or (2 * used <= self._capacity and self.size_bytes > KEPT_BYTES):
-            self._resize(used)
+        if 2 * self.num_blocks <= self._capacity and self.size_bytes > KEPT_BYTES:
+            self.shrink()
+
+    def shrink(self) -> None:
+        """Free all memory but that of the rows' blocks."""
+        self._resize(self.num_blocks)
 
     def clear_free(self) -> None:
         """Overwrite the free blocks, which may hold values that are not finite."""
@@ -357,7 +365,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _reserve(self, count: int) -> None:
         """Make room for `count` more blocks."""
-        used = self._num_own + self._num_shared + count
+        used = self.num_blocks + count
         if self.max_blocks is not None and used > self.max_blocks:
             raise CacheFullError(f"{used} blocks are needed, and the limit is {self.max_blocks}")
         if used > self._capacity:

@@ -189,7 +189,7 @@ class TransformersEngine:
 
     @property
     def cache_size_bytes(self) -> int:
-        """Bytes of the KV cache of the running rows."""
+        """Bytes of the KV cache, which keeps some memory for the next rows."""
         return self._forward.cache.size_bytes
 
     # --- groups ----------------------------------------------------------------------------------------------------
@@ -522,6 +522,7 @@ class TransformersEngine:
         """Move the weights to host memory; all groups must have been removed before."""
         assert not len(self._rows), "groups are interrupted before the engine sleeps"
         if self._forward.device.type == "cuda":
+            self._forward.cache.shrink()
             self._move("cpu")
             torch.cuda.empty_cache()
 
