@@ -139,7 +139,7 @@ def test_rows_of_a_group_share_the_blocks_of_its_prompt(monkeypatch: pytest.Monk
     engine.step()
     assert (blocks._num_shared, blocks._num_own) == (8, 8)
     drain(engine)
-    assert blocks._num_shared == blocks._num_own == 0
+    assert blocks.num_blocks == 0
 
 
 def test_short_rows_take_no_room_of_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
