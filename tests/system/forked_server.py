@@ -22,7 +22,7 @@ from types import FrameType
 import setproctitle
 
 from starling.cli.services import SERVICES
-from starling.common.observe.process import LIBC, PR_SET_PDEATHSIG
+from starling.common.observe.parent import LIBC, PR_SET_PDEATHSIG
 
 _MODULES = (
     "matplotlib.figure",

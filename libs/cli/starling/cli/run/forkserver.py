@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Final
 
 from starling.common.errors import StarlingError
-from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
+from starling.common.observe.parent import GROUP_SIGNALS, die_with_parent
 
 _ATTEMPTS: Final = 5
 _RETRY_S: Final = 0.2

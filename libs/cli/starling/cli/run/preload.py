@@ -17,9 +17,10 @@ import setproctitle
 
 from starling.cli.run.lean_imports import lean_transformers
 from starling.common.importing import without_modules
+from starling.common.observe.parent import GROUP_SIGNALS, die_with_parent
 
 with without_modules("rich"):  # which structlog imports for tracebacks that no service prints
-    from starling.common.observe.process import GROUP_SIGNALS, die_with_parent
+    import structlog  # noqa: F401
 
 _MODULES = (
     "torch",
@@ -27,11 +28,21 @@ _MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_utils",
     "transformers.modeling_layers",
+    "numpy.ma",
+    "numpy.random",
+    "fsspec",
+    "starling.cli.run.forkserver",
     "starling.common.net.link",
+    "starling.common.nodes.agent",
     "starling.common.offers",
     "starling.common.service",
+    "starling.policy.core.admission",
     "starling.policy.settings.policy",
+    "starling.policy.shell.facts",
+    "starling.policy.shell.peers",
+    "starling.policy.shell.replica",
     "starling.policy.shell.saving",
+    "starling.policy.train.fit",
     "starling.policy.train.learner",
     "starling.policy.train.model.load",
     "starling.policy.train.rl",
@@ -39,7 +50,9 @@ _MODULES = (
     "starling.rollout.core.machine",
     "starling.rollout.settings",
     "starling.rollout.shell.adoption",
+    "starling.rollout.shell.engines",
     "starling.rollout.shell.groups",
+    "starling.rollout.shell.nodes",
     "starling.rollout.engine.embedded.engine",
     "starling.rollout.engine.multimodal.prompts",
     "starling.rollout.engine.teacher",

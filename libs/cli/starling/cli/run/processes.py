@@ -20,7 +20,7 @@ from starling.cli.run.environment import of_fork_server, of_services
 from starling.cli.run.forkserver import ForkedProcess, Forks
 from starling.cli.services import SERVICES
 from starling.common.files import open_own
-from starling.common.observe.process import die_with_parent
+from starling.common.observe.parent import die_with_parent
 from starling.common.observe.terminal import printable
 from starling.common.settings import child_environment
 

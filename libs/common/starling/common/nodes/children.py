@@ -28,7 +28,8 @@ import structlog
 from starling.common.errors import ConfigError
 from starling.common.files import open_own
 from starling.common.observe import log as service_log
-from starling.common.observe.process import EXIT_FAILED, die_with_parent
+from starling.common.observe.parent import die_with_parent
+from starling.common.observe.process import EXIT_FAILED
 
 END: Final = b""
 """Frame that ends a child."""

@@ -1,8 +1,7 @@
-"""Entry and exit of a service process: title, signals, parent death, errors as one sentence."""
+"""Entry and exit of a service process: title, signals, errors as one sentence."""
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -23,11 +22,6 @@ from starling.common.errors import RestartError, StarlingError
 from starling.common.observe import log
 from starling.common.observe.terminal import printable
 
-PR_SET_PDEATHSIG = 1
-# Loaded before any fork: a child of a multithreaded process must not wait for the loader's lock.
-LIBC = ctypes.CDLL(None, use_errno=True)
-GROUP_SIGNALS: Final = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-"""Signals that may reach all processes of a run at once: from its terminal, or from systemd or Slurm."""
 REPEATABLE_STOP_SIGNAL: Final = signal.SIGUSR2
 """Asks for a graceful stop as well, and changes nothing after another stop signal. A supervisor sends it, because a
 scheduler may have sent SIGTERM to the supervisor and to its services at once."""
@@ -187,11 +181,6 @@ def end_within(seconds: float) -> None:
     A C thread does this: it does not need the interpreter lock, which the hanging thread may hold.
     """
     faulthandler.dump_traceback_later(seconds, exit=True)
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies, so that no run leaves processes behind."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_service(name: str, body: Callable[[], None]) -> int:
