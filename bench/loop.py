@@ -6,17 +6,18 @@ Both sides start from one checkpoint, made here by a short supervised run, and l
 prompts in the same order, the same reward function (loop_reward.py), the same number of prompts and completions in a
 step, one update per step, the same loss (clipped ratio, mean over all tokens, advantages scaled by the group's
 deviation, no KL), the same AdamW, in single precision. Starling runs as `starling run` starts it: a controller, a
-policy and a reward service, with one rollout and with two, one thread each, at most one version stale. TRL runs in one
-process, in an environment of its own that is made here from trl-requirements.txt (bench/.cache/trl), with one thread
-and with a thread for each core. Of each side the faster setting counts.
+policy and a reward service, one thread each, with one rollout and tokens of at most one or two versions before, and
+with two rollouts. TRL runs in one process, in an environment of its own that is made here from trl-requirements.txt
+(bench/.cache/trl), with one thread and with a thread for each core. Of each side the setting with the fastest steps
+counts; tokens of older versions may cost further steps, which count.
 
 The clock runs until the mean reward of the training completions, over the last 10 steps, reaches a threshold. There are
 two figures: from the start of the process (`starling run`, or python), with all imports and loading; and from the time
 when the first completion can be sampled. The sides run alternately; each round has its own seed.
 
 The learning rate was chosen for TRL: of 1e-4, 2e-4, 3e-4 and 5e-4 the one with which it needs the fewest steps.
-`--quick` runs one round, with one rollout and with a thread of TRL for each core. It takes less than a minute once
-environment and checkpoint are in bench/.cache.
+`--quick` runs one round, with one rollout, at most two versions, and a thread of TRL for each core. It takes less than
+a minute once environment and checkpoint are in bench/.cache.
 """
 
 from __future__ import annotations
@@ -69,18 +70,31 @@ WARM_UP: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A setting of Starling's side."""
+
+    num_rollouts: int
+    max_staleness: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the side."""
+        return f"starling_{self.num_rollouts}_rollouts_{self.max_staleness}_versions"
+
+
+@dataclass(frozen=True)
 class Scale:
     """Size of the measurement."""
 
     rounds: int
     num_steps: int
     threshold: float
-    num_rollouts: tuple[int, ...]
+    settings: tuple[Setting, ...]
     trl_threads: tuple[int, ...]
 
 
-FULL = Scale(5, 140, 0.60, (1, 2), (1, os.cpu_count() or 1))
-QUICK = Scale(1, 130, 0.60, (1,), FULL.trl_threads[-1:])
+FULL = Scale(5, 140, 0.60, (Setting(1, 1), Setting(1, 2), Setting(2, 1)), (1, os.cpu_count() or 1))
+QUICK = Scale(1, 130, 0.60, (Setting(1, 2),), FULL.trl_threads[-1:])
 
 
 @dataclass(frozen=True)
@@ -157,18 +171,20 @@ def run_starling(recipe: dict[str, Any], folder: Path) -> float:
     return run_logged([str(Path(sys.executable).with_name("starling")), "run", str(file)], folder)
 
 
-def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int, num_rollouts: int) -> dict[str, Any]:
-    """Return the recipe of Starling's runs."""
+def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int, setting: Setting) -> dict[str, Any]:
+    """Return the recipe of Starling's runs; a rollout has slots for a step of each version that tokens can be of."""
+    slots = PROMPTS_PER_STEP * setting.max_staleness
     return {
         "run": {"name": "loop", "kind": "rl", "seed": seed},
-        "launch": {"num_rollouts": num_rollouts, "screen": "plain"},
+        "launch": {"num_rollouts": setting.num_rollouts, "screen": "plain"},
+        "rollout": {"num_slots": slots, "max_rows": slots * GROUP_SIZE},
         "model": {"path": str(checkpoint), "device": "cpu"},
         "data": data_section(data),
         "rl": {
             "num_steps": num_steps,
             "prompts_per_step": PROMPTS_PER_STEP,
             "group_size": GROUP_SIZE,
-            "max_staleness": 1,
+            "max_staleness": setting.max_staleness,
         },
         "sampling": {"max_tokens": MAX_TOKENS},
         "policy": {
@@ -179,9 +195,9 @@ def loop_recipe(data: Path, checkpoint: Path, seed: int, num_steps: int, num_rol
     }
 
 
-def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale, num_rollouts: int) -> RunTimes:
+def time_starling(data: Path, checkpoint: Path, seed: int, scale: Scale, setting: Setting) -> RunTimes:
     """Train once with Starling."""
-    recipe = loop_recipe(data, checkpoint, seed, scale.num_steps, num_rollouts)
+    recipe = loop_recipe(data, checkpoint, seed, scale.num_steps, setting)
     with tempfile.TemporaryDirectory(prefix="starling-loop-") as temporary:
         started = run_starling(recipe, Path(temporary))
         metrics = Path(temporary) / "loop" / "attempt-1" / "metrics.jsonl"
@@ -250,8 +266,8 @@ def measure(scale: Scale) -> dict[str, list[RunTimes]]:
     run_times: dict[str, list[RunTimes]] = {}
     for seed in range(scale.rounds):
         runs = {}
-        for num_rollouts in scale.num_rollouts:
-            runs[f"starling_{num_rollouts}"] = time_starling(data, checkpoint, seed, scale, num_rollouts)
+        for setting in scale.settings:
+            runs[setting.name] = time_starling(data, checkpoint, seed, scale, setting)
         for num_threads in dict.fromkeys(scale.trl_threads):
             runs[f"trl_{num_threads}"] = time_trl(python, data, checkpoint, seed, scale, num_threads)
         for side, times in runs.items():

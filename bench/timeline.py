@@ -16,7 +16,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from loop import HERE, loop_recipe, prepare, run_starling
+from loop import HERE, Setting, loop_recipe, prepare, run_starling
 
 NUM_STEPS = 3
 COLOURS = {
@@ -34,7 +34,7 @@ def run_marked(folder: Path) -> tuple[float, list[Span], dict[str, float], dict[
     """Run; return the start, the spans, the times of events by name, and the names of the replicas by process id."""
     spans = folder / "spans.jsonl"
     os.environ.update(TIMELINE=str(spans), PYTHONPATH=str(HERE / "timeline"))
-    started = run_starling(loop_recipe(*prepare(), seed=0, num_steps=NUM_STEPS, num_rollouts=2), folder)
+    started = run_starling(loop_recipe(*prepare(), seed=0, num_steps=NUM_STEPS, setting=Setting(2, 1)), folder)
     run = folder / "loop" / "attempt-1"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     published = next(line["time"] for line in lines if line["kind"] == "published")
