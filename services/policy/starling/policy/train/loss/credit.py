@@ -211,7 +211,7 @@ def _check(group: ScoredGroup, step: int) -> None:
             "or logits are not"
         )
     for index, reward in enumerate(group.rewards):
-        if not np.isfinite(reward):
+        if not math.isfinite(reward):
             raise ConfigError(
                 f"group {group.prompt_id!r} cannot be trained: reward {index} of the group is {reward}: drop a "
                 "completion whose scoring failed"
@@ -244,12 +244,14 @@ def _call_advantage(groups: Sequence[ScoredGroup], objective: Objective, step: i
 
 def _staleness(group: ScoredGroup, step: int) -> list[float]:
     """Return the staleness of each completion; 0 for one without a sampled token."""
-    versions, lengths = group.versions[group.sampled], group.num_sampled
-    ends = np.cumsum(lengths).tolist()
-    return [
-        float(staleness(step, int(versions[end - length : end].min()))) if length else 0.0
-        for length, end in zip(lengths, ends, strict=True)
-    ]
+    versions, lengths = group.versions[group.sampled], np.array(group.num_sampled)
+    found = np.zeros(len(lengths))
+    if versions.size:
+        begins = np.cumsum(lengths) - lengths
+        oldest = np.minimum.reduceat(versions, begins[lengths > 0])
+        found[lengths > 0] = [staleness(step, version) for version in oldest.tolist()]
+    result: list[float] = found.tolist()
+    return result
 
 
 def _prompt_blocks(groups: Sequence[ScoredGroup], trained: Sequence[bool]) -> tuple[PromptBlock, ...]:
