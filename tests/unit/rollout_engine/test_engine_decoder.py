@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.algo.attention.forest import Forest
 from starling.algo.attention.interface import attention
-from starling.rollout.engine.embedded import cache
+from starling.rollout.engine.embedded import cache, engine, forward
 from starling.rollout.engine.embedded.attention import use_paged_attention
 from starling.rollout.engine.embedded.decoder import TABLE_POSITIONS, PlainDecoder, plain_decoder
 
@@ -179,3 +179,27 @@ def test_groups_that_join_are_prefilled_in_the_pass_that_decodes_the_others(
         for completion in result.completions:
             expected = reference_logprobs(make_model(), prompt, completion.token_ids)
             np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_long_prompt_that_is_scored_is_prefilled_in_parts_beside_running_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its logits at once would take gigabytes."""
+    for module in (forward, engine):
+        monkeypatch.setattr(module, "PREFILL_TOKENS", 8)
+    sizes: list[int] = []
+    logits = PlainDecoder.logits
+
+    def counted(self: PlainDecoder, hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits(self, hidden)
+
+    made = make_engine(make_model())
+    made.add(request("first", [1, 2], max_tokens=30))
+    made.step()
+    monkeypatch.setattr(PlainDecoder, "logits", counted)
+    made.add(replace(request("long", random_prompt(3, 50), 2, max_tokens=3), score_prompt=True))
+    made.step()
+    assert max(sizes) == 1
+    result = drain(made)["long"]
+    assert result.prompt_logprobs is not None
+    expected = reference_logprobs(make_model(), random_prompt(3, 50)[:1], random_prompt(3, 50)[1:])
+    np.testing.assert_allclose(result.prompt_logprobs.logprobs, expected, rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import pytest
 from puller_models import Model, publish, publishers
 
 from starling.common.errors import WeightsError
+from starling.weightsync.memory import jobs
 from starling.weightsync.memory.arrays import Array
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.plan.planner import make_plan
@@ -24,8 +25,9 @@ GRACE_S = 0.5
 """How long a thread keeps writing to see whether the fetch ends meanwhile."""
 
 
-def test_failed_fetch_waits_for_each_writing_thread_though_several_fail() -> None:
+def test_failed_fetch_waits_for_each_writing_thread_though_several_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads fail and a third one still writes: `run` must not return before the third is done."""
+    monkeypatch.setattr(jobs, "AT_ONCE_ARRAYS", -1)
     model = Model(random.Random(3), num_tensors=12, longest=60)
     source, destination = model.layout("policy-0", 1, copies=False), model.layout("rollout-0", 1)
     plan = make_plan(source, destination, bucket_bytes=256)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.transports.base import ConnectionLost
 from starling.weightsync.transports.endpoints import is_loopback
 from starling.weightsync.transports.source import NoDeltas
+from starling.weightsync.transports.ucx import worker
 from starling.weightsync.transports.ucx.worker import SUPPORTED, UcxRequest, UcxWorker, has_ucx
 
 pytestmark = pytest.mark.skipif(not has_ucx(), reason="UCXX is not installed")
@@ -262,3 +264,19 @@ def test_connection_made_again_at_once_is_served() -> None:
             peer.client.drop("source")
             assert not peer.connect(made.offer).reason
             peer.client.drop("source")
+
+
+def test_library_is_not_loaded_ahead_of_one_that_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LOADER_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}")
+    monkeypatch.delenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", raising=False)
+    assert not worker._host_has_library()
+    (tmp_path / "cache").write_bytes(b"\0libucp.so.0\0libucs.so.0\0/opt/ucx/lib/libucs.so.0\0")
+    assert worker._host_has_library()
+    (tmp_path / "cache").unlink()
+    (tmp_path / "libucs.so.0").touch()
+    assert worker._host_has_library()
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert not worker._host_has_library()
+    monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "true")
+    assert worker._host_has_library()

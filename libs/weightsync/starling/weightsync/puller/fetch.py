@@ -27,7 +27,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.delta.boxes import apply_box
 from starling.weightsync.memory.arrays import Array, Memory, flat_bytes, grouped, packed_arrays
 from starling.weightsync.memory.digests import DigestMode, digest_of_array
-from starling.weightsync.memory.jobs import AT_ONCE_BYTES, done_at_once
+from starling.weightsync.memory.jobs import done_at_once, is_small
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.offers.offer import DIGEST_BYTES
 from starling.weightsync.offers.tickets import prove
@@ -382,13 +382,14 @@ class BucketFetcher:
         wait_s = deadline.check(doing + at)
         if self._settle_all():
             wait_s = 0.0
-        before = time.perf_counter()
         for client in self._clients:
-            for event in client.poll(wait_s if len(self._clients) == 1 else min(wait_s, 0.002)):
+            before = time.perf_counter()
+            events = client.poll(wait_s if len(self._clients) == 1 else min(wait_s, 0.002))
+            self.stats.wait_s += time.perf_counter() - before
+            for event in events:
                 source = self._by_key.get(event.source)
                 if source is not None:
                     self._handle(source, event)
-        self.stats.wait_s += time.perf_counter() - before
         self._settle_all()
         for source in owing:
             stalled_s = source.stalled_s(self._options.stall_s)
@@ -453,7 +454,8 @@ class BucketFetcher:
         bucket.digests = answer.digests
         self._bases[bucket.index] = -1
         work = partial(_unpack, read, bucket, self._options)
-        job = self._pool.submit(work) if read.size_bytes > AT_ONCE_BYTES or bucket.sizes else done_at_once(work)
+        at_once = not bucket.sizes and is_small(len(read.boxes), read.size_bytes)
+        job = done_at_once(work) if at_once else self._pool.submit(work)
         self._num_unpacking += 1  # after `submit`, which fails while the process ends
         job.add_done_callback(partial(self._hand_over, bucket))
 

@@ -24,7 +24,7 @@ import torch
 from starling.common.errors import WeightsError
 from starling.weightsync.memory.arrays import Array, Memory, allocate, packed_arrays, same_arrays
 from starling.weightsync.memory.digests import DigestMode
-from starling.weightsync.memory.jobs import AT_ONCE_BYTES
+from starling.weightsync.memory.jobs import is_small
 from starling.weightsync.memory.pools import BufferPool
 from starling.weightsync.offers.offer import Offer, RankOffer, check_offer, holds_of
 from starling.weightsync.plan.buckets import most_at_once
@@ -217,7 +217,7 @@ class Puller:
         """
         attestation = self._attestation(offer, root_plan)
         live = live_views(self._layout, self._rank, tensors)
-        mapped = map if self._extent_bytes <= AT_ONCE_BYTES else self._pool.map
+        mapped = map if is_small(len(self._pieces), self._extent_bytes) else self._pool.map
         list(mapped(lambda index: attestation.add_bucket(index, live), range(len(self._sent))))
         list(mapped(lambda shard: attestation.add_others(shard, live[shard]), attestation.shards_of_others))
         return attestation.roots(self._sent)

@@ -20,7 +20,7 @@ from starling.common.errors import WeightsError
 from starling.weightsync.costs.estimate import MAX_PACKING_BYTES
 from starling.weightsync.memory.arrays import Memory, grouped, pack, packing_bytes
 from starling.weightsync.memory.device_memory import SharedDeviceMemory
-from starling.weightsync.memory.jobs import AT_ONCE_BYTES, done_at_once
+from starling.weightsync.memory.jobs import are_small, done_at_once
 from starling.weightsync.memory.pools import GrowingBufferPool
 from starling.weightsync.plan.moves import MAX_TRANSFERS
 from starling.weightsync.transports.endpoints import IDLE_TIMEOUT_S, LONGEST_WAIT_S, MAX_QUEUED_BYTES, MAX_WAITING
@@ -76,13 +76,6 @@ class _Reply:
     opened: ExitStack = field(default_factory=ExitStack)
     """Keeps memory of a device open while it is sent from."""
     answered: bool = False
-
-    @property
-    def digested_bytes(self) -> float:
-        """Bytes that the answer may need to read; many for sizes of deltas, which have to be computed."""
-        if isinstance(self.request, MeasureDeltas):
-            return math.inf
-        return sum(array.nbytes for array in self.grant.boxes)
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -213,7 +206,8 @@ class _Connection:
             return False
         self._replies.append(reply)
         if buffer.nbytes:
-            reply.packed = self._server.run(lambda: reply.grant.pack(groups, buffer), buffer.nbytes)
+            pack_all = partial(reply.grant.pack, groups, buffer)
+            reply.packed = self._server.run(pack_all, at_once=are_small(reply.grant.payload))
         else:
             reply.packed = Future()
             reply.packed.set_result(pack(groups, EMPTY_SEGMENT))
@@ -226,7 +220,9 @@ class _Connection:
             reply.sending = True
             for index, segment in enumerate(self._segments(reply)):
                 reply.sends.append(self._worker.send(self._endpoint, segment, reply.first_tag + index))
-            reply.answer = self._server.run(partial(reply.grant.answer, reply.request.number), reply.digested_bytes)
+            # Sizes of deltas have to be computed.
+            at_once = isinstance(reply.request, ReadBoxes) and are_small(reply.grant.boxes)
+            reply.answer = self._server.run(partial(reply.grant.answer, reply.request.number), at_once=at_once)
         while reply.sends and reply.sends[0].completed:
             reply.sends.popleft().check()
         if not reply.answered and reply.answer is not None and reply.answer.done():
@@ -309,9 +305,9 @@ class UcxServer:
         if self._thread.is_alive():
             raise WeightsError(f"The serving thread did not end within {deadline_s:g} s.")
 
-    def run(self, job: Any, num_bytes: float) -> Future[Any]:
-        """Run a job that reads `num_bytes`: at once if they are few, else in the pool; the end wakes this thread."""
-        if num_bytes <= AT_ONCE_BYTES:
+    def run(self, job: Any, *, at_once: bool) -> Future[Any]:
+        """Run a job, now or in the pool; its completion there wakes the serving thread."""
+        if at_once:
             return done_at_once(job)
         future: Future[Any] = self._pool.submit(job)
         future.add_done_callback(lambda _: self.worker.wake())

@@ -53,6 +53,9 @@ _PAUSE_S: Final = 0.1
 """Between attempts to start."""
 UNUSED_VARIABLES: Final = "UCX_WARN_UNUSED_ENV_VARS", "n"
 """UCXX itself sets variables that this UCX does not use."""
+BASIC_LIBRARY: Final = "libucs.so.0"
+LOADER_CACHE: Final = Path("/etc/ld.so.cache")
+"""Names of the libraries in the loader's folders."""
 SUPPORTED: Final = SupportedVersions("UCXX", (0, 52), (0, 53), "ucx")
 _FORCE_NS: Final = 10**9
 """Period of a blocking close that amounts to a forced one: pending requests are cancelled at once."""
@@ -62,18 +65,32 @@ log = logging.getLogger(__name__)
 
 
 def load_library() -> None:
-    """Load UCX's basic library with the interpreter lock released, for forks to inherit; skips what is not installed.
+    """Load the basic library of the packaged UCX with the interpreter lock released, for forks to inherit.
 
     While it is loaded it measures the processor's clock, unless the processor's name has it, for 0.4 s; the import of
-    `load_ucxx` would keep the lock meanwhile.
+    `load_ucxx` would keep the lock meanwhile. Does nothing where the package is missing, or where the host has another
+    UCX: what needs that one, as plugins of NCCL, would get a mixture of both.
     """
     os.environ.setdefault(*UNUSED_VARIABLES)  # it is read now
     spec = importlib.util.find_spec("libucx")
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or _host_has_library():
         return
     load = ctypes.CDLL(None).dlopen
     load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     load(os.fsencode(Path(spec.origin).with_name("lib") / "libucs.so"), os.RTLD_NOW | os.RTLD_LOCAL)
+
+
+def _host_has_library() -> bool:
+    """Return whether the loader would find a UCX beside the packaged one, or is asked to prefer that."""
+    if os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false":
+        return True
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    if any((Path(folder) / BASIC_LIBRARY).exists() for folder in folders):
+        return True
+    try:
+        return BASIC_LIBRARY.encode() in LOADER_CACHE.read_bytes()
+    except OSError:
+        return False
 
 
 def load_ucxx() -> tuple[Any, Any]:

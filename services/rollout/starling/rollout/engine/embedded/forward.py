@@ -126,7 +126,8 @@ class Forward:
 
     def mixes(self, sequences: Sequence[PrefillSequence]) -> bool:
         """Return whether `mix` can compute `sequences`."""
-        return self._plain is not None and len(list(_chunks(sequences))) == 1
+        one_row = len(list(_chunks(sequences))) == 1 and not _needs_parts(sequences[0])
+        return self._plain is not None and one_row
 
     def mix(
         self,
@@ -209,8 +210,7 @@ class Forward:
         return PagedCache(self._shapes, self.device, window=self._window, max_bytes=self._max_cache_bytes)
 
     def _prefill(self, sequences: Sequence[PrefillSequence], places: Places, version: int) -> torch.Tensor:
-        first = sequences[0].group
-        if len(sequences[0].ids) > PREFILL_TOKENS and first.needs_prompt_logprobs and not first.request.tensors:
+        if _needs_parts(sequences[0]):
             last = self._prefill_in_parts(sequences[0], places[0], version)
         elif self._packs:
             last = self._prefill_packed(Packing(sequences, places), version)
@@ -355,6 +355,12 @@ def _cached(sequence: PrefillSequence) -> CachedSequence:
     """Return the description of a sequence for the cache."""
     prompt = len(sequence.group.request.prompt_ids)
     return CachedSequence(sequence.group.number, prompt, len(sequence.ids) - prompt, len(sequence.indices))
+
+
+def _needs_parts(sequence: PrefillSequence) -> bool:
+    """Return whether the logits of a sequence, which is a chunk of its own then, are computed part by part."""
+    group = sequence.group
+    return len(sequence.ids) > PREFILL_TOKENS and group.needs_prompt_logprobs and not group.request.tensors
 
 
 def _chunks(sequences: Sequence[PrefillSequence]) -> Iterator[slice]:
