@@ -90,6 +90,8 @@ class FaultPair:
         self.forged = False
         """Whether it holds something else than was published as this version."""
         self.report: PullReport | None = None
+        self.reason = ""
+        """Why the last pull that failed did."""
         """Of the last successful pull."""
         layout = layout_of(self.tensors, "rollout-0")
         self.plan = make_plan(self.source.layout, layout, bucket_bytes=BUCKET_BYTES)
@@ -143,7 +145,8 @@ class FaultPair:
                 relays_first=True,
             )
         except WeightsError as error:
-            return self._check_failed(in_place, str(error))
+            self.reason = str(error)
+            return self._check_failed(in_place, self.reason)
         if not in_place:
             require(self.puller.state == "staged", f"{self.puller.state} after a pull into staging")
             require(self.puller.version == self.version, "another version before the switch")
@@ -166,10 +169,9 @@ class FaultPair:
         """Pull without a fault, which must succeed."""
         self.expect(self.pull(offer, in_place=self.draw.random() < 0.5, cancelled=cancelled), "adopted")
 
-    @staticmethod
-    def expect(outcome: Outcome, *allowed: Outcome) -> Outcome:
+    def expect(self, outcome: Outcome, *allowed: Outcome) -> Outcome:
         """Return the outcome of a pull, which must be among `allowed`."""
-        require(outcome in allowed, f"{outcome} instead of {' or '.join(allowed)}")
+        require(outcome in allowed, f"{outcome} instead of {' or '.join(allowed)}: {self.reason or 'no failure'}")
         return outcome
 
     def holds(self) -> bool:
