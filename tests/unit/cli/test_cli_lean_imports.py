@@ -69,9 +69,9 @@ os.write(1, b"compiled")
 LIBRARY = """
 import threading
 
-from starling.weightsync.transports.ucx.worker import UcxWorker
+from starling.weightsync.transports.ucx.worker import UcxWorker, _host_has_library
 
-assert "/libucs.so" in open("/proc/self/maps").read()
+assert ("/libucx/lib/libucs.so" in open("/proc/self/maps").read()) is not _host_has_library()
 assert threading.active_count() == 1
 number = os.fork()
 if number == 0:

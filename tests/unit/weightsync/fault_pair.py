@@ -90,9 +90,9 @@ class FaultPair:
         self.forged = False
         """Whether it holds something else than was published as this version."""
         self.report: PullReport | None = None
-        self.reason = ""
-        """Why the last pull that failed did."""
         """Of the last successful pull."""
+        self.reason = ""
+        """Why the last pull failed; empty if it did not."""
         layout = layout_of(self.tensors, "rollout-0")
         self.plan = make_plan(self.source.layout, layout, bucket_bytes=BUCKET_BYTES)
         self.puller = Puller(layout, stall_s=stall_s)
@@ -134,6 +134,7 @@ class FaultPair:
         Raises:
             Violation: it holds what it must not hold, or says what is not so.
         """
+        self.reason = ""
         try:
             self.report = self.puller.pull(
                 offer,

@@ -275,16 +275,20 @@ class TransformersEngine:
         return ended
 
     def _compute(self, sequences: Sequence[PrefillSequence]) -> torch.Tensor:
-        """Compute the newest token of every row, and prefill `sequences`; return the logits of all next tokens."""
+        """Compute the newest token of every row, and prefill `sequences`, which join; return the logits after each."""
         if not sequences:
             return self._decode()
-        if not len(self._rows):
-            return self._join(sequences, self._forward.prefill(sequences, self._version))
-        if self._forward.mixes(sequences):
-            table = self._rows.table
-            return self._join(sequences, self._forward.mix(table["last"], table["position"], sequences, self._version))
-        decoded = self._decode()
-        return torch.cat((decoded, self._join(sequences, self._forward.prefill(sequences, self._version))))
+        table = self._rows.table
+        if not len(table):
+            logits = self._forward.prefill(sequences, self._version)
+        elif self._forward.mixes(sequences):
+            logits = self._forward.mix(table["last"], table["position"], sequences, self._version)
+        else:
+            logits = torch.cat((self._decode(), self._forward.prefill(sequences, self._version)))
+        self._rows.append(sequences)
+        self._running.update((sequence.group.number, sequence.group) for sequence in sequences)
+        self._sampling = None
+        return logits
 
     def pause(self) -> None:
         """Stop sampling until `resume`; running sequences stay."""
@@ -351,13 +355,6 @@ class TransformersEngine:
         with recorder.recording():
             logits = self._forward.decode(table["last"], table["position"])
         self._rows.record_experts(recorder.take())
-        return logits
-
-    def _join(self, sequences: Sequence[PrefillSequence], logits: torch.Tensor) -> torch.Tensor:
-        """Add the rows of `sequences`, which have been prefilled; return `logits`."""
-        self._rows.append(sequences)
-        self._running.update((sequence.group.number, sequence.group) for sequence in sequences)
-        self._sampling = None
         return logits
 
     # --- tokens ----------------------------------------------------------------------------------------------------
