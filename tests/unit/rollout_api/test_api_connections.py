@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from starling.common.http.protocol import MAX_PIPELINED, limited_protocol
 from starling.rollout.api.model import ServedModel
-from starling.rollout.api.protocol import MAX_PIPELINED, limited_protocol
 from starling.rollout.api.server import ApiServer
 from starling.rollout.engine.queue import EngineQueue
 from starling.rollout.settings import ApiSettings

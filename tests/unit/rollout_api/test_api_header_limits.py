@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from starling.rollout.api.protocol import MAX_HEADER_BYTES, limited_protocol
+from starling.common.http.protocol import MAX_HEADER_BYTES, limited_protocol
 
 DEADLINE_S = 60.0
 WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

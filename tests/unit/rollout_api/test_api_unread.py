@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from starling.rollout.api.protocol import limited_protocol
+from starling.common.http.protocol import limited_protocol
 
 DEADLINE_S = 60.0
 PART = bytes(1 << 20)

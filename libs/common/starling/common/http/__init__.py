@@ -1,0 +1,1 @@
+"""HTTP servers of services: thread, address, and limits on connections. Needs uvicorn."""
