@@ -18,7 +18,7 @@ from figure import machine, print_figure, progress
 
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.groups import ScoreTask
+from starling.reward.core.samples import PromptText, group_task
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 from starling.rollout.env.sandbox.sandbox import Sandbox
@@ -89,7 +89,8 @@ def measure_programs(levels: list[Mechanism], rounds: int, calls: int) -> dict[M
                 completion = CompletionText(text="def add(a, b): return a + b", status=Status.OK, num_tokens=1)
                 completions = tuple((index, completion) for index in range(calls))
                 begun = time.perf_counter()
-                pool.submit(ScoreTask(f"score:{number}", completions, "assert add(1, 2) == 3", "", {}, (0,)))
+                prompt = PromptText("", "assert add(1, 2) == 3", {})
+                pool.submit(group_task(f"score:{number}", completions, prompt, (0,)))
                 left = calls
                 while left:
                     left -= len(pool.poll(LIMIT_S))

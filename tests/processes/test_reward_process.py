@@ -1,7 +1,10 @@
-"""The reward process: its reported waits, and its end while a scorer hangs."""
+"""The reward process: its reported waits, its end while a scorer hangs, and completions that it gives up on."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 from fake_hub import FakeHub
@@ -41,3 +44,56 @@ def test_reward_service_reports_hanging_scorer_and_still_ends(hub: FakeHub, tmp_
         assert 0.0 < wait.seconds_left <= 90.0
         reward.terminate()
         assert exit_code(reward) == 0
+
+
+FRAGILE = """
+import os
+import time
+
+def reward(completion, reference, prompt_text, metadata):
+    if completion == "exit":
+        os._exit(3)
+    return float(len(completion))
+"""
+
+
+def test_completion_that_the_service_gave_up_on_is_kept_and_scored_again(hub: FakeHub, tmp_path: Path) -> None:
+    scorer, recipe = tmp_path / "fragile.py", tmp_path / "recipe.toml"
+    scorer.write_text(FRAGILE)
+    recipe.write_text(f'[[reward.scorers]]\nname = "{scorer}:reward"\nlabel = "fragile/one"\nretries = 2\n')
+    with replica(hub, "reward-0", tmp_path, "--config", str(recipe)) as reward:
+        hub.hello("reward-0")
+        completions = tuple(
+            wire.CompletionText(text=text, status=wire.Status.OK, num_tokens=4) for text in ("good", "exit")
+        )
+        prompt = wire.Prompt(id="p", text="question", reference="answer", metadata={"task": "sums"})
+        lease = hub.lease("score")
+        hub.send("reward-0", wire.ScoreGroup(lease=lease, prompt=prompt, completions=completions))
+        scored, _ = hub.answer("reward-0", lease, wire.GroupScored)
+        assert scored.statuses == (wire.Status.OK, wire.Status.REWARD_ERROR)
+        reward.terminate()
+        assert exit_code(reward) == 0
+    (file,) = (tmp_path / "quarantine").iterdir()
+    assert file.name == "000001-fragile_one.json"
+    kept = json.loads(file.read_text())
+    assert (kept["scorer"], kept["prompt"], kept["reference"]) == ("fragile/one", "question", "answer")
+    assert (kept["metadata"], kept["completion"]["text"]) == ({"task": "sums"}, "exit")
+    assert kept["problem"] == "scorer 'fragile/one' ended its worker process (exit status 3)."
+
+    again = replayed(file, recipe)
+    assert (again.returncode, again.stdout) == (1, f"{file}: {kept['problem']}\n"), again.stderr
+    assert again.stderr.endswith("starling reward: 1 of 1 completion failed again\n")
+    scorer.write_text(FRAGILE.replace("os._exit(3)", "pass"))
+    assert replayed(file, recipe).stdout == f"{file}: 4.0\n"
+
+    recipe.write_text(recipe.read_text().replace("fragile/one", "other"))
+    refused = replayed(file, recipe)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "is of scorer 'fragile/one', and the recipe has other" in refused.stderr
+    file.write_text("[]")
+    assert "is no file of a quarantine" in replayed(file, recipe).stderr
+
+
+def replayed(file: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "starling.reward.shell.main", "replay", str(file), "--config", str(recipe)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -124,6 +124,49 @@ def completions_up_to_the_context_length(folder: Path) -> None:
     assert len(trained(folder)) == 8
 
 
+JUDGE = """
+class Judge:
+    keys = ("letters", "size")
+    batch_size = 3
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def setup(self):
+        self.is_set_up = True
+
+    def score(self, batch):
+        assert self.is_set_up
+        both = list(zip(batch.completions, batch.references))
+        letters = [self.factor * len(set(one) & set(right)) / 3 for one, right in both]
+        return {"letters": letters, "size": [len(batch)] * len(both)}
+
+class Comparison:
+    scope = "groupwise"
+
+    def score(self, batch):
+        longest = max(map(len, batch.completions))
+        return {"score": [float(len(one) == longest) for one in batch.completions]}
+"""
+
+
+def scores_of_classes(folder: Path) -> None:
+    """A class in batches, of whose scores one counts within bounds, and one that compares whole groups."""
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text(JUDGE)
+    judge = {"name": "mine.py:Judge", "label": "judge", "key": "letters", "clip_max": 0.5, "options": {"factor": 2.0}}
+    comparison = {"name": "mine.py:Comparison", "label": "longest", "weight": 0.0}
+    reward = {"scorers": [judge, comparison], "scale": 3.0}
+    make_workdir(folder, sft={"num_steps": 0}, rl={"num_steps": 3}, reward=reward, evaluation={})
+    with run(folder) as command:
+        assert command.wait() == 0, command.transcript()
+    for line in metrics(folder, "step"):
+        assert 0.0 < line["score/judge/letters"] == line["score/judge"] <= 2.0, "the score itself"
+        assert 1.0 <= line["score/judge/size"] <= 3.0, "never more than batch_size"
+        assert 0.0 <= line["reward_mean"] <= line["reward_max"] == 1.5, "clip_max times scale"
+        assert 0.0 < line["score/longest"] <= 1.0, "at least one of each group"
+
+
 def scorer_that_always_raises(folder: Path) -> None:
     make_workdir(folder, sft={"num_steps": 0}, evaluation={}, reward=write_scorer(folder, raises="always"))
     with run(folder) as command:
@@ -146,7 +189,7 @@ def example_longer_than_the_context(folder: Path) -> None:
 
 
 def test_misbehaving_scorers_fail_only_their_groups(tmp_path: Path) -> None:
-    scenarios = [impossible_prompts, equal_rewards, completions_up_to_the_context_length]
+    scenarios = [impossible_prompts, equal_rewards, completions_up_to_the_context_length, scores_of_classes]
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
 
 

@@ -90,9 +90,10 @@ def _flood() -> None:
     """Report calls that the worker was never sent, faster than anyone reads."""
     import socket
 
+    from starling.reward.score.scorers.batch import BatchScores
     from starling.reward.score.workers.protocol import CallReport, frame
 
-    line, reports = _line(), frame(CallReport(1 << 20, 1.0, "", 0.0)) * 100_000
+    line, reports = _line(), frame(CallReport(1 << 20, BatchScores(((1.0,),), ("",)), 0.0)) * 100_000
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
     while True:
         line.sendall(reports)
@@ -108,14 +109,15 @@ def _fail_start() -> None:
 
 def _forge(what: str) -> None:
     """Report the worker's first call in its name."""
+    from starling.reward.score.scorers.batch import BatchScores
     from starling.reward.score.workers.protocol import CallReport, frame
 
     now, nan = time.monotonic(), float("nan")
     reports = {
-        "time": CallReport(0, 1.0, "", nan),
-        "value": CallReport(0, nan, "", now),
-        "problem": CallReport(0, None, "x" * 500_000, now),
-        "length": CallReport(0, None, "x" * 2_000_000, now),
+        "time": CallReport(0, BatchScores(((1.0,),), ("",)), nan),
+        "value": CallReport(0, BatchScores(((nan,),), ("",)), now),
+        "problem": CallReport(0, BatchScores(((None,),), ("x" * 500_000,)), now),
+        "length": CallReport(0, BatchScores(((None,),), ("x" * 2_000_000,)), now),
     }
     _line().sendall(frame(reports[what]))
 

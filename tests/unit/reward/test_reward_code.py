@@ -20,7 +20,7 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox import execution, launch, syscalls
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.groups import Score, ScoreTask
+from starling.reward.core.samples import PromptText, Score, group_task
 from starling.reward.score.scorers.code import program_of
 from starling.reward.score.scorers.registry import check_executor, resolve_scorer
 from starling.reward.score.workers.pool import ScoringPool
@@ -39,7 +39,8 @@ class Judge:
     def score(self, *programs: str, reference: str = "", **metadata: Any) -> list[Score]:
         self.number += 1
         texts = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in programs)
-        self.pool.submit(ScoreTask(f"score:{self.number}", tuple(enumerate(texts)), reference, "", metadata, (0,)))
+        prompt = PromptText("", reference, metadata)
+        self.pool.submit(group_task(f"score:{self.number}", enumerate(texts), prompt, (0,)))
         scores: list[Score] = []
         while len(scores) < len(programs):
             new = self.pool.poll(PATIENCE_S)
@@ -485,7 +486,7 @@ time.sleep(600)
 SERVICE = """
 import sys
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.groups import ScoreTask
+from starling.reward.core.samples import PromptText, group_task
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
@@ -493,7 +494,7 @@ level, program = sys.argv[1:]
 scorer = {"name": "code", "timeout_s": 500.0, "options": {"timeout_s": 400.0}}
 with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "sandbox": level})) as pool:
     completion = CompletionText(text=program, status=Status.OK, num_tokens=1)
-    pool.submit(ScoreTask("one", ((0, completion),), "", "", {}, (0,)))
+    pool.submit(group_task("one", ((0, completion),), PromptText("", "", {}), (0,)))
     pool.poll(500.0)
 """
 

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from property_tests import examples
 
+from starling.reward.score.scorers.batch import BatchScores, ScorerForm
 from starling.reward.score.workers.process import WorkerProcess
 from starling.reward.score.workers.protocol import (
     FRAME_LIMIT_BYTES,
@@ -26,7 +27,12 @@ tags = st.sampled_from(["ready", "start_failed", "report", "setup", ""])
 bodies = st.binary(max_size=48) | st.builds(
     lambda tag, fields: msgspec.msgpack.encode([tag, *fields]), tags, st.lists(values, max_size=5)
 )
-MESSAGES = (WorkerReady(), CallReport(3, 0.5, "", 1.0), CallReport(4, None, "raised", 2.0))
+FORMS = ((0, ScorerForm()), (1, ScorerForm(("quality", "motion"), "groupwise", 8)))
+MESSAGES = (
+    WorkerReady(FORMS),
+    CallReport(3, BatchScores(((0.5,),), ("",)), 1.0),
+    CallReport(4, BatchScores(((None, 1.0), (2.0, 3.0)), ("raised", "")), 2.0),
+)
 
 
 def decoded(data: bytes, cuts: list[int]) -> list[Any]:

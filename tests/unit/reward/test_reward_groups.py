@@ -21,12 +21,13 @@ from starling.common.wire.messages import (
 from starling.reward.core.groups import (
     CancelTask,
     GroupScores,
-    Score,
+    RewardBounds,
     SendScores,
     SubmitTask,
     WeightedScorer,
     prompt_text,
 )
+from starling.reward.core.samples import Score
 
 TWO = (WeightedScorer("right", 1.0), WeightedScorer("form", 0.5))
 
@@ -49,11 +50,12 @@ def test_group_from_arrival_to_answer() -> None:
     scores = machine()
     (submit,) = scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR))
     assert isinstance(submit, SubmitTask)
-    assert [(index, item.text, item.status) for index, item in submit.task.completions] == [
+    assert [(one.index, one.completion.text, one.completion.status) for one in submit.task.samples] == [
         (0, "c0", Status.OK),
         (1, "c1", Status.TRUNCATED),
     ]
-    assert (submit.task.reference, submit.task.prompt_text, submit.task.metadata) == ("r", "p", {"k": 1})
+    (prompt,) = submit.task.prompts
+    assert (prompt.reference, prompt.text, prompt.metadata) == ("r", "p", {"k": 1})
     assert phases(scores) == {"score:1:0": "working"}
 
     assert scores.record(Score("score:1:0", 1, 1, 1.0)) == []
@@ -148,6 +150,46 @@ def test_negative_scores_and_weights() -> None:
         assert isinstance(answer, SendScores)
         assert answer.message.rewards == (reward,)
         assert answer.message.components == {"right": (1.0,), "overlong": (-0.5,)}
+
+
+@pytest.mark.parametrize(
+    ("values", "reward"),
+    [
+        ((0.5, 1.0), 2.0 * (0.5 + 3.0)),
+        ((5.0, 1.0), 2.0 * (1.0 + 3.0)),
+        ((-5.0, 0.0), 2.0 * -1.0),
+        ((1.0, 9.0), 2.0 * 4.5),
+        ((-1.0, -9.0), 2.0 * -3.0),
+        ((-1.0, -1.7e308), 2.0 * -3.0),
+    ],
+)
+def test_scores_and_their_sum_have_bounds_and_the_sum_a_factor(values: tuple[float, float], reward: float) -> None:
+    scorers = (WeightedScorer("a", 1.0, clip_min=-1.0, clip_max=1.0), WeightedScorer("b", 3.0))
+    scores = GroupScores(scorers, 2, RewardBounds(clip_min=-3.0, clip_max=4.5, scale=2.0))
+    scores.add(group("score:1:0", Status.OK))
+    scores.record(Score("score:1:0", 0, 0, values[0]))
+    (answer,) = scores.record(Score("score:1:0", 0, 1, values[1]))
+    assert isinstance(answer, SendScores)
+    assert answer.message.rewards == (reward,)
+    assert answer.message.components == {"a": values[:1], "b": values[1:]}, "metrics have the scores themselves"
+
+
+def test_components_have_all_scores_of_a_scorer_with_several() -> None:
+    scores = machine((WeightedScorer("judge", 1.0), WeightedScorer("form", 0.5)))
+    scores.add(group("score:1:0", Status.OK, Status.TRUNCATED, Status.ENV_ERROR))
+    scores.record(Score("score:1:0", 0, 0, 3.0, parts=(("quality", 1.0), ("motion", 2.0))))
+    failed = Score("score:1:0", 1, 0, None, Status.REWARD_ERROR, "it fell.", (("quality", 5.0), ("motion", None)))
+    scores.record(failed)
+    scores.record(Score("score:1:0", 0, 1, 1.0))
+    (answer,) = scores.record(Score("score:1:0", 1, 1, 0.0))
+    assert isinstance(answer, SendScores)
+    assert answer.message.rewards == (3.5, None, None)
+    assert answer.message.components == {
+        "judge": (3.0, None, None),
+        "judge/quality": (1.0, 5.0, None),
+        "judge/motion": (2.0, None, None),
+        "form": (1.0, 0.0, None),
+    }
 
 
 @pytest.mark.parametrize("values", [(1e308, 1e308), (1.7e308, -1.7e308), (1.7e308, 1.7e308)])

@@ -14,7 +14,7 @@ from sandbox_levels import ALL, STRONG
 
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.groups import Score, ScoreTask
+from starling.reward.core.samples import PromptText, Score, group_task
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
@@ -77,7 +77,7 @@ def score(file: Path, level: Mechanism, name: str, text: str, needs: dict[str, A
     settings = RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1, "sandbox": level})
     completion = CompletionText(text=text, status=Status.OK, num_tokens=1)
     with ScoringPool(settings) as pool:
-        pool.submit(ScoreTask("score:0", ((0, completion),), "", "", {}, (0,)))
+        pool.submit(group_task("score:0", ((0, completion),), PromptText("", "", {}), (0,)))
         (one,) = pool.poll(PATIENCE_S)
     return one
 

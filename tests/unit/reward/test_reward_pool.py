@@ -23,7 +23,7 @@ from sandbox_levels import ALL
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.groups import Score, ScoreTask
+from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
@@ -32,15 +32,14 @@ PATIENCE_S = 60.0
 
 
 def settings(*functions: str, **others: Any) -> RewardSettings:
-    scorers = [{"name": f"{MISBEHAVING}:{function}", "label": function} for function in functions]
+    scorers = [{"name": f"{MISBEHAVING}:{function}", "label": function, "retries": 0} for function in functions]
     return RewardSettings.model_validate({"scorers": scorers, "num_workers": 1, **others})
 
 
 def task(*texts: str, id: str = "score:0:0", num_scorers: int = 1, **others: Any) -> ScoreTask:
-    fields: dict[str, Any] = {"reference": "", "prompt_text": "", "metadata": {}, **others}
-    fields["scorers"] = tuple(range(num_scorers))
+    fields: dict[str, Any] = {"reference": "", "text": "", "metadata": {}, **others}
     completions = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in texts)
-    return ScoreTask(id=id, completions=tuple(enumerate(completions)), **fields)
+    return group_task(id, enumerate(completions), PromptText(**fields), tuple(range(num_scorers)))
 
 
 def collect(pool: ScoringPool, count: int) -> list[Score]:
@@ -230,7 +229,7 @@ def test_scorers_receive_everything_and_their_options() -> None:
     scorers = [{"name": f"{MISBEHAVING}:everything", "options": {"bonus": 0.5}}]
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
         metadata = {"deep": {"list": [1, 2.5, None]}}
-        pool.submit(task("c", reference="r", prompt_text="p", metadata=metadata))
+        pool.submit(task("c", reference="r", text="p", metadata=metadata))
         (score,) = collect(pool, 1)
     assert score.value == 1.5, score.problem
 
@@ -246,7 +245,7 @@ def test_scorers_get_completion_fields_they_take() -> None:
         for status, count in ((Status.OK, 4), (Status.OK, 6), (Status.TRUNCATED, 8))
     )
     with ScoringPool(RewardSettings.model_validate({"scorers": scorers})) as pool:
-        pool.submit(ScoreTask("score:0:0", tuple(enumerate(completions)), "", "", {}, (0, 1)))
+        pool.submit(group_task("score:0:0", enumerate(completions), PromptText("", "", {}), (0, 1)))
         scores = collect(pool, 6)
     assert [score.value for score in scores] == [2.0, 0.0, 3.0, -0.5, -4.0, -1.0], scores
 
@@ -366,12 +365,14 @@ def test_pool_reports_scorers_that_no_longer_import(tmp_path: Path) -> None:
 
 SERVICE = """
     import sys
-    from starling.reward.core.groups import ScoreTask
+    from starling.common.wire.messages import CompletionText
+    from starling.reward.core.samples import PromptText, group_task
     from starling.reward.score.workers.pool import ScoringPool
     from starling.reward.settings import RewardSettings
 
     pool = ScoringPool(RewardSettings(scorers=[{"name": sys.argv[1]}], num_workers=2, timeout_s=600))
-    pool.submit(ScoreTask("t", ((0, "good"), (1, "hang-in-c"), (2, "good")), "", "", {}, (0,)))
+    texts = [CompletionText(text=text, status="ok", num_tokens=1) for text in ("good", "hang-in-c", "good")]
+    pool.submit(group_task("t", enumerate(texts), PromptText("", "", {}), (0,)))
     scores = []
     while len(scores) < 2:
         scores += pool.poll(60)

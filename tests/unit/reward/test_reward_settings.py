@@ -55,6 +55,11 @@ def test_settings_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k"}], "start_timeout_s": float("inf")}, r"start_timeout_s\n.*finite number"),
         ({"scorers": [{"name": "gsm8k"}], "num_workers": 0}, "num_workers"),
         ({"scorers": [{"name": "gsm8k"}], "num_slots": 0}, "num_slots"),
+        ({"scorers": [{"name": "gsm8k", "clip_min": 1, "clip_max": -1}]}, "'gsm8k': clip_min 1 is above clip_max -1"),
+        ({"scorers": [{"name": "gsm8k"}], "clip_min": 0.5, "clip_max": 0}, "reward: clip_min 0.5 is above clip_max 0"),
+        ({"scorers": [{"name": "gsm8k"}], "scale": 0}, r"scale\n.*greater than 0"),
+        ({"scorers": [{"name": "gsm8k", "batch_size": 0}]}, "batch_size"),
+        ({"scorers": [{"name": "gsm8k", "retries": -1}]}, "retries"),
     ],
 )
 def test_invalid_reward_settings_are_rejected(values: dict[str, Any], problem: str) -> None:

@@ -15,17 +15,21 @@ options = { pattern = "<answer>.*</answer>" }
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
-from starling.common.ranges import MAX_COEFFICIENT, MAX_PROCESSES, MAX_SLOTS
+from starling.common.ranges import MAX_COEFFICIENT, MAX_MIB, MAX_PROCESSES, MAX_SLOTS
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import Seconds, SettingsSection
-from starling.reward.core.groups import WeightedScorer
+from starling.reward.core.groups import RewardBounds, WeightedScorer
+from starling.reward.score.scorers.batch import MAX_BATCH
 from starling.reward.score.scorers.registry import check_name
+
+MAX_RETRIES: Final = 100
 
 
 class ScorerSettings(SettingsSection):
@@ -33,11 +37,22 @@ class ScorerSettings(SettingsSection):
 
     name: str
     """A built-in scorer (exact_match, prefix_match, gsm8k, math, code, format, overlong, environment),
-    `reasoning_gym:<task>`, or your own function as `module:function` or `path/to/file.py:function`."""
+    `reasoning_gym:<task>`, an installed plug-in, or your own function or class as `module:function` or
+    `path/to/file.py:Class`."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
+    key: str = ""
+    """Which of its scores counts, for a class with several `keys`: one of them, or a sum such as `quality+motion`."""
+    clip_min: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """A lower score counts as this one."""
+    clip_max: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """A higher score counts as this one."""
     timeout_s: Seconds | None = None
-    """Time limit of one completion in seconds; without it, the service's `timeout_s`."""
+    """Time limit of one completion, or of one batch, in seconds; without it, the service's `timeout_s`."""
+    batch_size: int | None = Field(default=None, ge=1, le=MAX_BATCH)
+    """Most completions of a batch of a class; without it, the class's own."""
+    retries: int = Field(default=1, ge=0, le=MAX_RETRIES)
+    """How often a completion whose worker ended, or exceeded the time limit, is scored again, alone."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the scorer."""
     label: str = ""
@@ -74,11 +89,20 @@ class RewardSettings(SettingsSection):
     scorers: tuple[ScorerSettings, ...] = Field(default=(), validate_default=True)
     """The scorers whose weighted sum is the reward; at least one with a weight other than 0."""
     num_workers: int = Field(default=2, ge=1, le=MAX_PROCESSES)
-    """Worker processes for the scorers with equal needs; each scores one completion at a time."""
+    """Worker processes for the scorers with equal needs; each scores one completion or batch at a time."""
     timeout_s: Seconds = 10.0
-    """Time limit of one scorer for one completion; then its worker is killed and replaced."""
+    """Time limit of one scorer for one completion or batch; then its worker is killed and replaced."""
     start_timeout_s: Seconds = 120.0
     """Time limit of a worker's start and the import of its scorers, in seconds."""
+    clip_min: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """A lower weighted sum counts as this one."""
+    clip_max: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
+    """A higher weighted sum counts as this one."""
+    scale: float = Field(default=1.0, gt=0.0, le=MAX_COEFFICIENT)
+    """Factor of the reward, after `clip_min` and `clip_max`."""
+    quarantine_mb: int = Field(default=64, ge=0, le=MAX_MIB)
+    """Limit on the files in `<run folder>/quarantine`, in MiB: the completions that ended their scorer's worker, or
+    exceeded its time limit, at every try; `starling reward replay FILE` scores one again."""
     num_slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Groups that are scored at a time; the controller sends no more."""
     sandbox: SandboxLevel = "auto"
@@ -94,7 +118,23 @@ class RewardSettings(SettingsSection):
 
     def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
         """Return the scorers in the form of the core."""
-        return tuple(WeightedScorer(scorer.title, scorer.weight, scorer.tasks) for scorer in self.scorers)
+        return tuple(
+            WeightedScorer(scorer.title, scorer.weight, scorer.tasks, *_range(scorer.clip_min, scorer.clip_max))
+            for scorer in self.scorers
+        )
+
+    @property
+    def bounds(self) -> RewardBounds:
+        """How the weighted sum becomes the reward."""
+        return RewardBounds(*_range(self.clip_min, self.clip_max), self.scale)
+
+    @model_validator(mode="after")
+    def _limits_ordered(self) -> Self:
+        ranges = {f"Scorer {one.title!r}": _range(one.clip_min, one.clip_max) for one in self.scorers}
+        for what, (low, high) in {"reward": _range(self.clip_min, self.clip_max), **ranges}.items():
+            if low > high:
+                raise ConfigError(f"{what}: clip_min {low:g} is above clip_max {high:g}; swap them.")
+        return self
 
     @field_validator("scorers")
     @classmethod
@@ -109,3 +149,7 @@ class RewardSettings(SettingsSection):
         if twice:
             raise ConfigError(f"Two scorers are called {twice[0]!r} in metrics: give one of them another `label`.")
         return scorers
+
+
+def _range(clip_min: float | None, clip_max: float | None) -> tuple[float, float]:
+    return -math.inf if clip_min is None else clip_min, math.inf if clip_max is None else clip_max

@@ -24,7 +24,7 @@ from starling.controller.data.settings import DataSettings
 from starling.controller.data.sources import load_rows
 from starling.controller.data.trajectories import TRAJECTORIES, check_enough, num_usable
 from starling.controller.shell.loggers.fanout import check_logger
-from starling.reward.score.scorers.registry import resolve_scorer
+from starling.reward.score.scorers.registry import check_scorer
 from starling.rollout.env.registry import KINDS, make_environment
 from starling.weightsync.transports.nixl.agent import load_nixl
 from starling.weightsync.transports.registry import choose_for_host
@@ -133,7 +133,7 @@ def _imports(recipe: Recipe) -> list[str]:
     lines = []
     if recipe.reward is not None and recipe.kind.is_scored:
         for scorer in recipe.reward.scorers:
-            resolve_scorer(scorer.name, scorer.options)
+            check_scorer(scorer.name, scorer.options)
         lines.append(f"scorers: {', '.join(scorer.title for scorer in recipe.reward.scorers)}")
     environment = recipe.rollout.environment
     if environment.kind and recipe.generates:

@@ -7,6 +7,7 @@ from typing import Final
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
+from starling.reward.core.samples import Sample, Score
 from starling.sim.checks.guarantees import right
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
 
@@ -36,20 +37,20 @@ class SimulatedReward(SimulatedReplica):
             match command:
                 case core.SubmitTask(task=task):
                     self.leases.work(task.id)
-                    for position, text in task.completions:
+                    for sample in task.samples:
                         seconds = self.sample_duration(self.cluster.scenario.workload.score_s)
                         self.cluster.busy_s["reward"] += seconds
-                        self.cluster.clock.after(seconds, self._scored, task.id, position, text)
+                        self.cluster.clock.after(seconds, self._scored, task.id, sample)
                 case core.SendScores(message=message):
                     self.answer(message.lease, message)
                 case core.CancelTask():
                     pass  # late scores of a cancelled group are ignored by the core
 
-    def _scored(self, task: str, position: int, completion: wire.CompletionText) -> None:
+    def _scored(self, task: str, sample: Sample) -> None:
         if not self.alive:
             return
         if self.cluster.rng.random() < self.cluster.faults.scorer_failures:
-            score = core.Score(task, position, 0, None, wire.Status.REWARD_ERROR, "The scorer failed.")
+            score = Score(task, sample.index, 0, None, wire.Status.REWARD_ERROR, "The scorer failed.")
         else:
-            score = core.Score(task, position, 0, right(completion.text))
+            score = Score(task, sample.index, 0, right(sample.completion.text))
         self._apply(self._core.record(score))

@@ -3,10 +3,10 @@
     ScoreGroup --add--> queued --slot free--> working --last score recorded--> answered
 
 `add`, `record` and `cancel` return the commands that follow. The reward of a trajectory is the weighted sum of its
-scores. A trajectory that arrives with a status that cannot be trained is not scored and keeps its status. If a *needed*
-score (of weight other than 0) fails, the trajectory has no reward but the status of the failure, never a reward of 0. A
-scorer of weight 0 is only observed: its failure is reported but costs no reward. A scorer for other prompts adds
-nothing, and its score is null; a prompt without any scorer has no reward.
+scores; each of them and the sum may have bounds. A trajectory that arrives with a status that cannot be trained is not
+scored and keeps its status. If a *needed* score (of weight other than 0) fails, the trajectory has no reward but the
+status of the failure, never a reward of 0. A scorer of weight 0 is only observed: its failure is reported but costs no
+reward. A scorer for other prompts adds nothing, and its score is null; a prompt without any scorer has no reward.
 
 A group whose needed score has timed out is answered at once: the controller uses no group with a failure, and texts
 that are made to hang the scorer would take the time limit of each completion.
@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from starling.common.counts import counted
-from starling.common.wire.messages import TRAINABLE_STATUSES, CompletionText, GroupScored, Prompt, ScoreGroup, Status
+from starling.common.wire.messages import TRAINABLE_STATUSES, GroupScored, Prompt, ScoreGroup, Status
+from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
 
 TASK = "task"
 """Key of the task in a prompt's metadata, for scorers of certain tasks."""
@@ -34,6 +34,9 @@ class WeightedScorer:
     weight: float
     tasks: tuple[str, ...] = ()
     """Tasks whose prompts it scores; empty for all prompts."""
+    clip_min: float = -math.inf
+    clip_max: float = math.inf
+    """Bounds of the score in the reward; metrics have the score itself."""
 
     def scores(self, prompt: Prompt) -> bool:
         """Whether it scores the completions of `prompt`."""
@@ -41,34 +44,13 @@ class WeightedScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreTask:
-    """The completions of one group that are to be scored."""
+class RewardBounds:
+    """How the weighted sum of the scores becomes the reward."""
 
-    id: str
-    """The lease."""
-    completions: tuple[tuple[int, CompletionText], ...]
-    """Index in its group, and contents, of each completion to score."""
-    reference: str
-    prompt_text: str
-    metadata: dict[str, Any]
-    scorers: tuple[int, ...]
-    """Indices of the scorers in the settings."""
-
-
-class Score(NamedTuple):
-    """Score of one completion by one scorer."""
-
-    task: str
-    completion: int
-    """Index of the completion in its group."""
-    scorer: int
-    """Index of the scorer in the settings."""
-    value: float | None
-    """The unweighted score, finite; None if it failed."""
-    status: Status = Status.OK
-    """`reward_error` or `reward_timeout` where `value` is None."""
-    problem: str = ""
-    """One sentence on the failure."""
+    clip_min: float = -math.inf
+    clip_max: float = math.inf
+    scale: float = 1.0
+    """Factor after the bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +92,7 @@ class GroupScores:
 
     scorers: tuple[WeightedScorer, ...]
     num_slots: int
+    bounds: RewardBounds = RewardBounds()
     _groups: dict[str, _GroupInProgress] = field(default_factory=dict)
     _queue: deque[str] = field(default_factory=deque)
 
@@ -128,9 +111,9 @@ class GroupScores:
         task = _task_of(message, self.scorers)
         num_completions = len(message.completions)
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
-        group = _GroupInProgress(message, task, scores, num_missing=len(task.completions) * len(task.scorers))
+        group = _GroupInProgress(message, task, scores, num_missing=len(task.samples) * len(task.scorers))
         if not group.num_missing:
-            return [SendScores(_scored(group, self.scorers))]
+            return [SendScores(_scored(group, self.scorers, self.bounds))]
         self._groups[message.lease] = group
         self._queue.append(message.lease)
         return self._fill_slots()
@@ -147,7 +130,7 @@ class GroupScores:
             return []
         del self._groups[score.task]
         unfinished: list[Command] = [CancelTask(score.task)] if group.num_missing else []
-        return [*unfinished, SendScores(_scored(group, self.scorers)), *self._fill_slots()]
+        return [*unfinished, SendScores(_scored(group, self.scorers, self.bounds)), *self._fill_slots()]
 
     def cancel(self, leases: tuple[str, ...]) -> list[Command]:
         """Drop the groups of cancelled leases."""
@@ -176,13 +159,13 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreTask:
-    trainable = [(i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES]
-    prompt = message.prompt
-    scored_by = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(prompt))
-    return ScoreTask(message.lease, tuple(trainable), prompt.reference, prompt_text(prompt), prompt.metadata, scored_by)
+    trainable = ((i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES)
+    prompt = PromptText(prompt_text(message.prompt), message.prompt.reference, message.prompt.metadata)
+    scored_by = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(message.prompt))
+    return group_task(message.lease, trainable, prompt, scored_by)
 
 
-def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> GroupScored:
+def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...], bounds: RewardBounds) -> GroupScored:
     rewards: list[float | None] = []
     statuses: list[Status] = []
     problems: dict[str, list[int]] = {}
@@ -195,7 +178,7 @@ def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> Gro
             failed = [score.status for score in column if score and score.value is None]
             status = next(iter(failed), Status.REWARD_TIMEOUT)
         elif status in TRAINABLE_STATUSES:
-            reward, failure = _reward(column, scorers)
+            reward, failure = _reward(column, scorers, bounds)
             status = failure or status
             if not any(column):
                 own = ["no scorer is for this prompt; name its task in one of them."]
@@ -209,12 +192,20 @@ def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> Gro
         lease=group.message.lease,
         rewards=tuple(rewards),
         statuses=tuple(statuses),
-        components={
-            scorer.label: tuple(score.value if score else None for score in row)
-            for scorer, row in zip(scorers, group.scores, strict=True)
-        },
+        components=_components(group, scorers),
         problems=tuple(_problem(text, indices, len(rewards)) for text, indices in problems.items()),
     )
+
+
+def _components(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...]) -> dict[str, tuple[float | None, ...]]:
+    """Return the scores of a group by the scorers' labels, followed by ``label/key`` of those with several scores."""
+    found: dict[str, tuple[float | None, ...]] = {}
+    for scorer, row in zip(scorers, group.scores, strict=True):
+        found[scorer.label] = tuple(score.value if score else None for score in row)
+        parts = [dict(score.parts) if score else {} for score in row]
+        for key in dict.fromkeys(key for own in parts for key in own):
+            found[f"{scorer.label}/{key}"] = tuple(own.get(key) for own in parts)
+    return found
 
 
 def _problem(text: str, completions: list[int], num_completions: int) -> str:
@@ -225,8 +216,10 @@ def _problem(text: str, completions: list[int], num_completions: int) -> str:
     return f"{who} {counted(num_completions, 'completion')}: {text}"
 
 
-def _reward(column: list[Score | None], scorers: tuple[WeightedScorer, ...]) -> tuple[float | None, Status | None]:
-    """Return the weighted sum of one completion's scores, or None and the status of the first needed failure."""
+def _reward(
+    column: list[Score | None], scorers: tuple[WeightedScorer, ...], bounds: RewardBounds
+) -> tuple[float | None, Status | None]:
+    """Return the bounded sum of one completion's scores, or None and the status of the first needed failure."""
     terms = []
     if not any(column):
         return None, Status.REWARD_ERROR
@@ -235,9 +228,9 @@ def _reward(column: list[Score | None], scorers: tuple[WeightedScorer, ...]) -> 
             continue
         if score.value is None:
             return None, score.status
-        terms.append(scorer.weight * score.value)
+        terms.append(scorer.weight * min(max(score.value, scorer.clip_min), scorer.clip_max))
     try:
-        total = math.fsum(terms)
+        total = bounds.scale * min(max(math.fsum(terms), bounds.clip_min), bounds.clip_max)
     except (OverflowError, ValueError):  # a partial sum overflows, or terms of both infinities meet
         return None, Status.REWARD_ERROR
     return (total, None) if math.isfinite(total) else (None, Status.REWARD_ERROR)

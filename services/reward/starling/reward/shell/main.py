@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 from collections.abc import Sequence
 
 import structlog
 
 from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
-from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within
+from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within, run_service
 from starling.common.service import (
     ServiceArguments,
     host_name,
@@ -22,6 +23,8 @@ from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
 from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
+from starling.reward.shell.quarantine import Quarantine
+from starling.reward.shell.replay import replay
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +45,11 @@ class Shell:
         """Check every scorer before joining the run. Raises ConfigError when one cannot be used."""
         check_scorers(settings.reward)
         self._settings = settings.reward
-        self._groups = core.GroupScores(settings.reward.weighted_scorers(), settings.reward.num_slots)
+        self._groups = core.GroupScores(
+            settings.reward.weighted_scorers(), settings.reward.num_slots, settings.reward.bounds
+        )
         hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
+        self._quarantine = Quarantine(arguments.folder / "quarantine", settings.reward)
         self._link = ControllerLink(link_settings(arguments, settings), hello)
         self._ended: LinkClosed | None = None
         self._reported_at = float("-inf")
@@ -78,6 +84,8 @@ class Shell:
             poller.poll(patience_s * 1000)
             for score in pool.poll():
                 self._carry_out(pool, self._groups.record(score))
+            for lost in pool.take_lost():
+                self._quarantine.add(lost)
             if (now := time.monotonic()) - self._reported_at >= REPORT_INTERVAL_S:
                 self._reported_at = now
                 self._link.report(gauges=pool.gauges(), waits=pool.waits())
@@ -108,8 +116,11 @@ class Shell:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a reward replica."""
-    return serve("reward", RewardProcess, Shell, argv)
+    """Run a reward replica, or a command that needs none."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["replay"]:
+        return run_service("reward", lambda: replay(arguments[1:]))
+    return serve("reward", RewardProcess, Shell, arguments)
 
 
 if __name__ == "__main__":

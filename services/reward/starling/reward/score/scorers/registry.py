@@ -1,11 +1,11 @@
-"""Scorers by name: the built-in ones, reasoning-gym's tasks, and the user's functions.
+"""Scorers by name: the built-in ones, reasoning-gym's tasks, installed plug-ins, and the user's functions and classes.
 
 A scorer is a function of four positional arguments: the completion's text, the prompt's reference answer, the prompt's
 text and the prompt's metadata. It returns a finite number, greater for better, or raises when it cannot score: the
 trajectory then has no reward. A scorer with further parameters called `num_tokens`, `status` or `reward` gets, by these
 names, the number of sampled tokens, whether the length limit ended them (`"truncated"`) or not (`"ok"`), and the
-environment's reward (None without one). This module imports nothing heavy; `resolve_scorer` imports what a scorer
-needs, in the worker processes that use it.
+environment's reward (None without one). A class scores whole batches, see `batch`. This module imports nothing heavy;
+`load_scorer` imports what a scorer needs, in the worker processes that use it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.common.importing import import_object, is_import_path
+from starling.common.raised import describe_raised
 from starling.common.sandbox.execution import has_executor
+from starling.reward.score.scorers.batch import LoadedScorer, class_scorer, function_scorer
 
 Scorer = Callable[..., float]
 
 COMPLETION_FIELDS: Final = ("num_tokens", "status", "reward")
 """Fields of `CompletionText` that a scorer may have as parameters."""
 
+PLUG_INS: Final = "starling.scorers"
+"""Group of the entry points of installed scorers."""
 REASONING_GYM_PREFIX: Final = "reasoning_gym:"
 _NUM_POSITIONAL: Final = 4
 
@@ -45,26 +49,58 @@ _RUNS_PROGRAMS: Final = "code"
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is built in or has the form of a user's scorer; does not import it."""
-    if name in BUILT_IN or is_import_path(name):
+    """Raise ConfigError unless `name` is built in, installed, or has the form of a user's scorer; imports nothing."""
+    if name in BUILT_IN or is_import_path(name) or name in (installed := plug_ins()):
         return
-    known = nearest(name, [*BUILT_IN, REASONING_GYM_PREFIX + "<task>"])
+    known = nearest(name, [*BUILT_IN, *installed, REASONING_GYM_PREFIX + "<task>"])
     raise ConfigError(
-        f"There is no scorer {name!r}: {known}; your own function is named `module:function` or "
+        f"There is no scorer {name!r}: {known}; your own function or class is named `module:function` or "
         "`path/to/file.py:function`."
     )
 
 
+def plug_ins() -> dict[str, str]:
+    """Return the scorers of installed distributions: their names, and where each is, as ``module:attribute``."""
+    from importlib.metadata import entry_points  # imported where a recipe names one: it reads all distributions
+
+    return {one.name: one.value for one in entry_points(group=PLUG_INS)}
+
+
+def load_scorer(name: str, options: dict[str, Any]) -> LoadedScorer:
+    """Import scorer `name`, a function or a class, and set it up. Raises ConfigError when that is impossible."""
+    check_name(name)
+    if name in BUILT_IN or name.startswith(REASONING_GYM_PREFIX):
+        scorer = resolve_scorer(name, options)
+        return function_scorer(scorer, wanted_fields(scorer))
+    found = _import(name)
+    if inspect.isclass(found):
+        _check_class(name, found, options)
+        return class_scorer(name, _instance(name, found, options))
+    scorer = _bound(name, found, options)
+    return function_scorer(scorer, wanted_fields(scorer))
+
+
+def check_scorer(name: str, options: dict[str, Any]) -> None:
+    """Import scorer `name` and check its options, without setting it up. Raises ConfigError when it cannot be used."""
+    check_name(name)
+    if name in BUILT_IN or name.startswith(REASONING_GYM_PREFIX):
+        resolve_scorer(name, options)
+        return
+    found = _import(name)
+    if inspect.isclass(found):
+        _check_class(name, found, options)
+    else:
+        _bound(name, found, options)
+
+
 def resolve_scorer(name: str, options: dict[str, Any]) -> Scorer:
-    """Import scorer `name` and return it with its options bound. Raises ConfigError when that is impossible."""
+    """Import scorer `name`, a function, and return it with its options bound. Raises ConfigError when that fails."""
     check_name(name)
     if name.startswith(REASONING_GYM_PREFIX):
         return _make(name, _REASONING_GYM, (name.removeprefix(REASONING_GYM_PREFIX),), options)
     if name in BUILT_IN:
         return _make(name, BUILT_IN[name], (), options)
-    scorer = _import_scorer(name)
-    check_arguments(name, scorer, ("completion", "reference", "prompt_text", {}), options, wanted_fields(scorer))
-    return partial(scorer, **options) if options else scorer
+    return _bound(name, _import(name), options)
 
 
 def check_executor(name: str) -> None:
@@ -115,9 +151,9 @@ def check_arguments(
     try:
         signature.bind(*positional, **options, **dict.fromkeys(fields))
     except TypeError as error:
+        wanted = "(completion, reference, prompt_text, metadata) and its options" if positional else "its options"
         raise ConfigError(
-            f"Scorer {name!r} must take (completion, reference, prompt_text, metadata) and its options by name, "
-            f"here {sorted(options)}; it takes {signature}: {error}."
+            f"Scorer {name!r} must take {wanted} by name, here {sorted(options)}; it takes {signature}: {error}."
         ) from None
 
 
@@ -138,12 +174,39 @@ def _make(name: str, maker: str, subject: tuple[str, ...], options: dict[str, An
     return make(*subject, **options)
 
 
-def _import_scorer(name: str) -> Scorer:
-    """Import a user's function. Raises ConfigError when that is impossible, or it cannot be a scorer."""
-    found = import_object(name, "Scorer")
-    if not callable(found):
+def _import(name: str) -> Any:
+    """Import what a user's or an installed scorer is. Raises ConfigError."""
+    return import_object(name if is_import_path(name) else plug_ins()[name], "Scorer")
+
+
+def _bound(name: str, found: Any, options: dict[str, Any]) -> Scorer:
+    """Return a user's function with its options. Raises ConfigError when it cannot be a scorer."""
+    if not callable(found) or inspect.isclass(found):
         raise ConfigError(f"Scorer {name!r} is a {type(found).__name__}, not a function.")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
         raise ConfigError(f"Scorer {name!r} must be a plain function that returns a number, not async or a generator.")
     scorer: Scorer = found
+    check_arguments(name, scorer, ("completion", "reference", "prompt_text", {}), options, wanted_fields(scorer))
+    return partial(scorer, **options) if options else scorer
+
+
+def _check_class(name: str, found: type, options: dict[str, Any]) -> None:
+    """Raise ConfigError when a user's class cannot be a scorer, or has not these options."""
+    score = getattr(found, "score", None)
+    if not callable(score) or inspect.iscoroutinefunction(score):
+        raise ConfigError(f"Scorer {name!r} is a class without a plain method `score(self, batch)`.")
+    check_arguments(name, found, (), options)
+
+
+def _instance(name: str, found: type, options: dict[str, Any]) -> Any:
+    """Return an instance of a user's class, set up. Raises ConfigError when that fails."""
+    try:
+        scorer = found(**options)
+        setup = getattr(scorer, "setup", None)
+        if setup is not None:
+            setup()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ConfigError(f"Scorer {name!r} cannot be set up: {describe_raised(error)}.") from error
     return scorer

@@ -8,15 +8,18 @@ readable or `next_deadline()` has passed, and calls `poll()`:
         poller.poll(...)               # on pool.fileno() among others, at most until pool.next_deadline()
         for score in pool.poll(): ...
 
-A *call* is one scorer on one completion. Calls are sent to workers in chunks of about `_CHUNK_S` of expected work, so
-that cheap scorers are not slowed by messages and expensive ones spread over the workers. A worker reports after each
-call, with the time; so the service always knows a worker's current call and when it began. Three outcomes are failures:
+A *call* is one scorer on one completion, or on a batch of them. Calls are sent to workers in chunks of about `_CHUNK_S`
+of expected work, so that cheap scorers are not slowed by messages and expensive ones spread over the workers. A worker
+reports after each call, with the time; so the service always knows a worker's current call and when it began. Three
+outcomes are failures:
 
     the call raised, or returned no finite number    reward_error     the worker continues
     the worker process ended                         reward_error     it is replaced
     the call exceeded its time limit                 reward_timeout   it is killed (SIGKILL) and replaced
 
-Only the worker's current call fails; the other calls that were sent to it return to the head of their queue.
+Only the worker's current call fails; the other calls that were sent to it return to the head of their queue. The
+completions of a batch that fails are scored again one by one, unless the scorer judges whole groups; one that has ended
+its worker or exceeded the limit alone is scored again `retries` times.
 
 Scorers that need the same share workers, whose sandbox gives just that; each such kind of workers has its own queue.
 """
@@ -28,15 +31,16 @@ import select
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import choose, report
 from starling.common.sandbox.settings import SandboxNeeds
-from starling.common.wire.messages import CompletionText, Status, Wait
-from starling.reward.core.groups import Score, ScoreTask
+from starling.common.wire.messages import Status, Wait
+from starling.reward.core.samples import LostSample, Sample, Score, ScoreTask
+from starling.reward.score.scorers.batch import BatchScores, ScorerForm, checked_form
 from starling.reward.score.workers.process import WorkerProcess
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
@@ -47,7 +51,7 @@ from starling.reward.score.workers.protocol import (
     WorkerReady,
     WorkerStartFailed,
 )
-from starling.reward.settings import RewardSettings
+from starling.reward.settings import RewardSettings, ScorerSettings
 
 _CHUNK_S: Final = 0.004
 """Expected seconds of work in a chunk; a worker gets another chunk when it has less than this left."""
@@ -69,10 +73,23 @@ class _TaskState:
 
 class _Call(NamedTuple):
     state: _TaskState
-    position: int
-    """Index of the completion in its group."""
-    completion: CompletionText
+    positions: tuple[int, ...]
+    """Indices of the samples in the task."""
     scorer: int
+    num_retries: int = 0
+    """How often it has ended its worker, or exceeded the limit."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(self.state.task.samples[position] for position in self.positions)
+
+    @property
+    def what(self) -> str:
+        """Its samples, for waits."""
+        first = self.samples[0].index
+        return (
+            f"completion {first}" if len(self.positions) == 1 else f"{len(self.positions)} completions from {first} on"
+        )
 
 
 class _SentCall(NamedTuple):
@@ -110,12 +127,20 @@ class ScoringPool:
         self._kind_of = {spec.index: kind for kind, (_, specs) in enumerate(self._kinds) for spec in specs}
         self._limits_s = [scorer.timeout_s or settings.timeout_s for scorer in settings.scorers]
         self._expected_s = [_UNKNOWN_S] * len(settings.scorers)
+        """Of one call."""
+        self._forms: dict[int, ScorerForm] = {}
+        """How each scorer is called; known once a worker has loaded it."""
+        self._columns: dict[int, tuple[int, ...]] = {}
+        """Which of its keys each scorer's value is the sum of."""
+        self._undivided: list[tuple[_TaskState, int]] = []
+        """Tasks that wait for the form of a scorer to be divided into calls."""
         self._clock = clock
         self._selector = selectors.EpollSelector()
         self._tasks: dict[str, _TaskState] = {}
         self._queues: list[deque[_Call]] = [deque() for _ in self._kinds]
         """Calls that wait, by kind of workers."""
         self._scores: list[Score] = []
+        self._lost: list[LostSample] = []
         self._workers: list[_Worker] = []
         self._num_failed_starts = 0
         self._start_at = 0.0
@@ -136,14 +161,23 @@ class ScoringPool:
         """Start to score a task. Raises ValueError when its id is being scored already."""
         if task.id in self._tasks:
             raise ValueError(f"task {task.id!r} is being scored already")
-        state = _TaskState(task, num_left=len(task.completions) * len(task.scorers))
+        state = _TaskState(task, num_left=len(task.samples) * len(task.scorers))
         if not state.num_left:
             return
         self._tasks[task.id] = state
-        for position, completion in task.completions:
-            for scorer in task.scorers:
-                self._queues[self._kind_of[scorer]].append(_Call(state, position, completion, scorer))
+        for scorer in task.scorers:
+            self._enqueue(state, scorer)
         self._dispatch(self._clock())
+
+    def _enqueue(self, state: _TaskState, scorer: int) -> None:
+        """Divide the samples of a task into calls of a scorer, if its form is known."""
+        form = self._forms.get(scorer)
+        if form is None:
+            self._undivided.append((state, scorer))
+            return
+        size = self._settings.scorers[scorer].batch_size or form.batch_size
+        queue = self._queues[self._kind_of[scorer]]
+        queue.extend(_Call(state, positions, scorer) for positions in _divided(state.task, form, size))
 
     def cancel(self, task_id: str) -> None:
         """Drop a task and its further scores. A running call continues, up to its time limit."""
@@ -165,6 +199,11 @@ class ScoringPool:
                 break
         scores, self._scores = self._scores, []
         return scores
+
+    def take_lost(self) -> list[LostSample]:
+        """Return the completions that were given up since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest, in monotonic seconds; None without such a time."""
@@ -197,7 +236,7 @@ class ScoringPool:
                 call, _, _, sent_at = worker.calls[0]
                 since = max(worker.begun_at, sent_at)
                 title = self._settings.scorers[call.scorer].title
-                what = f"scorer {title} on completion {call.position} of {call.state.task.id}"
+                what = f"scorer {title} on {call.what} of {call.state.task.id}"
             on = f"worker {worker.process.pid}"
             waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
         if self._tasks and not self._workers:
@@ -260,16 +299,50 @@ class ScoringPool:
         if isinstance(message, WorkerStartFailed):
             return False
         if isinstance(message, WorkerReady):
-            is_due = not worker.ready
+            if worker.ready or not self._learn_forms(worker.kind, message):
+                return False
             worker.ready = True
             self._num_failed_starts = 0
-            return is_due
+            return True
         if not worker.calls or worker.calls[0].serial != message.serial:
             return False
-        if message.value is not None and not math.isfinite(message.value):  # a worker reports these as problems
+        if not self._is_report_of(worker.calls[0].call, message.scores):
             return False
         self._finish(worker, message)
         return True
+
+    def _learn_forms(self, kind: int, message: WorkerReady) -> bool:
+        """Note how the scorers of a kind are called; return whether the message can be true.
+
+        Raises ConfigError when a recipe's `key` is none of a scorer's.
+        """
+        forms = dict(message.forms)
+        if forms.keys() != {spec.index for spec in self._kinds[kind][1]} or len(forms) != len(message.forms):
+            return False
+        try:
+            forms = {scorer: checked_form("", *form) for scorer, form in forms.items()}
+        except ConfigError:  # a scorer sent it in the worker's name
+            return False
+        if any(self._forms.get(scorer, form) != form for scorer, form in forms.items()):
+            return False
+        for scorer, form in forms.items():
+            self._columns[scorer] = columns_of(self._settings.scorers[scorer], form)
+        self._forms |= forms
+        waiting, self._undivided = self._undivided, []
+        for state, scorer in waiting:
+            if not state.cancelled:
+                self._enqueue(state, scorer)
+        return True
+
+    def _is_report_of(self, call: _Call, scores: BatchScores) -> bool:
+        """Return whether a worker could have reported these scores, all of which are finite."""
+        num_keys = len(self._forms[call.scorer].keys)
+        if not len(scores.values) == len(scores.problems) == len(call.positions):
+            return False
+        return all(
+            len(values) == num_keys and all(value is None or math.isfinite(value) for value in values)
+            for values in scores.values
+        )
 
     def _finish(self, worker: _Worker, report: CallReport) -> None:
         call, _, expected_s, sent_at = worker.calls.popleft()
@@ -278,12 +351,44 @@ class ScoringPool:
         finished_at = min(max(begun_at, report.finished_at), self._clock())  # in this order, NaN is not taken
         worker.begun_at = finished_at
         self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
-        if report.value is None:
-            self._settle(call, None, Status.REWARD_ERROR, report.problem[:PROBLEM_CHARS])
-        else:
-            self._settle(call, report.value)
+        scores = report.scores
+        if all(scores.problems) and self._separate(call):
+            return
+        for position, values, problem in zip(call.positions, scores.values, scores.problems, strict=True):
+            value, why = self._value(call.scorer, values)
+            keys = self._forms[call.scorer].keys
+            parts = tuple(zip(keys, values, strict=True)) if len(keys) > 1 else ()
+            if value is None:
+                self._settle(call, position, None, Status.REWARD_ERROR, (problem or why)[:PROBLEM_CHARS], parts)
+            else:
+                self._settle(call, position, value, parts=parts)
 
-    def _settle(self, call: _Call, value: float | None, status: Status = Status.OK, problem: str = "") -> None:
+    def _value(self, scorer: int, values: tuple[float | None, ...]) -> tuple[float | None, str]:
+        """Return the sum of the scores that the recipe's `key` names, or None and what is wrong."""
+        terms = [values[column] for column in self._columns[scorer]]
+        chosen = [term for term in terms if term is not None]
+        if len(chosen) < len(terms):
+            return None, "returned no score"
+        total = sum(chosen)
+        return (total, "") if math.isfinite(total) else (None, "returned scores whose sum is too large for a float")
+
+    def _separate(self, call: _Call) -> bool:
+        """Queue the samples of a failed batch one by one; return False if it is no batch, or they belong together."""
+        if len(call.positions) == 1 or self._forms[call.scorer].scope == "groupwise":
+            return False
+        alone = [call._replace(positions=(position,)) for position in call.positions]
+        self._queues[self._kind_of[call.scorer]].extendleft(reversed(alone))
+        return True
+
+    def _settle(
+        self,
+        call: _Call,
+        position: int,
+        value: float | None,
+        status: Status = Status.OK,
+        problem: str = "",
+        parts: tuple[tuple[str, float | None], ...] = (),
+    ) -> None:
         state = call.state
         if state.cancelled:
             return
@@ -292,7 +397,8 @@ class ScoringPool:
             del self._tasks[state.task.id]
         if problem:
             problem = f"scorer {self._settings.scorers[call.scorer].title!r} {problem}."
-        self._scores.append(Score(state.task.id, call.position, call.scorer, value, status, problem))
+        index = state.task.samples[position].index
+        self._scores.append(Score(state.task.id, index, call.scorer, value, status, problem, parts))
 
     # --- start and end of workers --------------------------------------------------------------------------------
 
@@ -314,11 +420,19 @@ class ScoringPool:
         self._fail_current_call(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
 
     def _fail_current_call(self, worker: _Worker, status: Status, problem: str) -> None:
-        """Fail the current call of an ended worker, and requeue its other calls."""
+        """Fail the current call of an ended worker, or queue it again, as its other calls."""
         self._num_replaced += 1
-        if worker.calls:
-            self._settle(worker.calls.popleft().call, None, status, problem)
+        failed = worker.calls.popleft().call if worker.calls else None
         self._queues[worker.kind].extendleft(sent.call for sent in reversed(worker.calls))
+        if failed is None or failed.state.cancelled or self._separate(failed):
+            return
+        if failed.num_retries < self._settings.scorers[failed.scorer].retries:
+            self._queues[worker.kind].appendleft(failed._replace(num_retries=failed.num_retries + 1))
+            return
+        for position, sample in zip(failed.positions, failed.samples, strict=True):
+            self._settle(failed, position, None, status, problem)
+            prompt = failed.state.task.prompts[sample.prompt]
+            self._lost.append(LostSample(failed.scorer, prompt, sample.completion, self._scores[-1].problem))
 
     def _start_failed(self, worker: _Worker, problem: str) -> None:
         self._num_failed_starts += 1
@@ -373,22 +487,54 @@ class ScoringPool:
         return chunk
 
     def _send(self, worker: _Worker, chunk: Sequence[_Call], now: float) -> None:
-        completions: dict[CompletionText, int] = {}
-        calls = []
+        task, places, calls = chunk[0].state.task, dict[int, int](), []
         for call in chunk:
-            place = completions.setdefault(call.completion, len(completions))
-            calls.append((worker.serial, place, call.scorer))
+            indices = tuple(places.setdefault(position, len(places)) for position in call.positions)
+            calls.append((worker.serial, call.scorer, indices))
             expected_s = self._expected_s[call.scorer]
             worker.calls.append(_SentCall(call, worker.serial, expected_s, now))
             worker.expected_s += expected_s
             worker.serial += 1
-        task = chunk[0].state.task
-        worker.process.send(
-            CallChunk(task.reference, task.prompt_text, task.metadata, tuple(completions), tuple(calls))
-        )
+        sent = [task.samples[position] for position in places]
+        prompts: dict[int, int] = {}
+        samples = tuple((prompts.setdefault(one.prompt, len(prompts)), one.completion) for one in sent)
+        worker.process.send(CallChunk(tuple(task.prompts[one] for one in prompts), samples, tuple(calls)))
         if not worker.is_writing and not worker.process.flush():
             worker.is_writing = True
             self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+
+
+def columns_of(scorer: ScorerSettings, form: ScorerForm) -> tuple[int, ...]:
+    """Return which of a scorer's keys its value is the sum of.
+
+    Raises:
+        ConfigError: the recipe names no key, and there are several, or one that is not there.
+    """
+    if not scorer.key and len(form.keys) == 1:
+        return (0,)
+    known = ", ".join(form.keys)
+    if not scorer.key:
+        raise ConfigError(
+            f"Scorer {scorer.title!r} has several scores, {known}: set `key` to one of them, or to a sum."
+        )
+    for key in scorer.key.split("+"):
+        if key not in form.keys:
+            raise ConfigError(
+                f"Scorer {scorer.title!r} has no score {key!r}: set `key` to one of {known}, or to a sum."
+            )
+    return tuple(form.keys.index(key) for key in scorer.key.split("+"))
+
+
+def _divided(task: ScoreTask, form: ScorerForm, batch_size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of the samples of each call."""
+    if form.scope == "pointwise":
+        everything = range(len(task.samples))
+        yield from (tuple(everything[begin : begin + batch_size]) for begin in everything[::batch_size])
+        return
+    groups: dict[int, list[int]] = {}
+    for position, sample in enumerate(task.samples):
+        groups.setdefault(sample.prompt, []).append(position)
+    yield from map(tuple, groups.values())
 
 
 def _has_room(worker: _Worker) -> bool:
@@ -407,12 +553,13 @@ def check_scorers(settings: RewardSettings) -> None:
     for needs, specs in kinds_of(settings):
         process = WorkerProcess(specs, sandboxing, needs)
         try:
-            _await_ready(process, settings.start_timeout_s)
+            _await_ready(process, settings)
         finally:
             process.end()
 
 
-def _await_ready(process: WorkerProcess, timeout_s: float) -> None:
+def _await_ready(process: WorkerProcess, settings: RewardSettings) -> None:
+    timeout_s = settings.start_timeout_s
     deadline = time.monotonic() + timeout_s
     poller = select.poll()
     poller.register(process, select.POLLIN)
@@ -423,6 +570,8 @@ def _await_ready(process: WorkerProcess, timeout_s: float) -> None:
             if isinstance(message, WorkerStartFailed):
                 raise ConfigError(message.problem)
             if isinstance(message, WorkerReady):
+                for scorer, form in message.forms:
+                    columns_of(settings.scorers[scorer], form)
                 return
         if process.ended:
             raise ConfigError(f"Importing the scorers ended their process ({process.exit_description()}).")

@@ -9,6 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from starling.common.wire.messages import CompletionText
+from starling.reward.core.samples import PromptText
+from starling.reward.score.scorers.batch import BatchScores, ScorerForm
 
 FRAME_LIMIT_BYTES: Final = 256 << 20
 """A longer frame is rejected."""
@@ -44,18 +46,20 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
-    """Calls for one group, to be made in order."""
+    """Calls for one task, to be made in order."""
 
-    reference: str
-    prompt_text: str
-    metadata: dict[str, Any]
-    completions: tuple[CompletionText, ...]
-    calls: tuple[tuple[int, int, int], ...]
-    """Serial number of the call, index in `completions`, number of the scorer."""
+    prompts: tuple[PromptText, ...]
+    samples: tuple[tuple[int, CompletionText], ...]
+    """Index in `prompts`, and the completion."""
+    calls: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """Serial number of the call, number of the scorer, indices in `samples`."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """All scorers are resolved."""
+
+    forms: tuple[tuple[int, ScorerForm], ...]
+    """Number of each scorer, and how it is called."""
 
 
 class WorkerStartFailed(msgspec.Struct, frozen=True, array_like=True, tag="start_failed"):
@@ -68,8 +72,7 @@ class CallReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """Result of one call. The next call has begun."""
 
     serial: int
-    value: float | None
-    problem: str
+    scores: BatchScores
     finished_at: float
     """Monotonic seconds, one clock for all processes of a machine."""
 

@@ -9,23 +9,20 @@ every call, so that the service knows the current one, and may kill the worker a
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from numbers import Real
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from setproctitle import setproctitle
 
 from starling.common.errors import ConfigError
-from starling.common.raised import describe_raised
 from starling.common.sandbox.execution import start_executor
 from starling.common.sandbox.inside import give_up_privileges, settle
-from starling.common.wire.messages import CompletionText
-from starling.reward.score.scorers.registry import Scorer, check_executor, resolve_scorer, wanted_fields
+from starling.reward.score.scorers.batch import BatchScores, LoadedScorer
+from starling.reward.score.scorers.registry import check_executor, load_scorer
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
     CallChunk,
@@ -40,12 +37,6 @@ from starling.reward.score.workers.protocol import (
 )
 
 _RECEIVE_BYTES: Final = 1 << 18
-
-
-class _Scorer(NamedTuple):
-    function: Scorer
-    fields: tuple[str, ...]
-    """Fields of the completion that it takes as arguments besides the text."""
 
 
 def main(argv: list[str]) -> None:
@@ -63,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def _serve(sock: socket.socket) -> None:
-    scorers: dict[int, _Scorer] = {}
+    scorers: dict[int, LoadedScorer] = {}
     for body in _frames(sock):
         message = decode_to_worker.decode(body)
         if isinstance(message, CallChunk):
@@ -81,7 +72,7 @@ def _frames(sock: socket.socket) -> Iterator[bytes]:
         yield from reader.feed(data)
 
 
-def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
+def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
     settle(setup.mechanism, max_tasks=setup.max_tasks)
     if setup.runs_programs:
         start_executor(setup.mechanism)
@@ -89,34 +80,18 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, _Scorer]) -> FromWorker:
     try:
         for spec in setup.scorers:
             check_executor(spec.name)
-            function = resolve_scorer(spec.name, spec.options)
-            scorers[spec.index] = _Scorer(function, wanted_fields(function))
+            scorers[spec.index] = load_scorer(spec.name, spec.options)
     except ConfigError as error:
         return WorkerStartFailed(_bounded(str(error)))
-    return WorkerReady()
+    return WorkerReady(tuple((index, scorer.form) for index, scorer in scorers.items()))
 
 
-def _run(sock: socket.socket, scorers: dict[int, _Scorer], chunk: CallChunk) -> None:
-    reference, prompt_text, metadata = chunk.reference, chunk.prompt_text, chunk.metadata
-    for serial, completion, scorer in chunk.calls:
-        value, problem = _call(scorers[scorer], chunk.completions[completion], reference, prompt_text, metadata)
-        sock.sendall(frame(CallReport(serial, value, problem, time.monotonic())))
-
-
-def _call(
-    scorer: _Scorer, completion: CompletionText, reference: str, prompt_text: str, metadata: dict[str, Any]
-) -> tuple[float | None, str]:
-    fields = {name: getattr(completion, name) for name in scorer.fields}
-    try:
-        result: object = scorer.function(completion.text, reference, prompt_text, metadata, **fields)
-        if not isinstance(result, Real):
-            return None, f"returned a {type(result).__name__}, not a number"
-        value = float(result)
-    except BaseException as error:  # noqa: BLE001 - the edge: user code may raise anything, even SystemExit
-        return None, f"raised {describe_raised(error)}"
-    if not math.isfinite(value):
-        return None, f"returned {value}"
-    return value, ""
+def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk) -> None:
+    samples = [(chunk.prompts[prompt], completion) for prompt, completion in chunk.samples]
+    for serial, scorer, indices in chunk.calls:
+        values, problems = scorers[scorer].score([samples[index] for index in indices])
+        scores = BatchScores(values, tuple(map(_bounded, problems)))
+        sock.sendall(frame(CallReport(serial, scores, time.monotonic())))
 
 
 def _bounded(text: str) -> str:

@@ -1,0 +1,79 @@
+"""What is scored: prompts, completions, and the score of each by a scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from starling.common.wire.messages import CompletionText, Status
+
+
+class PromptText(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """The prompt of one or more completions, as scorers get it."""
+
+    text: str
+    reference: str
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to score."""
+
+    index: int
+    """In its group."""
+    prompt: int
+    """Index of its prompt in the task."""
+    completion: CompletionText
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """Samples that are to be scored together."""
+
+    id: str
+    """The lease of the group."""
+    prompts: tuple[PromptText, ...]
+    samples: tuple[Sample, ...]
+    scorers: tuple[int, ...]
+    """Indices of the scorers in the settings."""
+
+
+def group_task(
+    id: str, completions: Iterable[tuple[int, CompletionText]], prompt: PromptText, scorers: tuple[int, ...]
+) -> ScoreTask:
+    """Return the task of a group: completions, with their indices in it, of one prompt."""
+    return ScoreTask(id, (prompt,), tuple(Sample(index, 0, completion) for index, completion in completions), scorers)
+
+
+class Score(NamedTuple):
+    """Score of one completion by one scorer."""
+
+    task: str
+    completion: int
+    """Index of the completion in its group."""
+    scorer: int
+    """Index of the scorer in the settings."""
+    value: float | None
+    """The unweighted score, finite; None if it failed."""
+    status: Status = Status.OK
+    """`reward_error` or `reward_timeout` where `value` is None."""
+    problem: str = ""
+    """One sentence on the failure."""
+    parts: tuple[tuple[str, float | None], ...] = ()
+    """All scores by key, where the scorer has several; `value` is one of them, or a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostSample:
+    """A completion that ended its worker, or exceeded the time limit, at every try."""
+
+    scorer: int
+    """Index of the scorer in the settings."""
+    prompt: PromptText
+    completion: CompletionText
+    problem: str
+    """One sentence on the last try."""

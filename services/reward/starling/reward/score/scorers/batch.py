@@ -1,0 +1,194 @@
+"""Scorers of whole batches: classes of the user, and how functions of one completion are called like them.
+
+class Brevity:
+    keys = ("brevity", "length")          # names of its scores; by default one, "score"
+    scope = "pointwise"                   # or "groupwise": a batch is all completions of one prompt
+    batch_size = 16                       # most samples of a batch, if pointwise; by default 1
+
+    def __init__(self, limit=256): ...    # the options of the recipe
+    def setup(self): ...                  # once in each worker, before the first batch
+    def score(self, batch): ...           # returns {key: [a number or None for each sample]}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Final, Literal, NamedTuple
+
+from starling.common.errors import ConfigError
+from starling.common.raised import describe_raised
+from starling.common.wire.messages import CompletionText
+from starling.reward.core.samples import PromptText
+
+Scope = Literal["pointwise", "groupwise"]
+SCORE: Final = "score"
+"""Key of a scorer that names none."""
+MAX_KEYS: Final = 64
+MAX_BATCH: Final = 1024
+MAX_KEY_CHARACTERS: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples that a scorer judges at once. Each field has one element for each sample."""
+
+    completions: tuple[str, ...]
+    references: tuple[str, ...]
+    prompts: tuple[str, ...]
+    metadata: tuple[dict[str, Any], ...]
+    num_tokens: tuple[int, ...]
+    """Sampled tokens."""
+    statuses: tuple[str, ...]
+    """``ok``, or ``truncated`` where the length limit ended it."""
+    rewards: tuple[float | None, ...]
+    """The environment's reward; None without one."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+class BatchScores(NamedTuple):
+    """What a scorer returned for a batch."""
+
+    values: tuple[tuple[float | None, ...], ...]
+    """Of each sample its scores in the order of the scorer's keys; None where it has none."""
+    problems: tuple[str, ...]
+    """Of each sample the reason why a score is missing, as the end of a sentence; empty if none is."""
+
+
+class ScorerForm(NamedTuple):
+    """How a scorer is called."""
+
+    keys: tuple[str, ...] = (SCORE,)
+    scope: Scope = "pointwise"
+    batch_size: int = 1
+
+
+class LoadedScorer(NamedTuple):
+    """A scorer that is ready to score."""
+
+    form: ScorerForm
+    score: Callable[[Sequence[tuple[PromptText, CompletionText]]], BatchScores]
+
+
+class _InvalidResultError(Exception):
+    """A scorer returned no scores; the text is the end of a sentence."""
+
+
+Samples = Sequence[tuple[PromptText, CompletionText]]
+
+
+def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> LoadedScorer:
+    """Return the scorer that calls a function of one completion.
+
+    Args:
+        function: takes the completion, the reference, the prompt, its metadata, and `fields` by name.
+        fields: of the completion.
+    """
+
+    def one(prompt: PromptText, completion: CompletionText) -> float | None:
+        more = {name: getattr(completion, name) for name in fields}
+        return _number(function(completion.text, prompt.reference, prompt.text, prompt.metadata, **more))
+
+    def score(samples: Samples) -> BatchScores:
+        (sample,) = samples
+        try:
+            return BatchScores(((one(*sample),),), ("",))
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
+            return BatchScores(((None,),), (_problem(error),))
+
+    return LoadedScorer(ScorerForm(), score)
+
+
+def class_scorer(name: str, scorer: Any) -> LoadedScorer:
+    """Return the scorer of an instance of a user's class.
+
+    Args:
+        name: of the scorer, for errors.
+        scorer: the instance; its `setup` has been called.
+
+    Raises:
+        ConfigError: what it declares is not valid.
+    """
+    form = _form_of(name, scorer)
+
+    def score(samples: Samples) -> BatchScores:
+        try:
+            columns = _columns(scorer.score(_batch(samples)), form.keys, len(samples))
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
+            return BatchScores(((None,) * len(form.keys),) * len(samples), (_problem(error),) * len(samples))
+        return BatchScores(tuple(zip(*columns, strict=True)), tuple(map(_missing, zip(*columns, strict=True))))
+
+    return LoadedScorer(form, score)
+
+
+def _form_of(name: str, scorer: Any) -> ScorerForm:
+    """Return how a user's scorer is called. Raises ConfigError."""
+    default = ScorerForm()
+    return checked_form(name, *(getattr(scorer, field, getattr(default, field)) for field in ScorerForm._fields))
+
+
+def checked_form(name: str, keys: Any, scope: Any, batch_size: Any) -> ScorerForm:
+    """Return the form of scorer `name`, if what it declares is one. Raises ConfigError."""
+    if isinstance(keys, str) or not isinstance(keys, Sequence) or not 0 < len(keys) <= MAX_KEYS:
+        raise ConfigError(f"Scorer {name!r}: its `keys` must be 1 to {MAX_KEYS} names, not {keys!r}.")
+    for key in keys:
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS or "+" in key:
+            raise ConfigError(f"Scorer {name!r}: the key {key!r} must be a short text without '+'.")
+    if len(set(keys)) < len(keys):
+        raise ConfigError(f"Scorer {name!r}: its `keys` {tuple(keys)} must differ.")
+    if scope not in ("pointwise", "groupwise"):
+        raise ConfigError(f"Scorer {name!r}: its `scope` must be 'pointwise' or 'groupwise', not {scope!r}.")
+    if type(batch_size) is not int or not 1 <= batch_size <= MAX_BATCH:
+        raise ConfigError(f"Scorer {name!r}: its `batch_size` must be 1 to {MAX_BATCH}, not {batch_size!r}.")
+    return ScorerForm(tuple(keys), scope, batch_size)
+
+
+def _batch(samples: Samples) -> Batch:
+    completions = [completion for _, completion in samples]
+    return Batch(
+        completions=tuple(one.text for one in completions),
+        references=tuple(prompt.reference for prompt, _ in samples),
+        prompts=tuple(prompt.text for prompt, _ in samples),
+        metadata=tuple(prompt.metadata for prompt, _ in samples),
+        num_tokens=tuple(one.num_tokens for one in completions),
+        statuses=tuple(str(one.status) for one in completions),
+        rewards=tuple(one.reward for one in completions),
+    )
+
+
+def _columns(returned: object, keys: tuple[str, ...], num: int) -> list[list[float | None]]:
+    """Return the scores by key, of `num` samples. Raises _InvalidResultError."""
+    if not isinstance(returned, Mapping):
+        raise _InvalidResultError(f"returned a {type(returned).__name__}, not a dictionary of scores by key")
+    if set(returned) != set(keys):
+        raise _InvalidResultError(f"returned the keys {sorted(map(str, returned))}, not {sorted(keys)}")
+    columns = []
+    for key in keys:
+        values = returned[key]
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(values) != num:
+            raise _InvalidResultError(f"returned no list of {num} scores as {key!r}")
+        columns.append([None if value is None else _number(value) for value in values])
+    return columns
+
+
+def _number(value: object) -> float:
+    """Return a score as a float. Raises _InvalidResultError when it is not a finite number."""
+    if not isinstance(value, Real):
+        raise _InvalidResultError(f"returned a {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise _InvalidResultError(f"returned {number}")
+    return number
+
+
+def _missing(scores: tuple[float | None, ...]) -> str:
+    return "returned None" if None in scores else ""
+
+
+def _problem(error: BaseException) -> str:
+    """Return the end of a sentence about what a scorer raised, or why its result is invalid."""
+    return str(error) if isinstance(error, _InvalidResultError) else f"raised {describe_raised(error)}"

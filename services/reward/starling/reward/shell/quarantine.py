@@ -1,0 +1,98 @@
+"""Quarantine: files of completions that ended their scorer's worker, or exceeded its limit, at every try.
+
+`starling reward replay FILE --config recipe.toml` scores one again.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from starling.common.errors import ConfigError
+from starling.common.files import write_whole
+from starling.common.wire.messages import CompletionText
+from starling.reward.core.samples import LostSample, PromptText
+from starling.reward.settings import RewardSettings
+
+log = structlog.get_logger(__name__)
+
+
+class QuarantinedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of a file."""
+
+    scorer: str
+    """Title of the scorer."""
+    prompt: str
+    reference: str
+    metadata: dict[str, Any]
+    completion: CompletionText
+    problem: str
+    """One sentence on the last try."""
+
+
+class Quarantine:
+    """Writes the files of a replica, up to a limit on their bytes; those of former processes count."""
+
+    def __init__(self, folder: Path, settings: RewardSettings) -> None:
+        self._folder, self._titles = folder, [scorer.title for scorer in settings.scorers]
+        self._left_bytes = settings.quarantine_mb << 20
+        existing = list(folder.glob("*.json"))
+        self._left_bytes -= sum(file.stat().st_size for file in existing)
+        self._number = max((_number_of(file) for file in existing), default=0)
+        self._is_full = False
+
+    def add(self, lost: LostSample) -> None:
+        """Write a completion to a file of its own; log where, or once that no more can be written."""
+        title = self._titles[lost.scorer]
+        content = msgspec.json.encode(
+            QuarantinedSample(
+                scorer=title,
+                prompt=lost.prompt.text,
+                reference=lost.prompt.reference,
+                metadata=lost.prompt.metadata,
+                completion=lost.completion,
+                problem=lost.problem,
+            )
+        )
+        if len(content) > self._left_bytes:
+            self._say_full(f"the limit reward.quarantine_mb is reached in {self._folder}")
+            return
+        self._number += 1
+        file = self._folder / f"{self._number:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', title)[-60:]}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, content, private=True)
+        except OSError as error:
+            self._say_full(f"{file} cannot be written: {error.strerror}")
+            return
+        self._left_bytes -= len(content)
+        log.warning("quarantined", scorer=title, file=str(file), reason=lost.problem)
+
+    def _say_full(self, reason: str) -> None:
+        if not self._is_full:
+            log.warning("not_quarantined", reason=reason)
+        self._is_full = True
+
+
+def read_quarantined(file: Path) -> tuple[str, PromptText, CompletionText]:
+    """Return the scorer's title, the prompt and the completion in a file of a quarantine.
+
+    Raises:
+        ConfigError: the file cannot be read, or is none.
+    """
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=QuarantinedSample)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of <run folder>/quarantine") from None
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file} is no file of a quarantine: {error}; give one that a reward service wrote") from None
+    return found.scorer, PromptText(found.prompt, found.reference, found.metadata), found.completion
+
+
+def _number_of(file: Path) -> int:
+    number = file.name.partition("-")[0]
+    return int(number) if number.isdecimal() else 0

@@ -1,0 +1,61 @@
+"""`starling reward replay`: score quarantined completions again, with the scorers of a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from starling.common.counts import counted
+from starling.common.errors import ConfigError, StarlingError
+from starling.common.service import SECTIONS
+from starling.common.settings import ServiceSettings, load
+from starling.reward.core.samples import ScoreTask, group_task
+from starling.reward.score.workers.pool import ScoringPool, check_scorers
+from starling.reward.settings import RewardSettings
+from starling.reward.shell.quarantine import read_quarantined
+
+
+class _Settings(ServiceSettings):
+    reward: RewardSettings
+
+
+def replay(argv: Sequence[str]) -> None:
+    """Score the completions in files, and print a line for each.
+
+    Raises:
+        ConfigError: a file is none of a quarantine, its scorer is not in the recipe, or none can be used.
+        StarlingError: one of them failed again.
+    """
+    parser = argparse.ArgumentParser(
+        prog="starling reward replay",
+        description="Score completions that a reward service gave up on again, with the scorers of the recipe.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file of <run folder>/quarantine")
+    parser.add_argument("--config", action="append", type=Path, required=True, metavar="FILE", help="the recipe")
+    known, flags = parser.parse_known_args(list(argv))
+    settings = load(_Settings, known.config, flags, others=SECTIONS).reward
+    titles = [scorer.title for scorer in settings.scorers]
+    tasks: list[ScoreTask] = []
+    for file in known.files:
+        title, prompt, completion = read_quarantined(file)
+        if title not in titles:
+            raise ConfigError(f"{file} is of scorer {title!r}, and the recipe has {', '.join(titles)}; give its recipe")
+        tasks.append(group_task(str(file), ((0, completion),), prompt, (titles.index(title),)))
+    check_scorers(settings)
+    if num_failed := _score(tasks, settings):
+        raise StarlingError(f"{num_failed} of {counted(len(tasks), 'completion')} failed again")
+
+
+def _score(tasks: Sequence[ScoreTask], settings: RewardSettings) -> int:
+    """Score each task, and print its result; return how many failed."""
+    num_failed = 0
+    with ScoringPool(settings) as pool:
+        for task in tasks:
+            pool.submit(task)
+            while not (scores := pool.poll(settings.start_timeout_s)):
+                pass
+            (score,) = scores
+            num_failed += score.value is None
+            print(f"{task.id}: {score.problem if score.value is None else score.value}", flush=True)
+    return num_failed
