@@ -1,16 +1,17 @@
-"""Attention of short sequences: each segment with the keys of its whole path, in a few batched products.
+"""Attention of short sequences: runs of segments with the keys of their paths, in a few batched products.
 
 A fused kernel's call costs more than the arithmetic of a few tokens, and so does merging what calls return. Where all
-sequences of a forest are short, each segment gets copies of its ancestors' keys instead, as if nothing was shared. In a
-path the column of a key is its position, so the mask follows from two numbers for each segment.
+sequences of a forest are short, its segments are divided into runs in preorder instead. What a run's tokens see are the
+tokens of the run itself, and the ancestors of its first segment, of which each run has its own copies: the products of
+all runs are one batch, with a mask.
 
-Legend of shapes: T tokens, S segments, H query heads, G key heads, F = H / G, D head dimension; a batch has B segments
-of at most N tokens, with at most M keys each. The scores take H x M numbers for each token.
+Legend of shapes: T tokens, H query heads, G key heads, F = H / G, D head dimension; a batch has B runs of at most N
+tokens, with at most M keys each. The scores take H x M numbers for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -27,6 +28,8 @@ SHORT_TOKENS: Final = 128
 """Most tokens of a short sequence."""
 COPIES: Final = 8
 """How often a key may be copied, on average."""
+RUN_PAIRS: Final = 128
+"""Query-key pairs, hidden ones included, of one head, that cost about as much as one more run."""
 
 
 def is_short(forest: Forest) -> bool:
@@ -46,44 +49,45 @@ class _ShortAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float, window: int | None
     ) -> Tensor:
-        batches = _batches(forest, window, query.shape[1], key.shape[1], query.device)
-        output, all_weights = _Rows(query, key.shape[1]), list[Tensor]()
-        for batch in batches:
+        layout = _layout(forest, window, query.shape[1], key.shape[1], query.device)
+        outputs, saved = list[Tensor](), list[Tensor]()
+        for batch in layout.batches:
             queries, keys, values = batch.queries_of(query), batch.keys_of(key), batch.keys_of(value)
             bias = batch.bias.to(queries.dtype)
             weights = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale).softmax(-1)
-            output.write(batch.targets, weights @ values)
-            all_weights.append(weights)
-        ctx.batches, ctx.scale = batches, scale
-        ctx.save_for_backward(query, key, value, *all_weights)
-        return output.tensor()
+            outputs.append(torch.bmm(weights, values))
+            saved += (queries, keys, values, weights)
+        ctx.layout, ctx.scale = layout, scale
+        ctx.save_for_backward(*saved)
+        return layout.tokens_of(outputs, query)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *all_weights = ctx.saved_tensors
-        of_query, of_key, of_value = (_Rows(one, key.shape[1]) for one in (query, key, value))
-        for batch, weights in zip(ctx.batches, all_weights, strict=True):
-            queries, keys, values = batch.queries_of(query), batch.keys_of(key), batch.keys_of(value)
+        layout: _Layout = ctx.layout
+        saved, of_queries = ctx.saved_tensors, list[Tensor]()
+        of_key, of_value = (layout.zeros_of_keys(saved[1]) for _ in range(2))
+        for number, batch in enumerate(layout.batches):
+            queries, keys, values, weights = saved[4 * number : 4 * number + 4]
             of_output = batch.queries_of(gradient, clear_padding=True)
-            of_weights = of_output @ values.transpose(1, 2)
+            of_weights = torch.bmm(of_output, values.transpose(1, 2))
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(ctx.scale)
-            of_query.write(batch.targets, of_scores @ keys)
-            of_key.add(batch.keys, of_scores.transpose(1, 2) @ queries)
-            of_value.add(batch.keys, weights.transpose(1, 2) @ of_output)
-        return of_query.tensor(), of_key.tensor(), of_value.tensor(), None, None, None
+            of_queries.append(torch.bmm(of_scores, keys))
+            of_key.index_add_(0, batch.keys, torch.bmm(of_scores.transpose(1, 2), queries).flatten(0, 1))
+            of_value.index_add_(0, batch.keys, torch.bmm(weights.transpose(1, 2), of_output).flatten(0, 1))
+        of_query = layout.tokens_of(of_queries, gradient)
+        shape = len(gradient), layout.num_groups, -1
+        return of_query, *(one.view(shape).to(gradient.dtype) for one in (of_key, of_value)), None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Segments that are padded to one size. A row is what a token has for one key head: [T * G, ...] of a tensor."""
+    """Runs that are padded to one size. A row is what a token has for one key head: [T * G, ...] of a tensor."""
 
     num_groups: int
     """G."""
     queries: Tensor
-    """int64 [B * G * N]: rows; padding repeats the last token of a segment."""
-    targets: Tensor
-    """`queries`, and T * G in place of padding."""
+    """int64 [B * G * N]: rows; padding repeats the last token of a run."""
     padding: Tensor
     """int64: which of the queries are padding."""
     keys: Tensor
@@ -104,96 +108,120 @@ class _Batch:
 
     def _rows(self, tensor: Tensor, index: Tensor) -> Tensor:
         rows = tensor.reshape(len(tensor) * self.num_groups, -1).index_select(0, index)
-        return rows.to(_wide(tensor.dtype))
+        return rows.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-class _Rows:
-    """A tensor like one of the inputs that batches write by rows; one more row takes their padding."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """The batches of a forest; they hold each of its tokens once as a query."""
 
-    def __init__(self, like: Tensor, num_groups: int) -> None:
-        self._like, self._count = like, len(like) * num_groups
-        width = like[0].numel() // num_groups
-        self._rows = like.new_zeros((self._count + 1, width), dtype=_wide(like.dtype))
+    num_groups: int
+    batches: tuple[_Batch, ...]
+    places: Tensor
+    """int64 [T * G]: where the queries of all batches, end to end, have each row."""
 
-    def write(self, rows: Tensor, found: Tensor) -> None:
-        """Set each of `rows`."""
-        self._rows.index_copy_(0, rows, found.reshape(len(rows), -1))
+    def tokens_of(self, found: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return what batches found for their queries, [B * G, N * F, D] each, as a tensor `like` [T, H, D]."""
+        width = like[0].numel() // self.num_groups
+        rows = [one.view(-1, width) for one in found]
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return joined.index_select(0, self.places).to(like.dtype).view(like.shape)
 
-    def add(self, rows: Tensor, found: Tensor) -> None:
-        """Add to `rows`, which may repeat."""
-        self._rows.index_add_(0, rows, found.reshape(len(rows), -1))
-
-    def tensor(self) -> Tensor:
-        return self._rows[: self._count].to(self._like.dtype).view(self._like.shape)
+    def zeros_of_keys(self, keys: Tensor) -> Tensor:
+        """Return zeros for each row of a tensor of which `keys` [B * G, M, D] are copies: [T * G, D]."""
+        return keys.new_zeros(len(self.places), keys.shape[-1])
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Segments one behind another in preorder."""
+
+    start: int
+    """First token."""
+    num_tokens: int
+    first: int
+    """Segment."""
+    depth: int
+    """Tokens of its ancestors."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.depth + self.num_tokens
 
 
 @lru_cache(maxsize=64)
-def _batches(
-    forest: Forest, window: int | None, num_heads: int, num_groups: int, device: torch.device
-) -> tuple[_Batch, ...]:
-    """Return the batches of a forest; they hold each of its tokens once as a query."""
-    paths = _paths(forest)
-    found = []
-    for chunk in _chunks(np.array(forest.lengths, np.int64), np.array(forest.depths, np.int64)):
-        starts, lengths, depths = (
-            np.array(one, np.int64)[chunk, None] for one in (forest.starts, forest.lengths, forest.depths)
-        )
-        offsets, columns = np.arange(lengths.max()), np.arange((depths + lengths).max())
-        is_padding, last = offsets >= lengths, np.minimum(offsets, lengths - 1)
-        positions = (depths + last)[:, :, None]
-        hidden = columns > positions
-        if window is not None:
-            hidden |= columns <= positions - window
+def _layout(forest: Forest, window: int | None, num_heads: int, num_groups: int, device: torch.device) -> _Layout:
+    """Return the layout of a forest."""
+    batches, begin = list[_Batch](), 0
+    places = np.empty((forest.num_tokens, num_groups), np.int64)
+    groups = np.arange(num_groups)
+    for runs in _alike(_runs(forest)):
+        queries, is_padding = _queries(runs)
+        keys, hidden = _keys(forest, runs, queries, window)
+        shape = len(runs), num_groups, queries.shape[1], num_heads // num_groups, keys.shape[1]
+        own = begin + np.arange(np.prod(shape[:3])).reshape(shape[:3])
+        begin += own.size
+        places[queries[~is_padding]] = own.transpose(0, 2, 1)[~is_padding]
         bias = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, :, None]
-        shape = len(chunk), num_groups, len(offsets), num_heads // num_groups, len(columns)
-        queries = _by_head(starts + last, num_groups)
-        targets = np.where(is_padding[:, None], forest.num_tokens * num_groups, queries)
-        keys = _by_head(paths[chunk][:, : len(columns)], num_groups)
         arrays = (
-            queries.ravel(),
-            targets.ravel(),
-            np.flatnonzero(np.broadcast_to(is_padding[:, None], queries.shape)),
-            keys.ravel(),
+            (queries[:, None] * num_groups + groups[:, None]).ravel(),
+            np.flatnonzero(np.broadcast_to(is_padding[:, None], shape[:3])),
+            (keys[:, None] * num_groups + groups[:, None]).ravel(),
             np.broadcast_to(bias, shape).reshape(shape[0] * shape[1], -1, shape[-1]),
         )
-        found.append(_Batch(num_groups, *(torch.from_numpy(array.copy()).to(device) for array in arrays)))
-    return tuple(found)
+        batches.append(_Batch(num_groups, *(torch.from_numpy(array.copy()).to(device) for array in arrays)))
+    return _Layout(num_groups, tuple(batches), torch.from_numpy(places.ravel()).to(device))
 
 
-def _by_head(tokens: Index, num_groups: int) -> Index:
-    """Return the rows of `tokens` [B, tokens]: [B, G, tokens]."""
-    rows: Index = tokens[:, None] * num_groups + np.arange(num_groups)[:, None]
-    return rows
+def _queries(runs: Sequence[_Run]) -> tuple[Index, Any]:
+    """Return the tokens of each run, [B, N], the last one repeated, and which of them are repetitions."""
+    starts, lengths = np.array([(run.start, run.num_tokens) for run in runs], np.int64).T[:, :, None]
+    offsets = np.arange(lengths.max())
+    return starts + np.minimum(offsets, lengths - 1), offsets >= lengths
 
 
-def _paths(forest: Forest) -> Index:
-    """Return the tokens from the root of each segment to its end, [S, longest path]; others behind."""
-    longest = max(map(sum, zip(forest.depths, forest.lengths, strict=True)), default=0)
-    paths = np.zeros((len(forest.lengths), longest), np.int64)
-    own = np.arange(longest)
+def _keys(forest: Forest, runs: Sequence[_Run], queries: Index, window: int | None) -> tuple[Index, Any]:
+    """Return the keys of each run, [B, M], others behind; and which of them queries do not see, [B, N, M]."""
+    keys = np.zeros((len(runs), max(run.num_keys for run in runs)), np.int64)
+    for own, run in zip(keys, runs, strict=True):
+        for segment in forest.path(run.first)[:-1]:
+            start, depth, length = forest.starts[segment], forest.depths[segment], forest.lengths[segment]
+            own[depth : depth + length] = np.arange(start, start + length)
+        own[run.depth : run.num_keys] = np.arange(run.start, run.start + run.num_tokens)
+    behind = np.array(forest.ends, np.int64)[forest.segment_of_tokens]
+    is_padding = np.arange(keys.shape[1]) >= np.array([run.num_keys for run in runs])[:, None]
+    behind = np.where(is_padding, 0, behind[keys])
+    hidden = (keys[:, None] > queries[:, :, None]) | (behind[:, None] <= queries[:, :, None])
+    if window is not None:
+        hidden |= forest.positions[queries][:, :, None] - forest.positions[keys][:, None] >= window
+    return keys, hidden
+
+
+def _runs(forest: Forest) -> Iterator[_Run]:
+    """Divide the segments into runs, such that hidden pairs cost less than more of them would."""
+    run: _Run | None = None
     for segment, (start, length, depth) in enumerate(zip(forest.starts, forest.lengths, forest.depths, strict=True)):
-        if depth:
-            paths[segment] = paths[forest.parents[segment]]
-        paths[segment, depth : depth + length] = start + own[:length]
-    return paths
+        if run is not None:
+            grown = run.num_tokens + length
+            added = grown * (run.depth + grown) - run.num_tokens * run.num_keys
+            if added - length * (depth + length) <= RUN_PAIRS:
+                run = _Run(run.start, grown, run.first, run.depth)
+                continue
+            yield run
+        run = _Run(start, length, segment, depth)
+    if run is not None:
+        yield run
 
 
-def _chunks(lengths: Index, depths: Index) -> Iterator[Index]:
-    """Divide the segments into batches, such that padding costs less than more of them would."""
-    ends = depths + lengths
-    chunk: list[int] = []
+def _alike(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
+    """Divide runs into batches, such that padding costs less than more of them would."""
+    batch: list[_Run] = []
     num_queries = pairs = 0
-    for segment in np.lexsort((-lengths, -ends)).tolist():
-        widest = max(num_queries, int(lengths[segment]))
-        padded = (len(chunk) + 1) * widest * int(ends[chunk[0] if chunk else segment])
-        own = int(lengths[segment] * ends[segment])
-        if chunk and padded - pairs - own > CALL_PAIRS:
-            yield np.array(chunk)
-            chunk, pairs, widest = [], 0, int(lengths[segment])
-        chunk.append(segment)
+    for run in sorted(runs, key=lambda run: (-run.num_keys, -run.num_tokens)):
+        widest, own = max(num_queries, run.num_tokens), run.num_tokens * run.num_keys
+        if batch and (len(batch) + 1) * widest * batch[0].num_keys - pairs - own > CALL_PAIRS:
+            yield batch
+            batch, pairs, widest = [], 0, run.num_tokens
+        batch.append(run)
         num_queries, pairs = widest, pairs + own
-    yield np.array(chunk)
+    yield batch
