@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,57 @@ def test_plain_decoder_reads_the_weights_of_the_model() -> None:
     completion = drain(engine)["b"].completions[0]
     expected = reference_logprobs(other, prompt, completion.token_ids)
     torch.testing.assert_close(torch.from_numpy(completion.logprobs), torch.from_numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
+def test_what_is_written_into_joined_weights_changes_what_the_decoder_computes(name: str) -> None:
+    model = build(CASES[name])
+    weights = {key: parameter.clone() for key, parameter in model.named_parameters()}
+    decoder = plain_decoder(model)
+    layer = model.model.layers[1]
+    attention_inputs = attrgetter("q_proj", "k_proj", "v_proj")(layer.self_attn)
+    for modules in (attention_inputs, (layer.mlp.gate_proj, layer.mlp.up_proj)):
+        assert len({one.weight.untyped_storage().data_ptr() for one in modules}) == 1
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[key])
+        parameter.copy_(parameter.flip(0))
+    assert difference(model, decoder) < 2e-6
+
+
+def set_data(module: Any) -> None:
+    module.weight.data = module.weight.data.flip(0)
+
+
+def set_parameters(module: Any) -> None:
+    module.weight, module.bias = (torch.nn.Parameter(one.flip(0), False) for one in (module.weight, module.bias))
+
+
+def remove_bias(module: Any) -> None:
+    module.bias = None
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("replace_in", [set_data, set_parameters, remove_bias])
+def test_decoder_reads_parameters_that_replace_joined_ones(name: str, replace_in: Callable[[Any], None]) -> None:
+    decoder = plain_decoder(model := build(CASES["llama_biases"]))
+    replace_in(model.model.layers[1].get_submodule(name))
+    assert difference(model, decoder) < 2e-6
+
+
+def test_decoder_reads_modules_that_replace_joined_ones() -> None:
+    decoder = plain_decoder(model := build(CASES["llama"]))
+    own = model.model.layers[0].self_attn
+    own.k_proj = torch.nn.Linear(own.k_proj.in_features, own.k_proj.out_features, dtype=torch.float64)
+    assert difference(model, decoder) < 2e-6
+
+
+def test_weights_are_not_joined_where_only_some_layers_have_biases() -> None:
+    model = build(CASES["llama"])
+    own = model.model.layers[0].self_attn
+    own.q_proj.bias = torch.nn.Parameter(torch.randn(own.q_proj.out_features, dtype=torch.float64), False)
+    decoder = plain_decoder(model)
+    assert decoder is not None
+    assert difference(model, decoder) < 2e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_scaled_rope", "qwen3_yarn"])
