@@ -21,7 +21,9 @@ from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.groups.validation import (
+    InvalidResultError,
     UnusableResultError,
+    check_group_contents,
     check_group_forms,
     check_trajectories,
     teacher_arrays,
@@ -147,6 +149,53 @@ UNUSABLE: dict[str, tuple[Callable[[Result], None], str]] = {
     "long metric name": (_completion(metrics={"x" * 300: 0.0}), "a name of many characters"),
     "texts": (_completion(text="é" * (9 << 20)), "bytes of text"),
 }
+
+
+@pytest.mark.parametrize(
+    ("versions", "mask", "named", "fits"),
+    [
+        ([3, 3, 4, 4], None, ((3, 3), (4, 4)), True),
+        ([3, 4, 4, 4], None, ((3, 4), (4, 4)), True),
+        ([4, 3, 4, 4], None, ((3, 4), (4, 4)), True),
+        ([3, 3, 4, 4], None, ((3, 3), (3, 4)), False),
+        ([3, 4, 4, 4], None, ((4, 4), (4, 4)), False),
+        ([3, 4, 4, 4], None, ((3, 3), (4, 4)), False),
+        ([3, 4, 4, 4], [1, 0, 1, 1], ((3, 3), (4, 4)), True),
+        ([3, 5, 4, 4], [1, 0, 1, 1], ((3, 3), (4, 4)), False),
+        ([2, 3, 4, 4], [0, 1, 1, 1], ((3, 3), (4, 4)), False),
+        ([3, 3, 4, 4], [0, 0, 1, 1], ((0, 4), (4, 4)), True),
+        ([5, 5, 4, 4], [0, 0, 1, 1], ((0, 4), (4, 4)), False),
+        ([3, 3, -1, 3], None, ((3, 3), (3, 3)), False),
+    ],
+)
+def test_versions_of_tokens_are_those_that_its_completions_name(
+    versions: list[int], mask: list[int] | None, named: tuple[tuple[int, int], ...], fits: bool
+) -> None:
+    """Masked tokens need not be of a version that their own completion names, but of one of the group."""
+    result = valid()
+    result.put(3, np.array(versions, np.int32))
+    if mask is not None:
+        result.put(4, np.array(mask, np.uint8), "loss_mask")
+    for index, (oldest, newest) in enumerate(named):
+        num_masked = 2 - sum(mask[2 * index : 2 * index + 2]) if mask is not None else 0
+        result.change(index, oldest_version=oldest, newest_version=newest, num_masked=num_masked)
+    contents = (result.trajectories, result.tensors, result.buffers, None)
+    if fits:
+        check_group_contents(*contents)
+    else:
+        with pytest.raises(InvalidResultError, match="the versions of its tokens"):
+            check_group_contents(*contents)
+
+
+@pytest.mark.parametrize("first", [1 << 62, -(1 << 62), 5, -1, -2, -5])
+def test_counts_that_cannot_be_are_an_invalid_result(first: int) -> None:
+    """Their sum is right, and the tensors are looked at before each of them."""
+    result = valid()
+    result.put(3, np.array([0, 1, 0, 1], np.int32))
+    for index, num_tokens in enumerate((first, 4 - first)):
+        result.change(index, num_tokens=num_tokens, oldest_version=0, newest_version=3)
+    with pytest.raises(InvalidResultError):
+        check_group_contents(result.trajectories, result.tensors, result.buffers, None)
 
 
 @pytest.mark.parametrize("case", [*MALFORMED, *UNUSABLE])

@@ -80,8 +80,6 @@ GROUP_NAMES: Final = ("token ids of the prompt", "token ids", "log-probabilities
 OF_TOKENS: Final = tuple((index, GROUP_TENSORS[index].dtype) for index in range(1, len(GROUP_TENSORS)))
 """Position and element type of the tensors with one entry for each token of the completions."""
 NAMED_FORMS: Final = {**PROMPT_TENSORS, **KEPT_TENSORS}
-MAX_DOT: Final = 8192
-"""Elements whose sum of squares is computed in the calling thread."""
 MAX_TENSOR_BYTES: Final = 900_000_000
 """Largest tensor that is stored: a row of the journal's database has at most 10^9 bytes."""
 COMPLETION_BYTES: Final = 128
@@ -325,22 +323,18 @@ def _array(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> Arra
 def _check_logprobs(whose: str, array: Array) -> None:
     """Check log-probabilities. In a run with a teacher, the differences between its own and those of the rollout become
     advantages, whose squares must be finite: otherwise no step of a group with them would change the weights."""
-    _require_finite(f"a log-probability{whose}", array)
-    if array.size and not (array.min() >= -MAX_LOGPROB_NATS and array.max() <= 1.0):  # 0, and an error of rounding
-        raise UnusableResultError(
-            f"the log-probabilities{whose} are from {array.min()} to {array.max()}, and {-MAX_LOGPROB_NATS:g} to 0 are "
-            "usable"
-        )
-
-
-def _require_finite(what: str, array: Array) -> None:
+    if not array.size:
+        return
     flat = array if array.ndim == 1 else array.reshape(-1)
-    # If the sum of squares is finite, so is each element: this takes a fraction of the time of a look at each of them.
-    # But BLAS computes the sum of many in several threads, and it overflows for finite elements beyond 1e17.
-    with np.errstate(over="ignore"):
-        is_proven = flat.size <= MAX_DOT and math.isfinite(flat.dot(flat))
-    if not is_proven and not np.isfinite(flat).all():
-        raise UnusableResultError(f"{what} is not finite")
+    # NaN is both the smallest and the largest element. The positions take less time than the extremes themselves.
+    lowest, highest = flat.item(flat.argmin()), flat.item(flat.argmax())
+    if lowest >= -MAX_LOGPROB_NATS and highest <= 1.0:  # 0, and an error of rounding
+        return
+    if not np.isfinite(flat).all():
+        raise UnusableResultError(f"a log-probability{whose} is not finite")
+    raise UnusableResultError(
+        f"the log-probabilities{whose} are from {lowest} to {highest}, and {-MAX_LOGPROB_NATS:g} to 0 are usable"
+    )
 
 
 def _check_mask(trajectories: Sequence[TrajectoryMeta], mask: Array | None, total: int) -> None:
@@ -404,23 +398,44 @@ def _check_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask
         return
     first = bytes(encoded[:4])
     if encoded == first * (len(encoded) // 4):  # all are equal, as nearly always
-        lowest, fits = int.from_bytes(first, sys.byteorder, signed=True), True
+        lowest, fits = _version(first), True
         for one in trajectories:
             if one.oldest_version != lowest or one.newest_version != lowest:
                 fits &= one.num_tokens == one.num_masked
     else:
-        versions = np.frombuffer(encoded, INT32)
-        lowest, highest = int(versions.min()), int(versions.max())
-        fits, begin = True, 0
-        for one in trajectories:
-            part = versions[begin : begin + one.num_tokens]
-            sampled = part if mask is None else part[mask[begin : begin + one.num_tokens] == 1]
-            begin += one.num_tokens
-            fits &= not len(sampled) or (sampled.min(), sampled.max()) == (one.oldest_version, one.newest_version)
-        oldest = min(one.oldest_version for one in trajectories)
-        fits = fits and oldest <= lowest and highest <= max(one.newest_version for one in trajectories)
+        fits = _have_versions(trajectories, encoded, mask)
     if not fits:
         raise InvalidResultError("the versions of its tokens are not those that its completions name")
+
+
+def _have_versions(trajectories: Sequence[TrajectoryMeta], encoded: bytes, mask: Array | None) -> bool:
+    """Say whether the tokens of a group, which are of several versions, have those that its trajectories name."""
+    fits, begin, extremes = True, 0, list[int]()
+    found: tuple[int, ...]
+    sampled: tuple[int, ...]
+    for one in trajectories:
+        end = begin + one.num_tokens
+        part = bytes(encoded[4 * begin : 4 * end])
+        # Most completions are of one version, and numpy takes longer. Of a malformed group no count is right.
+        if part == part[:4] * (len(part) // 4):
+            found = (_version(part[:4]),) if part else ()
+            sampled = found if one.num_tokens > one.num_masked else ()
+        else:
+            versions = np.frombuffer(part, INT32)
+            found = sampled = versions.item(versions.argmin()), versions.item(versions.argmax())
+            if mask is not None:
+                of_model = versions[mask[begin:end] == 1]
+                sampled = (int(of_model.min()), int(of_model.max())) if len(of_model) else ()
+        if sampled:
+            fits &= (sampled[0], sampled[-1]) == (one.oldest_version, one.newest_version)
+        extremes += found
+        begin = end
+    oldest, newest = min(one.oldest_version for one in trajectories), max(one.newest_version for one in trajectories)
+    return fits and bool(extremes) and oldest <= min(extremes) and max(extremes) <= newest
+
+
+def _version(encoded: bytes) -> int:
+    return int.from_bytes(encoded, sys.byteorder, signed=True)
 
 
 def _check_media(named: Mapping[str, Array], prompt: Array, tokens: Array, inputs: MediaInputs | None) -> None:

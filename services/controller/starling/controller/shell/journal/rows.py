@@ -56,7 +56,11 @@ class Binding(NamedTuple):
 
     def of_record(self, seq: int) -> Place:
         """Return the place of the rows of record `seq`."""
-        return Place((self.journal + seq * _ODD) & _WORD, seq < self.since)
+        return Place(self.seed_of_record(seq), seq < self.since)
+
+    def seed_of_record(self, seq: int) -> int:
+        """Return the seed of that place."""
+        return (self.journal + seq * _ODD) & _WORD
 
     def of_group(self, key: str, generated: int) -> Place:
         """Return the place of the rewards of a group, whose completions are record `generated`."""
@@ -65,10 +69,13 @@ class Binding(NamedTuple):
         )
 
 
-def encode(record: Record, place: Place, payload: Buffers = ()) -> bytes:
-    """Return the bytes of a record, which begin with a digest of themselves, of the payload and of the place."""
+def encode(record: Record, seed: int, payload: Buffers = ()) -> bytes:
+    """Return the bytes of a record, which begin with a digest of themselves, of the payload and of the place.
+
+    `seed`: of the place.
+    """
     body = _encoder.encode(record)
-    return _DIGESTED + _digest(body, payload, place.seed) + body
+    return _DIGESTED + _digest(body, payload, seed) + body
 
 
 def decode(stored: bytes, place: Place, payload: Sequence[bytes] = ()) -> Record:
