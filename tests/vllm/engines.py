@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []},
     ),
+    "qwen3 of 26 MB": ("qwen3", {**GROUPED, "hidden_size": 256, "intermediate_size": 4096}),
     # Its experts fill no whole block of the kernels for CPUs.
     "qwen3_moe of odd sizes": (
         "qwen3_moe",

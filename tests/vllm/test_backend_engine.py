@@ -6,6 +6,7 @@ Each check runs in a process of its own, because an `LLM` without processes leav
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -143,6 +144,14 @@ def check_faults(folder: Path) -> None:
     model.model.norm = torch.nn.Identity()
     with pytest.raises(WeightsError, match=r"another model than the trainer's.*model.norm.weight .* is unknown"):
         trainer_of(llm, model)
+    trainer_of(llm, read_model(started)).shutdown()
+    end = time.monotonic() + DEADLINE_S
+    while not llm.collective_rpc(lambda worker: worker.weight_transfer_engine._session.ended)[0]:
+        assert time.monotonic() < end, "the worker does not notice that its trainer has gone"
+        time.sleep(0.01)
+    llm.start_weight_update()
+    with pytest.raises(WeightsError, match=r"^The trainer has lost this engine, which keeps the weights that it has"):
+        llm.update_weights({"update_info": {"version": 1}})
     check_samples(llm, read_model(started), "default")
 
 

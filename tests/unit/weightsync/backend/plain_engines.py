@@ -31,11 +31,19 @@ class PlainWeights:
         self._offer: Any = None
         self.spoil: Callable[[], None] = lambda: None
         """Called after each switch, before the digests."""
+        self.announced: Callable[[], None] = lambda: None
+        """Called when the trainer knows that this worker relays, before the first byte has arrived."""
 
-    def pull(self, offer: Any, plan: Any, *, in_place: bool = False, **named: Any) -> PullReport:
+    def pull(self, offer: Any, plan: Any, *, in_place: bool = False, announce: Any = None, **named: Any) -> PullReport:
         """Pull a version."""
         self._offer = offer
-        return self._puller.pull(offer, plan, into=self._tensors if in_place else None, relays_first=True, **named)
+
+        def announced(own: Any) -> None:
+            announce(own)
+            self.announced()
+
+        named.update(into=self._tensors if in_place else None, announce=announced if announce else None)
+        return self._puller.pull(offer, plan, relays_first=True, **named)
 
     def adopt(self, version: int) -> AttestedRoots:
         """Switch to it."""
@@ -60,7 +68,9 @@ class PlainWorker:
         vllm: str = VLLM,
         config: Mapping[str, Any] | None = None,
         stages: bool = True,
+        engine: str = "",
     ) -> None:
+        self.engine = engine
         self.name, self.tensors, self.vllm, self.config, self.stages = name, tensors, vllm, config or {}, stages
         self.session: TrainerSession | None = None
         self.weights: PlainWeights | None = None
@@ -75,7 +85,7 @@ class PlainWorker:
         options = ReaderOptions(info["transport"], info["encrypt"])
         session: Any = TrainerSession(link, self.weights, stages=self.stages, options=options)  # type: ignore[arg-type]
         try:
-            session.join(self.name, self.vllm, layout, self.config)
+            session.join(self.name, self.vllm, layout, self.config, self.engine)
         except WeightsError as error:
             self.error = str(error)
             session.close()

@@ -126,6 +126,52 @@ def test_engines_of_equal_layouts_pull_from_each_other() -> None:
         assert len(set.union(*sources)) > 1, "all workers read from the trainer alone"
 
 
+def test_engine_that_goes_while_it_relays_costs_the_others_no_version() -> None:
+    model = Model()
+    workers = [PlainWorker(f"worker {number}", empty(model), engine=f"engine {number // 2}") for number in range(6)]
+    engines = PlainEngines(*workers)
+    with sending(model, engines, relay_from_mb=0.0) as sender:
+        sender.send()
+        before = Model()
+        before.load_state_dict(model.state_dict())
+        torch.nn.init.normal_(model.up.weight)
+        assert workers[0].weights is not None
+        workers[0].weights.announced = lambda: workers[0].session._link.close()  # type: ignore[union-attr]
+        sender.stage()
+        assert sender.report is not None
+        assert {*sender.report.lost} == {"worker 0", "worker 1"}, "all workers of one engine"
+        assert {*sender.report.pulls} == {worker.name for worker in workers[2:]}
+        for _ in range(2):
+            sender.switch()
+            assert all(is_equal(dict(worker.tensors), model) for worker in workers[2:])
+            for worker in workers[:2]:
+                assert is_equal(dict(worker.tensors), before), "an engine never holds two versions"
+                assert "There is no connection to the trainer" in worker.error
+            torch.nn.init.normal_(model.up.weight)
+            sender.stage()
+            assert not sender.report.lost
+        sender.join()
+        sender.send()
+        assert all(is_equal(dict(worker.tensors), model) for worker in workers)
+
+
+def test_trainer_whose_last_engine_goes_is_told() -> None:
+    model = Model()
+    worker = PlainWorker("worker 0", empty(model))
+    with sending(model, PlainEngines(worker)) as sender:
+        sender.join()
+        assert worker.weights is not None
+        pull = worker.weights.pull
+
+        def pull_and_go(*arguments: Any, **named: Any) -> Any:
+            worker.session._link.close()  # type: ignore[union-attr]
+            return pull(*arguments, **named)
+
+        worker.weights.pull = pull_and_go  # type: ignore[method-assign]
+        with pytest.raises(WeightsError, match=r"^worker 0 has gone: "):
+            sender.send()
+
+
 def test_engine_joins_again_after_it_was_replaced() -> None:
     model = Model()
     engines = PlainEngines(PlainWorker("worker 0", empty(model)))

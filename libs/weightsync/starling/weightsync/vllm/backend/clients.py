@@ -51,7 +51,8 @@ class HttpEngines:
     """
 
     def __init__(self, urls: str | Sequence[str], timeout_s: float = 600.0) -> None:
-        self._urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        """Of the servers; take out one that has gone."""
         self._timeout_s = timeout_s
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -91,7 +92,7 @@ class HttpEngines:
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until all servers answer. Raises WeightsError if one does not within `timeout_s`."""
         end = time.monotonic() + timeout_s
-        for url in self._urls:
+        for url in self.urls:
             while not _is_ready(url):
                 if time.monotonic() > end:
                     raise WeightsError(f"{url} is not ready after {timeout_s:g} s: start vLLM there, or see its log.")
@@ -99,8 +100,8 @@ class HttpEngines:
 
     def _post(self, route: str, body: Any = None) -> None:
         """Call a route of all servers at once."""
-        with ThreadPoolExecutor(len(self._urls)) as pool:
-            list(pool.map(lambda url: self._post_one(f"{url}/{route}", body), self._urls))
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            list(pool.map(lambda url: self._post_one(f"{url}/{route}", body), self.urls))
 
     def _post_one(self, url: str, body: Any) -> None:
         data = None if body is None else json.dumps(body).encode()

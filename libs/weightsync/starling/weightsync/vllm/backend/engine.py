@@ -119,6 +119,12 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
                 "init_weight_transfer_engine through the trainer side (StarlingTrainerInitInfo) first."
             )
             return
+        if self._session.ended:
+            self._raise_in_step(
+                "The trainer has lost this engine, which keeps the weights that it has; have it call join(): "
+                f"{self._session.ended}"
+            )
+            return
         try:
             self._session.switch(update_info.version)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
@@ -155,7 +161,8 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
         stages = weights.stages or self._has_room(recorded.layout, info.staging)
         session = TrainerSession(link, weights, stages=stages, options=options)
         try:
-            session.join(name, vllm_version(), recorded.layout, configs.plain(self.model_config.hf_config))
+            config = configs.plain(self.model_config.hf_config)
+            session.join(name, vllm_version(), recorded.layout, config, self.vllm_config.instance_id)
         except WeightsError:
             session.close()
             raise

@@ -25,6 +25,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     name: Text
     """Unique among all workers, and readable."""
+    engine: Text = ""
+    """Equal for the workers of one engine, and for no others; empty: this is its only worker."""
     vllm: Text
     """Version of vLLM."""
     layout: bytes = b""

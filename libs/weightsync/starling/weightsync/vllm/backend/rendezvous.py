@@ -49,6 +49,7 @@ class JoinedWorker:
     """A worker that has joined."""
 
     name: str
+    engine: str
     vllm: str
     layout: Layout
     config: dict[str, object]
@@ -215,7 +216,8 @@ class Rendezvous:
                 layout = decode_layout(hello.layout)
                 if len(layout.ranks) != 1:
                     raise WeightsError(f"its layout has {len(layout.ranks)} ranks, expected 1.")
-                worker = JoinedWorker(hello.name, hello.vllm, layout, hello.config, hello.stages, link)
+                engine = hello.engine or hello.name
+                worker = JoinedWorker(hello.name, engine, hello.vllm, layout, hello.config, hello.stages, link)
         except WeightsError as error:
             problem = str(error)
         with self._lock:

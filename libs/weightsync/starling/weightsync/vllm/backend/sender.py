@@ -93,6 +93,8 @@ class SendReport:
     """From the first call of vLLM until the last one: what a pause of generation has to cover."""
     pulls: dict[str, PullReport] = field(default_factory=dict)
     """By worker, on rank 0."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """On rank 0, the workers that have gone while the version travelled, and why. The others have it."""
 
 
 class WeightSender:
@@ -210,10 +212,12 @@ class WeightSender:
     def stage(self, version: int | None = None) -> int:
         """Publish a version and have all workers pull it, while vLLM generates; return its number.
 
-        Training may go on, and change its tensors, as soon as this returns.
+        Training may go on, and change its tensors, as soon as this returns. Where an engine goes meanwhile, all others
+        get the version (`SendReport.lost`); without that engine in the client, `switch` and further versions succeed.
 
         Raises:
-            WeightsError: on every rank: a worker has gone or could not pull. All engines keep the version they have.
+            WeightsError: on every rank: a worker had gone before, or could not pull, or all have gone. All engines keep
+                the version they have.
         """
         if self._publisher is None:
             self.join()
@@ -230,20 +234,23 @@ class WeightSender:
 
         self._staged = None
         pulls: dict[str, PullReport] = {}
+        lost: dict[str, str] = {}
 
         def pull(offers: Sequence[bytes]) -> bytes:
             assert self._rendezvous is not None
             ranks = [msgspec.structs.replace(decode(RankOffer, one), rank=rank) for rank, one in enumerate(offers)]
             offer = make_offer(number, ranks)
-            pulls.update(PullRound(self._rendezvous, self._plans, offer, self._options.deadline_s).run())
+            pulling = PullRound(self._rendezvous, self._plans, offer, self._options.deadline_s)
+            pulls.update(pulling.run())
+            lost.update(pulling.lost)
+            self._plans.forget(lost)
             self._staged = offer
             return b""
 
         self._ranks.together(publish, pull)
         assert self.report is not None
-        self.report = SendReport(
-            number, self.report.snapshot_s, time.perf_counter() - begin - self.report.snapshot_s, pulls=pulls
-        )
+        stage_s = time.perf_counter() - begin - self.report.snapshot_s
+        self.report = dataclasses.replace(self.report, stage_s=stage_s, pulls=pulls, lost=lost)
         self.version = number
         return number
 
@@ -273,27 +280,28 @@ class WeightSender:
 
     def _switch(self, offer: Offer) -> None:
         assert self._rendezvous is not None
-        expected = {worker.name for worker in self._rendezvous.workers}
         failure = _reason_of(self._client.start_weight_update)
         if not failure:
             failure = _reason_of(lambda: self._client.update_weights({"version": offer.version}))
-        problem = self._await_switch(offer, expected, failure)
+        problem = self._await_switch(offer, failure)
         # Also after a failure: vLLM would refuse the next update while this one is open.
         finished = _reason_of(lambda: self._client.finish_weight_update(None if problem else str(offer.version)))
         if problem or finished:
             raise WeightsError(f"Version {offer.version} was not adopted: {problem or finished}")
 
-    def _await_switch(self, offer: Offer, expected: set[str], failure: str) -> str:
-        """Wait until each worker has attested the version; return what is wrong, empty for nothing.
+    def _await_switch(self, offer: Offer, failure: str) -> str:
+        """Wait until each worker that has pulled the version has attested it; return what is wrong, empty for nothing.
 
         `failure` is why the call of vLLM failed. A worker may say it better.
         """
         assert self._rendezvous is not None
-        left, deadline = set(expected), time.monotonic() + (0.0 if failure else ANSWER_S)
+        left, deadline = set(self._plans.names), time.monotonic() + (0.0 if failure else ANSWER_S)
         while left:
             event = self._rendezvous.next_event(deadline)
             if event is None:
                 return failure or f"{min(left)} did not switch"
+            if event.worker.name not in self._plans.names:
+                continue  # it was lost before
             if event.message is None:
                 return f"{event.worker.name} has gone: {event.problem}"
             message = event.message

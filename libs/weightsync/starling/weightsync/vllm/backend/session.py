@@ -61,15 +61,19 @@ class TrainerSession:
         self._order: Pull | None = None
         self._pulled = -1
         """The version that the last successful pull has brought into staging."""
+        self.ended = ""
+        """Why the connection has ended; empty while it lasts. The weights are then left as they are."""
         self._receiver = threading.Thread(target=self._receive, name="weightsync-trainer", daemon=True)
 
-    def join(self, name: str, vllm: str, layout: Layout, config: Mapping[str, Any]) -> None:
+    def join(self, name: str, vllm: str, layout: Layout, config: Mapping[str, Any], engine: str = "") -> None:
         """Tell the trainer what this worker can receive, and begin to take its orders.
 
         Raises:
             WeightsError: the trainer refuses the worker, or does not answer.
         """
-        hello = Hello(name=name, vllm=vllm, layout=encode(layout), config=dict(config), stages=self._stages)
+        hello = Hello(
+            name=name, engine=engine, vllm=vllm, layout=encode(layout), config=dict(config), stages=self._stages
+        )
         self._link.send(hello)
         await_welcome(self._link)
         self._receiver.start()
@@ -82,6 +86,8 @@ class TrainerSession:
         """
         begin = time.perf_counter()
         report = None
+        if self.ended:
+            raise WeightsError(f"There is no connection to the trainer: {self.ended}")
         try:
             if not self._stages:
                 report = self._pull_in_place(version)
@@ -119,6 +125,7 @@ class TrainerSession:
                 elif isinstance(order, Pull):
                     self._begin(order)
         except WeightsError as error:
+            self.ended = str(error)
             self._cancelled.set()
             log.info("the trainer has left: %s", error)
 
