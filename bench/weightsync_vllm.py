@@ -12,10 +12,15 @@ ratio within the round.
   `load_weights`, between the beginning and the end of a layerwise reload.
 
 Seconds are those from the trainer's call until the engine holds the version. The pause is the time from the first call
-of the engine until the end of the last one, during which it cannot generate. `dense` changes every element, and
-`unchanged_99` one in a hundred, all over the model: there Starling sends everything, its default on one host, and
-`unchanged_99_deltas` has it send deltas. No side packs weights for the CPU, as GPUs do not either. After each round
-both engines must compute the same log-probabilities.
+of the engine until the end of the last one, during which it cannot generate. No side packs weights for the CPU, as GPUs
+do not either. After each round both engines must compute the same log-probabilities.
+
+- `dense` changes every element, on one host.
+- `unchanged_99` changes one in a hundred, all over the model, on one host: Starling sends everything, as by default.
+- `unchanged_99_on_1_gbit_s` does so with the trainer on one host and the engines on another: network namespaces, joined
+  by a link that `tc tbf` limits to 1 Gbit/s both ways for both sides. Starling sends deltas, its default between hosts,
+  and encrypts them; gloo does not encrypt. Ranks of the trainer gather over the loopback device. Needs root.
+- `unchanged_99_deltas` has it send deltas on one host, for comparison: there is no network that they would spare.
 """
 
 from __future__ import annotations
@@ -27,11 +32,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -39,6 +47,7 @@ import torch.distributed as dist
 import transformers
 from figure import machine, print_figure, progress, rounded, versions
 from torch.distributed.fsdp import fully_shard
+from weightsync_fanout import Host, enter, missing, network
 
 from starling.weightsync.vllm.backend.sender import SenderOptions, WeightSender
 
@@ -53,10 +62,12 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
 }
 MIB = 1 << 20
 CHUNK_BYTES = 256 * MIB
 NUM_RANKS = 2
+LINK_MBIT = 1000
 DEADLINE_S = 300.0
 PROMPT = [5, 17, 3, 60]
 CONFIG: dict[str, Any] = {
@@ -79,9 +90,12 @@ QUICK = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
 class GlooGroup:
     """A pair group of gloo: the trainer is rank 0, the engine rank 1."""
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str, rank: int, interface: str) -> None:
         store = torch.distributed.FileStore(path, 2)
-        self._group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=DEADLINE_S))
+        options = torch.distributed.ProcessGroupGloo._Options()
+        options._devices = [torch.distributed.ProcessGroupGloo.create_device(interface=interface)]
+        options._timeout = timedelta(seconds=DEADLINE_S)
+        self._group = torch.distributed.ProcessGroupGloo(store, rank, 2, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send or receive a tensor."""
@@ -103,8 +117,6 @@ def chunks(sizes: list[int]) -> Iterator[range]:
 
 def register_gloo() -> None:
     """Register the backend `gloo`, which receives as vLLM's `nccl` does."""
-    from dataclasses import dataclass
-
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -116,6 +128,7 @@ def register_gloo() -> None:
     @dataclass
     class InitInfo(WeightTransferInitInfo):
         path: str
+        interface: str
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):
@@ -126,7 +139,7 @@ def register_gloo() -> None:
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            self.group = GlooGroup(init_info.path, 1)
+            self.group = GlooGroup(init_info.path, 1, init_info.interface)
 
         def start_weight_update(self) -> None:
             initialize_layerwise_reload(self.model)
@@ -184,7 +197,7 @@ def serve(folder: str, backend: str, pipe: Connection) -> None:
         (answer,) = llm.generate([{"prompt_token_ids": PROMPT * 8}], greedy, use_tqdm=False)
         return [next(iter(one.values())).logprob for one in answer.prompt_logprobs[1:]]
 
-    methods = {"sample": sample}
+    methods = {"sample": sample, "enter": enter}
     pipe.send(None)
     while True:
         try:
@@ -265,12 +278,28 @@ class Trainer:
             fully_shard(layer)
         fully_shard(model)
         self._rank, self._engines, self._model = rank, engines, model
+        self._folder, self._host, self._num_meetings = folder, "127.0.0.1", 0
         self._group: GlooGroup | None = None
-        if rank == 0:
-            path = str(folder / "meeting")
-            engines["gloo"].begin("init_weight_transfer_engine", {"init_info": {"path": path}})
-            self._group = GlooGroup(path, 0)
-            engines["gloo"].end()
+        self._meet("lo")
+
+    def move(self, trainer: Host, engines: Host) -> None:
+        """Move this rank and the engines to two hosts; the ranks stay connected with each other."""
+        enter(trainer.namespace)
+        self._host = trainer.address
+        for engine in self._engines.values():
+            engine.call("enter", engines.namespace)
+        self._meet("eth0")
+
+    def _meet(self, interface: str) -> None:
+        """Have the engine of the other side join this trainer by a network interface."""
+        if self._rank:
+            return
+        self._num_meetings += 1
+        path = str(self._folder / f"meeting-{self._num_meetings}")
+        info = {"init_info": {"path": path, "interface": interface}}
+        self._engines["gloo"].begin("init_weight_transfer_engine", info)
+        self._group = GlooGroup(path, 0, interface)
+        self._engines["gloo"].end()
 
     def change(self, share: float, seed: int) -> None:
         """Change a share of all elements, spread over every tensor."""
@@ -297,11 +326,11 @@ class Trainer:
             engine.end()
             engine.finish_weight_update()
 
-    def measure(self, share: float, delta_versions: int, rounds: int) -> dict[str, list[float]]:
+    def measure(self, share: float, delta_versions: int | None, rounds: int) -> dict[str, list[float]]:
         """Return the seconds and pauses of each round by side; on rank 0."""
         found: dict[str, list[float]] = {}
         ours, theirs = (self._engines.get(side) for side in ("starling", "gloo"))
-        options = SenderOptions(delta_versions=delta_versions)
+        options = SenderOptions(host=self._host, delta_versions=delta_versions)
         sender = WeightSender(self._model, ours, rank=self._rank, options=options)
         for number in range(rounds + 1):  # the first warms up: connections, pages, staging
             self.change(share, number)
@@ -335,24 +364,46 @@ class Trainer:
             raise SystemExit(f"the engines compute differently: {logprobs}")
 
 
-KINDS: dict[str, tuple[float, int, float | None]] = {
-    "dense": (1.0, 0, 3.0),
-    "unchanged_99": (0.01, 0, None),
-    "unchanged_99_deltas": (0.01, 2, 10.0),
+@dataclass(frozen=True)
+class Kind:
+    """One comparison."""
+
+    share: float
+    """Of the elements, which change."""
+    delta_versions: int | None
+    goal: float | None
+    on_link: bool = False
+    """Whether trainer and engines are on two hosts; such kinds are the last ones."""
+
+
+KINDS = {
+    "dense": Kind(1.0, 0, 3.0),
+    "unchanged_99": Kind(0.01, None, None),
+    "unchanged_99_deltas": Kind(0.01, 2, None),
+    f"unchanged_99_on_{LINK_MBIT // 1000}_gbit_s": Kind(0.01, None, 10.0, on_link=True),
 }
-"""The share of elements that change, `delta_versions`, and the goal."""
 
 
-def train(rank: int, folder: Path, pipes: Mapping[str, Connection], rounds: int, answer: Connection) -> None:
-    """Run one rank of the trainer; rank 0 answers with what it measured."""
+def train(
+    rank: int, folder: Path, pipes: Mapping[str, Connection], hosts: Sequence[Host], rounds: int, answer: Connection
+) -> None:
+    """Run one rank of the trainer; rank 0 answers with what it measured. Without `hosts` there is no link."""
     trainer = Trainer(rank, folder, {side: Engine(pipe) for side, pipe in pipes.items()})
-    found = {kind: trainer.measure(share, delta_versions, rounds) for kind, (share, delta_versions, _) in KINDS.items()}
+    found = {}
+    has_moved = False
+    for name, kind in KINDS.items():
+        if kind.on_link and not hosts:
+            continue
+        if kind.on_link and not has_moved:
+            trainer.move(*hosts)
+            has_moved = True
+        found[name] = trainer.measure(kind.share, kind.delta_versions, rounds)
     if rank == 0:
         answer.send(found)
     dist.destroy_process_group()
 
 
-def measure(folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(folder: Path, hosts: Sequence[Host], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds and pauses of each round, by kind of change and side."""
     context = multiprocessing.get_context("spawn")
     processes = []
@@ -370,7 +421,8 @@ def measure(folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
         mine, answer = context.Pipe()
         for rank in range(NUM_RANKS):
             given = pipes if rank == 0 else {}
-            processes.append(context.Process(target=train, args=(rank, folder, given, rounds, answer), daemon=True))
+            arguments = (rank, folder, given, hosts, rounds, answer)
+            processes.append(context.Process(target=train, args=arguments, daemon=True))
             processes[-1].start()
         answer.close()
         if not mine.poll(2 * DEADLINE_S):
@@ -391,32 +443,52 @@ def main() -> None:
     quick = parser.parse_args().quick
     rounds = 3 if quick else 9
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         config = transformers.AutoConfig.for_model("qwen2", **CONFIG, **(QUICK if quick else FULL))
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         written = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(written | {"dtype": "bfloat16"}))
         num_bytes = (folder / "model.safetensors").stat().st_size
-        found = measure(folder, rounds)
-    for kind, (_, _, goal) in KINDS.items():
-        seconds = found[kind]
+        with ExitStack() as stack:
+            problem, hosts = missing(), list[Host]()
+            if not problem:
+                try:
+                    hosts = stack.enter_context(network(2, LINK_MBIT))
+                except (RuntimeError, OSError, SubprocessError) as error:
+                    problem = str(error)
+            found = measure(folder, hosts, rounds)
+    for name, kind in KINDS.items():
+        if name not in found:
+            reason = {"reason": problem}
+            print_figure(
+                "weightsync_vllm",
+                f"{name}_over_gloo",
+                None,
+                unit="ratio",
+                goal=kind.goal,
+                better="higher",
+                detail=reason,
+            )
+            continue
+        seconds = found[name]
         detail = {
             "num_bytes": num_bytes,
             "num_ranks": NUM_RANKS,
             "rounds": rounds,
+            "link_mbit_per_s": LINK_MBIT if kind.on_link else None,
             "seconds": {side: rounded(median(values)) for side, values in seconds.items()},
             **machine(),
             "versions": versions("torch", "transformers"),
         }
         ratio = median(b / a for a, b in zip(seconds["starling"], seconds["gloo"], strict=True))
         print_figure(
-            "weightsync_vllm", f"{kind}_over_gloo", ratio, unit="ratio", goal=goal, better="higher", detail=detail
+            "weightsync_vllm", f"{name}_over_gloo", ratio, unit="ratio", goal=kind.goal, better="higher", detail=detail
         )
         pause = median(a / b for a, b in zip(seconds["starling_pause"], seconds["gloo_pause"], strict=True))
         print_figure(
-            "weightsync_vllm", f"{kind}_pause_over_gloo", pause, unit="ratio", goal=0.1, better="lower", detail=detail
+            "weightsync_vllm", f"{name}_pause_over_gloo", pause, unit="ratio", goal=0.1, better="lower", detail=detail
         )
 
 
