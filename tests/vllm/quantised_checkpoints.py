@@ -64,7 +64,8 @@ def _quantised(form: str, full: dict[str, torch.Tensor]) -> Iterator[tuple[Quant
         largest = tensor.abs().amax()
         amax[_fused_name(name)] = torch.maximum(amax.get(_fused_name(name), largest), largest)
     for spec in quantisation_of(specs, recipe_of(form)).specs:
-        if spec is not None:
+        # Policies publish the experts of a layer as one tensor, which is not quantised.
+        if spec is not None and ".experts." not in spec.tensor.name:
             name = spec.tensor.name
             parts = zip(spec.tensors(), torchao_parts(form, full[name], amax[_fused_name(name)]), strict=True)
             yield spec, [tensor.reshape(part.shape).contiguous() for part, tensor in parts]

@@ -159,7 +159,7 @@ def check_recorded(
 ) -> None:
     """Assert that what is recorded of vLLM's own loader equals the layout by the table, shard by shard."""
     before = {name: parameter.data.clone() for name, parameter in module.named_parameters()}
-    recorded = record_worker(module, config, PublishedModel(config), "engine")
+    recorded = record_worker(module, config, PublishedModel.of(config), "engine")
     assert recorded.whole == ()
     assert set(recorded.padded) == padded
     assert shards_by_place(recorded.layout) == shards_by_place(expected)

@@ -40,7 +40,7 @@ def loaded(config: VllmConfig, file: Path) -> torch.nn.Module:
 def check_processed(rank: int, folder: Path, config: VllmConfig) -> None:
     """Pull two versions into one instance, and compare each with another instance that vLLM has loaded."""
     module = loaded(config, folder / "0" / "model.safetensors")
-    published = PublishedModel(config)
+    published = PublishedModel.of(config)
     recorded = record_worker(module, config, published, f"worker {rank}")
     assert recorded.whole == ()
     packed = {name for name, layer in linear_layers(module).items() if not layer.weight.numel()}
@@ -96,7 +96,7 @@ def test_processed_layers_equal_those_of_a_loaded_checkpoint(
 def check_reasons(rank: int, folder: Path, config: VllmConfig) -> None:
     """Check what is said of loaders that cannot be recorded."""
     module = initialize_model(config)
-    published = PublishedModel(config)
+    published = PublishedModel.of(config)
     spec = published.tensors.pop("model.norm.weight")
     with pytest.raises(
         WeightsError, match=r"fills model.norm.weight \(1 such\) with no tensor of the transformers cla"

@@ -273,6 +273,27 @@ def test_a_cast_between_element_types_is_no_copy() -> None:
     assert not reasons(lambda p, a: p.data.copy_(a.double().float())).computed, "nothing is rounded"
 
 
+def test_bits_viewed_as_another_type_of_their_size_are_copied() -> None:
+    """Scales that are powers of two are bytes in checkpoints."""
+    empty = {"p": torch.empty(3, 2, device="meta", dtype=torch.uint8)}
+    recorder = Recorder(empty)
+    with recorder:
+        scales = recorder.stand_in(spec("a", 4, 2, dtype="float8_e8m0fnu"))
+        empty["p"].copy_(scales.view(torch.uint8)[1:])
+    recording = recorder.recording()
+    assert not recording.computed
+    ((box, place),) = recording.copies["p"]["a"]
+    assert (box.offset, box.size, place) == ((1, 0), (3, 2), Strided(0, (2, 1)))
+
+
+def test_bits_viewed_as_a_wider_type_are_no_copy() -> None:
+    empty = {"p": torch.empty(4, 1, device="meta", dtype=torch.int16)}
+    recorder = Recorder(empty)
+    with recorder:
+        empty["p"].copy_(recorder.stand_in(spec("a", 4, 2, dtype="uint8")).view(torch.int16))
+    assert recorder.recording().computed == {"p": frozenset({"a"})}
+
+
 @pytest.mark.parametrize("read", [lambda a: a[0, 0].item(), lambda a: bool(a.sum() > 0), lambda a: a.max().tolist()])
 def test_reading_values_names_the_tensor(read: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(ComputedError) as caught:

@@ -231,6 +231,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return selected
         if func in _SCALARS:
             raise ComputedError(str(func), _names(stand_ins))
+        if func is aten.view.dtype and args[0].buffer.name and args[0].dtype.itemsize == args[1].itemsize:
+            whole = args[0].buffer
+            return StandIn(Buffer(whole.shape, args[1], name=whole.name), args[0].meta.view(args[1]), args[0].device)
         return self._applied(func, args, kwargs, stand_ins)
 
     # --- operations ------------------------------------------------------------------------------------------------

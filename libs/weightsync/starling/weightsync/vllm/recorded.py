@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -38,32 +40,54 @@ from starling.weightsync.vllm.layers import layer_to_fill
 WHOLE: Final = "whole:"
 """Prefix of the storages of tensors that are received whole."""
 
+UNUSED: Final = ("input_scale", "w13_input_scale", "w2_input_scale")
+"""Parameters for static activation scales from a checkpoint; vLLM drops them if there are none."""
+
 TRANSPOSED: Final = {"qwen3_vl_moe": re.compile(r"\.experts\.(gate_up_proj|down_proj)$")}
 """By model type, tensors that published files have transposed and vLLM expects so, while transformers writes them as
 its parameters have them."""
 
 
-class PublishedModel:
-    """The tensors that a policy publishes of a model, and their form in a checkpoint."""
+class Published(Protocol):
+    """What a policy publishes of a model."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Make the outline of a model, its names and shapes, in the element type in which vLLM computes."""
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The published tensors by name, in the order of a layout."""
+
+    @property
+    def quantised(self) -> Set[str]:
+        """Names of those that are codes or scales."""
+
+    def in_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return some of the tensors as a checkpoint that vLLM loads has them."""
+
+
+class PublishedModel:
+    """The tensors that a policy publishes of a model in full precision, and their form in a checkpoint."""
+
+    quantised: Set[str] = frozenset()
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype, *, trusted: bool = False) -> None:
+        """Make the outline of a model, its names and shapes.
+
+        Args:
+            folder: holds ``config.json``.
+            dtype: the element type in which vLLM computes.
+            trusted: whether to run Python code from the folder.
+        """
         from transformers import AutoConfig
 
-        folder, trusted = config.model_config.model, config.model_config.trust_remote_code
         described = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
         turn_off_router_logits(described)
-        # vLLM may compute with the classes of transformers, and has them compile themselves in this process.
-        with set_current_vllm_config(_uncompiled(config)), torch.device("meta"):
-            made = auto_class(described).from_config(
-                described, dtype=config.model_config.dtype, trust_remote_code=trusted
-            )
+        with torch.device("meta"):
+            made = auto_class(described).from_config(described, dtype=dtype, trust_remote_code=trusted)
         self._outline: Any = made
         self._transposed = TRANSPOSED.get(described.model_type)
         named = dict(made.named_parameters())
         saved = made.state_dict().keys()
         named.update((name, buffer) for name, buffer in made.named_buffers() if name in saved)
-        kept = kept_in_float32(made, config.model_config.dtype)
+        kept = kept_in_float32(made, dtype)
         self.tensors: dict[str, TensorSpec] = {
             name: TensorSpec(
                 name=name,
@@ -73,6 +97,16 @@ class PublishedModel:
             for name, tensor in named.items()
         }
         """Parameters and persistent buffers by their names in the module; of tied ones the first."""
+        self.tied = {name for name, _ in made.named_parameters(remove_duplicate=False)} - named.keys()
+        """The other names of tied ones."""
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> PublishedModel:
+        """Make the outline of the model of an engine, in one of its processes."""
+        model = config.model_config
+        # vLLM may compute with the classes of transformers, and has them compile themselves in this process.
+        with set_current_vllm_config(_uncompiled(config)):
+            return cls(model.model, model.dtype, trusted=model.trust_remote_code)
 
     def in_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return some of the tensors as a checkpoint has them: other names, and perhaps taken apart or joined."""
@@ -105,11 +139,11 @@ class RecordedWorker:
     whole: tuple[WholeGroup, ...]
     padded: tuple[str, ...]
     """Parameters with elements that no tensor fills."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the parameters as they were made for loading."""
 
 
-def record_worker(
-    model: torch.nn.Module, config: VllmConfig, published: PublishedModel, replica: str
-) -> RecordedWorker:
+def record_worker(model: torch.nn.Module, config: VllmConfig, published: Published, replica: str) -> RecordedWorker:
     """Record the layout of one worker.
 
     Args:
@@ -127,6 +161,8 @@ def record_worker(
         recording, refused = _record(fresh, published)
     made = loadable(fresh)
     changed = {name for name, tensor in made.items() if not _is_same(tensor, live.get(name))}
+    # Kernels may pack codes and scales in their old shapes.
+    changed |= {name for name, copies in recording.copies.items() if copies.keys() & published.quantised}
     processed = _processed(fresh, recording, changed)
     whole = _whole_groups(recording, refused, changed, processed, published)
     _check_filled(fresh, recording, whole)
@@ -160,7 +196,8 @@ def record_worker(
     ranks = (RankLayout(place=detect_place(live.values()), shards=tuple(shards)),)
     layout = Layout(replica=replica, tensors=tuple(published.tensors.values()), ranks=ranks)
     check_layout(layout)
-    return RecordedWorker(layout, processed, tuple(whole), tuple(padded))
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    return RecordedWorker(layout, processed, tuple(whole), tuple(padded), shapes)
 
 
 def loadable(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -201,7 +238,7 @@ def _is_same(fresh: Tensor, live: Tensor | None) -> bool:
     return as_made == (live.shape, live.dtype, live.stride())
 
 
-def _record(fresh: torch.nn.Module, published: PublishedModel) -> tuple[Recording, dict[str, str]]:
+def _record(fresh: torch.nn.Module, published: Published) -> tuple[Recording, dict[str, str]]:
     """Record the loader; also return the tensors that it refuses without values, with its reasons.
 
     A loader that refuses one tensor is called again without it, and without those of other layers of the same kind.
@@ -263,7 +300,7 @@ def _processed(fresh: torch.nn.Module, recording: Recording, changed: set[str]) 
     return {
         name: tuple(found[name])
         for name in sorted(modules - computed)
-        if isinstance(getattr(fresh.get_submodule(name), "quant_method", None), QuantizeMethodBase)
+        if _has(fresh.get_submodule(name), QuantizeMethodBase)
     }
 
 
@@ -272,7 +309,7 @@ def _whole_groups(
     refused: Mapping[str, str],
     changed: set[str],
     processed: Mapping[str, Sequence[str]],
-    published: PublishedModel,
+    published: Published,
 ) -> list[WholeGroup]:
     """Return the groups of modules that are loaded whole."""
     fed: dict[str, set[str]] = {}  # tensors by module
@@ -316,7 +353,7 @@ class _Group:
     reason: str
 
 
-def _sources(published: PublishedModel) -> list[set[str]]:
+def _sources(published: Published) -> list[set[str]]:
     """Return disjoint sets of published tensors: those that come together in a tensor of the checkpoint."""
     recorder = Recorder({})
     with recorder:
@@ -332,12 +369,23 @@ def _sources(published: PublishedModel) -> list[set[str]]:
     return joined
 
 
+def _has(layer: torch.nn.Module, kind: type[QuantizeMethodBase]) -> bool:
+    return isinstance(getattr(layer, "quant_method", None), kind)
+
+
 def _check_filled(fresh: torch.nn.Module, recording: Recording, whole: Sequence[WholeGroup]) -> None:
     """Check that versions fill every parameter: others would keep what vLLM was started with."""
     if any(not group.modules for group in whole):
         return  # which parameters the loader fills from refused tensors is not known
     filled = recording.copies.keys() | recording.computed.keys() | recording.zeros
-    empty = [name for name, parameter in fresh.named_parameters() if name not in filled and parameter.numel()]
+    # vLLM takes 1 for scales of the KV cache that no checkpoint has.
+    cache = (path for path, layer in fresh.named_modules() if _has(layer, BaseKVCacheMethod))
+    scales = {f"{path}.{name}" for path in cache for name, _ in fresh.get_submodule(path).named_parameters()}
+    empty = [
+        name
+        for name, parameter in fresh.named_parameters()
+        if name not in filled | scales and parameter.numel() and name.rpartition(".")[2] not in UNUSED
+    ]
     if empty:
         raise WeightsError(
             f"vLLM's loader of {type(fresh).__name__} fills {empty[0]} ({len(empty)} such) with no tensor of the "
@@ -354,11 +402,12 @@ class PartLoader:
     """Puts the parts of a version that are not copied into live parameters into the modules of one worker."""
 
     def __init__(
-        self, model: torch.nn.Module, config: VllmConfig, published: PublishedModel, recorded: RecordedWorker
+        self, model: torch.nn.Module, config: VllmConfig, published: Published, recorded: RecordedWorker
     ) -> None:
         self._model, self._config, self._published, self._recorded = model, config, published, recorded
         sizes = [self._size(group.tensors) for group in recorded.whole]
-        shards = recorded.layout.ranks[0].shards
+        shards, specs = recorded.layout.ranks[0].shards, recorded.layout.tensors
+        self._dtypes = {shard.storage: getattr(torch, specs[shard.tensor].dtype) for shard in shards}
         for module, names in recorded.processed.items():
             storages = {f"{module}.{name}" for name in names}
             held = (shard for shard in shards if shard.storage in storages)
@@ -378,14 +427,18 @@ class PartLoader:
         yield self._live()
         for module, names in self._recorded.processed.items():
             for layer in layer_to_fill(self._model.get_submodule(module), self._config):
-                for parameter in layer.parameters(recurse=False):
-                    parameter.data.zero_()  # what nothing fills is padding
-                yield {f"{module}.{name}": layer.get_parameter(name).data for name in names}
+                for name, parameter in layer.named_parameters(recurse=False):
+                    parameter.data.fill_(float("nan") if name in UNUSED else 0)  # what nothing fills is padding
+                yield {f"{module}.{name}": self._typed(f"{module}.{name}", layer.get_parameter(name)) for name in names}
         for group in self._recorded.whole:
             specs = [self._published.tensors[name] for name in group.tensors]
             tensors = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
             yield {WHOLE + name: tensor for name, tensor in tensors.items()}
             self._load(group, tensors)
+
+    def _typed(self, storage: str, parameter: Tensor) -> Tensor:
+        """Return the bits of a parameter in the element type in which they are published."""
+        return parameter.data.view(self._dtypes.get(storage, parameter.dtype))
 
     def _live(self) -> dict[str, Tensor]:
         """Return the tensors that are filled as they are."""

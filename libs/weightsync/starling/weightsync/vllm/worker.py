@@ -26,7 +26,7 @@ from starling.weightsync.transports.endpoints import ServingOptions
 from starling.weightsync.vllm import cpu
 from starling.weightsync.vllm.recorded import (
     PartLoader,
-    PublishedModel,
+    Published,
     RecordedWorker,
     loadable,
     record_worker,
@@ -52,7 +52,7 @@ class LiveWeights:
     """Extra bytes that the switch needs for the largest part."""
 
 
-def record_model(model: torch.nn.Module, config: VllmConfig, published: PublishedModel, replica: str) -> RecordedWorker:
+def record_model(model: torch.nn.Module, config: VllmConfig, published: Published, replica: str) -> RecordedWorker:
     """Record the layout of a worker; see `record_worker`. Padding that no version fills is set to zero."""
     recorded = record_worker(model, config, published, replica)
     if config.load_config.load_format == "dummy":  # vLLM leaves zeros where it loads nothing
@@ -63,7 +63,7 @@ def record_model(model: torch.nn.Module, config: VllmConfig, published: Publishe
 
 
 def recorded_weights(
-    model: torch.nn.Module, config: VllmConfig, published: PublishedModel, recorded: RecordedWorker
+    model: torch.nn.Module, config: VllmConfig, published: Published, recorded: RecordedWorker
 ) -> LiveWeights:
     """Return the weights of a worker whose layout was recorded."""
     loader: PartLoader | None = None

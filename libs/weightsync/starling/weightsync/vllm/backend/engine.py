@@ -146,7 +146,7 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
     def _joined(self, link: Link, info: StarlingInitInfo) -> TrainerSession:
         name = self._name
         try:
-            published = PublishedModel(self.vllm_config)
+            published = PublishedModel.of(self.vllm_config)
             recorded = record_model(self.model, self.vllm_config, published, name)
             choice = choose_for_host(info.transport, link.host, encrypt=info.encrypt)
             live = recorded_weights(self.model, self.vllm_config, published, recorded)

@@ -357,7 +357,7 @@ class AsyncLlmThread:
         layout = join_ranks(self._spec.name, [decode_layout(part) for part in parts])
         weights = self._spec.weights
         serving = None if self._spec.serving is None else tuple(self._spec.serving)
-        arguments = (encode(layout), weights.digests, self.pull_messages.path, weights.quantise, serving)
+        arguments = (encode(layout), weights.digests, self.pull_messages.path, serving)
         extra_bytes = max(await self.call_workers("starling_join", *arguments))
         if weights.quantise:
             log.info("vLLM holds quantised weights", form=weights.quantise, packing_bytes=extra_bytes)

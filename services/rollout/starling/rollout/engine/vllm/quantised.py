@@ -9,23 +9,32 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from starling.common.errors import ConfigError
 from starling.rollout.engine.base import EngineSpec
-from starling.weightsync.layouts.families import model_of
-from starling.weightsync.layouts.parameters import ParameterPart
+from starling.weightsync.layouts.families import FAMILIES
+from starling.weightsync.layouts.fused import transformers_table
+from starling.weightsync.layouts.parameters import ParameterPart, in_terms_of
 from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.layouts.weights import Config
 from starling.weightsync.plan.layout import TensorSpec
 from starling.weightsync.quantise.formats import QuantFormat
 from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, QuantRecipe, linear_weights
 
+if TYPE_CHECKING:  # they import vLLM
+    from starling.weightsync.vllm.quantised import QuantisedModel
+    from starling.weightsync.vllm.recorded import PublishedModel
+
 WEIGHTS: Final = {"type": "float", "symmetric": True, "dynamic": False}
 ACTIVATIONS: Final = {"type": "float", "symmetric": True, "dynamic": True, "num_bits": 8}
+
+
+EXPERTS: Final = (r"re:.*\.experts\..*",)
+"""All routed experts: vLLM names their tensors otherwise in each family."""
+EXPERTS_OF_MODELOPT: Final = ("*.experts", "*.experts.*")
 
 
 class VllmFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +54,11 @@ class VllmFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Import path of vLLM's class that states the required compute capability."""
 
     def config(self, unquantised: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint in this format; `unquantised` are modules to leave out."""
-        ignore = sorted(unquantised)
+        """Return the `quantization_config` of a checkpoint in this format; `unquantised` are modules to leave out.
+
+        So are routed experts: policies publish those of a layer as one tensor, which recipes do not quantise.
+        """
+        ignore = [*sorted(unquantised), *(EXPERTS_OF_MODELOPT if self.algorithm else EXPERTS)]
         if self.algorithm:
             return {"quant_method": "modelopt", "quant_algo": self.algorithm, "group_size": 16, "ignore": ignore}
         group = {
@@ -109,27 +121,27 @@ def recipe_of(format_name: str) -> QuantRecipe:
     return linear_weights(format_name, FUSED_BY_VLLM)
 
 
-def overrides(spec: EngineSpec) -> dict[str, Any]:
-    """Return the overrides of the model's configuration for vLLM; empty if the weights are not quantised.
+def published_model(full: PublishedModel, format_name: str) -> QuantisedModel:
+    """Return what a policy publishes of the model `full`, for `weights.quantise`."""
+    from starling.weightsync.vllm.quantised import QuantisedModel
 
-    Raises:
-        WeightsError: the model family is not supported by weight sync.
-    """
+    return QuantisedModel(full, recipe_of(format_name), VLLM_FORMATS[format_name].parameter)
+
+
+def overrides(spec: EngineSpec) -> dict[str, Any]:
+    """Return the overrides of the model's configuration for vLLM; empty if the weights are not quantised."""
     format_name = spec.weights.quantise
     if not format_name:
         return {}
-    recipe, model = recipe_of(format_name), model_of(_config(spec.path), spec.model.dtype)
-    weights = [weight.spec for weight in model.weights if weight.spec.name.endswith(".weight")]
-    unquantised = {spec.name.removesuffix(".weight") for spec in weights if recipe.format_of(spec) is None}
-    return {"quantization_config": VLLM_FORMATS[format_name].config(unquantised)}
+    model = published_model(_model(spec), format_name)
+    return {"quantization_config": VLLM_FORMATS[format_name].config(model.unquantised_modules())}
 
 
 def check_format(spec: EngineSpec) -> None:
-    """Check that vLLM supports `weights.quantise` for this model, device and parallelism.
+    """Check that vLLM supports `weights.quantise` for this model and device.
 
     Raises:
         ConfigError: naming the setting, and the reason.
-        WeightsError: the model family is not supported by weight sync.
     """
     format_name = spec.weights.quantise
     if spec.rollout.load_weights:
@@ -137,28 +149,32 @@ def check_format(spec: EngineSpec) -> None:
             f"weights.quantise = {format_name!r} is for weights that a policy quantises, and vllm would load those of "
             "model.path (rollout.load_weights); leave weights.quantise empty, or set rollout.engine = 'transformers'"
         )
-    config = _config(spec.path)
+    config: Config = json.loads((spec.path / "config.json").read_text())
     if "kv_lora_rank" in config:
         raise ConfigError(
             f"weights.quantise = {format_name!r}: vllm derives further weights from those of latent attention when it "
             "loads them, which an adoption of quantised weights would not update; leave weights.quantise empty, or set "
             "rollout.engine = 'transformers'"
         )
-    _check_device(format_name, has_experts=model_of(config, spec.model.dtype).num_experts > 0)
+    _check_device(format_name)
     if format_name == "nvfp4" and spec.model.dtype == "float32":
         raise ConfigError(
             "weights.quantise = 'nvfp4' on vllm computes in bfloat16 only; set model.dtype = 'bfloat16', or "
             "another format"
         )
     settings = spec.rollout.vllm
-    for rank in range(settings.tensor_parallel_size * settings.pipeline_parallel_size):
-        _check_groups(spec, config, rank)
+    if config.get("model_type") in FAMILIES:
+        for rank in range(settings.tensor_parallel_size * settings.pipeline_parallel_size):
+            _check_groups(spec, config, rank)
 
 
 def _check_groups(spec: EngineSpec, config: Config, rank: int) -> None:
-    """Check that no worker boundary or part of a fused parameter splits a group of elements that share a scale."""
+    """Check that no worker boundary or part of a fused parameter splits a group of elements that share a scale.
+
+    Workers check it, too, by what is recorded; where there is a table it is known before vLLM starts.
+    """
     settings, format_name = spec.rollout.vllm, spec.weights.quantise
-    table = worker_table(
+    canonical = worker_table(
         config,
         rank,
         tp=settings.tensor_parallel_size,
@@ -166,6 +182,7 @@ def _check_groups(spec: EngineSpec, config: Config, rank: int) -> None:
         whole_experts=bool(settings.engine_args.get("enable_expert_parallel")) and settings.tensor_parallel_size > 1,
         dtype=spec.model.dtype,
     )
+    table = in_terms_of(canonical, transformers_table(config, spec.model.dtype))
     recipe, tensors = recipe_of(format_name), {tensor.name: tensor for tensor in table.tensors}
     for parameter in table.parameters:
         for part in parameter.parts:
@@ -188,15 +205,10 @@ def _is_whole(part: ParameterPart, tensor: TensorSpec, quant_format: QuantFormat
     return not (row % quant_format.rows or (rows % quant_format.rows and not ends) or column % step or columns % step)
 
 
-def _check_device(format_name: str, *, has_experts: bool) -> None:
+def _check_device(format_name: str) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        if has_experts:
-            raise ConfigError(
-                f"weights.quantise = {format_name!r}: vLLM's build for CPUs has no kernel for quantised routed "
-                "experts; leave weights.quantise empty, or set rollout.engine = 'transformers'"
-            )
         return
     module, _, name = VLLM_FORMATS[format_name].scheme.partition(":")
     least = int(getattr(import_module(module), name).get_min_capability())
@@ -208,6 +220,10 @@ def _check_device(format_name: str, *, has_experts: bool) -> None:
         )
 
 
-def _config(path: Path) -> Config:
-    config: Config = json.loads((path / "config.json").read_text())
-    return config
+def _model(spec: EngineSpec) -> PublishedModel:
+    """Return the outline of the model that the policy publishes."""
+    import torch
+
+    from starling.weightsync.vllm.recorded import PublishedModel
+
+    return PublishedModel(spec.path, getattr(torch, spec.model.dtype), trusted=spec.model.trust_remote_code)

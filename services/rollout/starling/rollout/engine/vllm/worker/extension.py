@@ -6,11 +6,9 @@ They return errors instead of raising them: an exception in one worker alone wou
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from vllm.platforms import current_platform
@@ -19,22 +17,21 @@ from starling.algo.architecture import placeholders
 from starling.common.settings import environment_variable
 from starling.rollout.engine.vllm import cpu, multimodal, processes
 from starling.rollout.engine.vllm.pull_progress import PullMessage, PullMessageSender
+from starling.rollout.engine.vllm.quantised import published_model
 from starling.rollout.engine.vllm.worker import cpu_kernels, sampler
 from starling.rollout.engine.vllm.worker.adapters import AdapterSlot
 from starling.rollout.engine.vllm.worker.experts import ExpertRecorder
-from starling.weightsync.layouts.fused import transformers_table
-from starling.weightsync.layouts.parameters import Table, in_terms_of
-from starling.weightsync.layouts.vllm import worker_table
 from starling.weightsync.memory.digests import DigestMode
 from starling.weightsync.offers.offer import Offer, Transport, decode_offer
 from starling.weightsync.offers.sealed import unseal
-from starling.weightsync.plan.layout import Layout, decode_layout, encode
+from starling.weightsync.plan.layout import decode_layout, encode
 from starling.weightsync.plan.planner import decode_plan
 from starling.weightsync.puller.report import PullProgress
 from starling.weightsync.tensors.modules import layout_of
 from starling.weightsync.transports.endpoints import ServingOptions
 from starling.weightsync.vllm.cpu import keep_weights
-from starling.weightsync.vllm.recorded import PublishedModel, RecordedWorker
+from starling.weightsync.vllm.quantised import record_quantised
+from starling.weightsync.vllm.recorded import Published, PublishedModel, RecordedWorker
 from starling.weightsync.vllm.worker import LiveWeights, WorkerWeights, record_model, recorded_weights, renew
 
 P = ParamSpec("P")
@@ -158,9 +155,9 @@ class WorkerExtension:
     vllm_config: Any
     starling_slot: AdapterSlot | None = None
     """The adapters, if a version consists of adapters."""
-    starling_published: PublishedModel
+    starling_published: Published
     starling_recorded: RecordedWorker | None = None
-    """What was recorded of the model's loader; None for adapters and quantised weights."""
+    """What was recorded of the model's loader; None for adapters."""
     starling_pulls: WorkerPulls | None = None
     """None where no version is pulled."""
     starling_experts: ExpertRecorder | None = None
@@ -176,31 +173,16 @@ class WorkerExtension:
         """Prepare the worker; return its part of the layout, for weights in the format `weights.quantise`."""
         self._starling_prepare()
         runner, config, replica = self.model_runner, self.vllm_config, f"worker {self.rank}"
+        full = PublishedModel.of(config)
         if quantise:
-            from starling.rollout.engine.vllm.worker.packing import packed_layout
-
-            return encode(packed_layout(runner.model, replica, self._starling_table(), quantise))
-        published = PublishedModel(config)
-        self.starling_published = published
-        self.starling_recorded = recorded = record_model(runner.get_model(), config, published, replica)
+            quantised = published_model(full, quantise)
+            recorded = record_quantised(runner.get_model(), config, quantised, replica)
+            self.starling_published = quantised
+        else:
+            recorded = record_model(runner.get_model(), config, full, replica)
+            self.starling_published = full
+        self.starling_recorded = recorded
         return encode(recorded.layout)
-
-    def _starling_table(self) -> Table:
-        """Return this worker's parameters in terms of those that the policy publishes, from the family's table."""
-        config = self.vllm_config
-        parallel, vision = config.parallel_config, config.model_config.multimodal_config
-        described = json.loads((Path(config.model_config.model) / "config.json").read_text())
-        dtype = str(config.model_config.dtype).removeprefix("torch.")
-        table = worker_table(
-            described,
-            self.rank,
-            tp=parallel.tensor_parallel_size,
-            pp=parallel.pipeline_parallel_size,
-            whole_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
-            whole_tower=vision is not None and vision.mm_encoder_tp_mode == "data",
-            dtype=dtype,
-        )
-        return in_terms_of(table, transformers_table(described, dtype))
 
     @returns_errors
     def starling_adapt(self, layout: bytes, config: dict[str, Any]) -> bytes:
@@ -222,12 +204,11 @@ class WorkerExtension:
         layout: bytes,
         digests: DigestMode,
         socket_path: str,
-        quantise: str,
         serving: tuple[Transport, str, bool] | None,
     ) -> int:
         """Take the layout of all workers; return the extra bytes that an adoption needs for the largest part."""
         joined = decode_layout(layout)
-        live = self._starling_live(joined, quantise)
+        live = self._starling_live()
         served = None if serving is None else ServingOptions(*serving)
         if served is not None and (own := environment_variable(processes.SERVED_AT)):
             served = served._replace(host=own)
@@ -235,8 +216,8 @@ class WorkerExtension:
         self.starling_pulls = WorkerPulls(weights, self.rank, environment_variable(processes.PULLS) or socket_path)
         return live.part_bytes
 
-    def _starling_live(self, joined: Layout, quantise: str) -> LiveWeights:
-        """Return what a version of the layout `joined` fills in this worker."""
+    def _starling_live(self) -> LiveWeights:
+        """Return what a version fills in this worker."""
         model, slot, config = self.model_runner.get_model(), self.starling_slot, self.vllm_config
         if slot is not None:
 
@@ -245,13 +226,8 @@ class WorkerExtension:
                     renew(model, config)
 
             return LiveWeights(lambda: slot.tensors, apply)
-        if not quantise:
-            assert self.starling_recorded is not None
-            return recorded_weights(model, config, self.starling_published, self.starling_recorded)
-        from starling.rollout.engine.vllm.worker.packing import Packer  # uses internals of vLLM
-
-        packer = Packer(model, joined, self.rank, quantise, config)
-        return LiveWeights(dict, lambda: renew(model, config), packer.layers_to_fill, packer.layer_bytes)
+        assert self.starling_recorded is not None
+        return recorded_weights(model, config, self.starling_published, self.starling_recorded)
 
     @returns_errors
     def starling_pull(
