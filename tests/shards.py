@@ -116,7 +116,7 @@ SHARDS = (
     Shard("system-campaign", _besides("tests/system", _CHAOS), 8.0, campaign=True, services=True),
     Shard("chaos-campaign", (_CHAOS,), 6.5, campaign=True, services=True),
     Shard("architectures-campaign", (_ARCHITECTURES,), 7.0, True, True, dist="worksteal", environment=_VLLM),
-    Shard("vllm-campaign", _besides("tests/vllm", _ARCHITECTURES), 9.0, True, True, environment=_VLLM),
+    Shard("vllm-campaign", _besides("tests/vllm", _ARCHITECTURES), 10.0, True, True, environment=_VLLM),
 )
 
 
