@@ -10,6 +10,7 @@ import pytest
 import torch
 from adoptions import NUM_CHECKPOINTS, adopt_under_load, check, largest_difference
 from engines import (
+    DEADLINE_S,
     checkpoint,
     engine_driver,
     forward_logprobs,
@@ -19,9 +20,15 @@ from engines import (
     read_weights,
 )
 from quantised_checkpoints import dequantised
+from test_architectures import random_model, sampled, write_folder
 
 from starling.policy.train.metrics.tokens import mismatch
+from starling.policy.train.model.load import version_tensors
 from starling.rollout.engine.base import CacheMode, GroupResult
+from starling.weightsync.plan.planner import make_plan
+from starling.weightsync.publisher.publisher import Publisher
+from starling.weightsync.quantise.recipe import FUSED_BY_VLLM, linear_weights
+from starling.weightsync.tensors.modules import layout_of
 
 
 def models_in(form: str, folders: list[Path], dtype: str) -> list[Any]:
@@ -59,6 +66,51 @@ def test_adoptions_of_quantised_weights_under_load(
     right = largest_difference(outcome.results, models_in(form, folders, dtype))
     wrong = largest_difference(outcome.results, [read_model(folder) for folder in folders])
     assert right < within < wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "tp"),
+    [
+        ("phi3", "fp8_row", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in (
+                ("phi3", "mxfp4", 1),
+                ("phi3", "fp8_row", 2),
+                ("mistral", "mxfp8", 1),
+                ("mistral", "fp8_row", 2),
+                ("gemma3_text", "fp8_row", 2),
+                ("olmo2", "fp8_row", 2),
+                ("gpt_neox", "mxfp8", 1),
+            )
+        ),
+    ],
+)
+def test_logprobs_of_quantised_architectures_equal_dequantised_weights(
+    kind: str, form: str, tp: int, tmp_path: Path
+) -> None:
+    """Architectures without a table: of two versions in a row, against transformers with torchao's numbers."""
+    folder = write_folder(tmp_path, kind)
+    models = [random_model(folder, seed) for seed in range(2)]
+    full = [dict(version_tensors(model)) for model in models]
+    recipe = linear_weights(form, FUSED_BY_VLLM)
+    with (
+        Publisher(layout_of(full[0], "policy-0"), transport="tcp", quantise=recipe) as publisher,
+        engine_driver(folder, quantise=form, vllm={"tensor_parallel_size": tp}, max_rows=4) as driver,
+    ):
+        plan = make_plan(publisher.layout, driver.engine.layout())
+        for version, (model, weights) in enumerate(zip(models, full, strict=True)):
+            snapshot = publisher.snapshot(version, weights, {"": plan})
+            options: Any = {"deadline_s": DEADLINE_S, "cancelled": lambda: False, "progress": lambda _: None}
+            driver.engine.pull(snapshot.offer(), plan, in_place=False, **options)
+            report = driver.engine.adopt("recompute")
+            assert report.proven
+            assert report.layout_root == snapshot.layout_roots()[""]
+            rows = sampled(driver, version)
+            wrong = [np.abs(logprobs - forward_logprobs(model, prompt, ids)).max() for prompt, ids, logprobs in rows]
+            model.load_state_dict(dequantised(form, weights), strict=False)
+            right = [np.abs(logprobs - forward_logprobs(model, prompt, ids)).max() for prompt, ids, logprobs in rows]
+            assert max(right) < 1e-4 < max(wrong)
 
 
 @pytest.mark.skipif(
