@@ -63,13 +63,14 @@ class ForkedReplica:
     def wait(self, timeout: float) -> int | None:
         return self._process.wait(timeout)
 
-    def wait_for_output(self, text: str) -> None:
-        """Wait until `text` is in the output of the running process."""
+    def wait_for_output(self, text: str) -> str:
+        """Wait until `text` is in the output of the running process; return all of it."""
         deadline = time.monotonic() + DEADLINE_S
         while text not in "".join(self._output):
             assert self.returncode is None, "".join(self._output)
             assert time.monotonic() < deadline, "".join(self._output)
             time.sleep(0.02)
+        return "".join(self._output)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         self._reader.join(timeout)

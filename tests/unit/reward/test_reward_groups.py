@@ -21,12 +21,11 @@ from starling.common.wire.messages import (
 from starling.reward.core.groups import (
     CancelTask,
     GroupScores,
-    RewardBounds,
     SendScores,
     SubmitTask,
-    WeightedScorer,
     prompt_text,
 )
+from starling.reward.core.rewards import RewardBounds, WeightedScorer
 from starling.reward.core.samples import Score
 
 TWO = (WeightedScorer("right", 1.0), WeightedScorer("form", 0.5))

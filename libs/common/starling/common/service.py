@@ -172,7 +172,9 @@ def _parser(role: str, schema: type[BaseModel] | None) -> argparse.ArgumentParse
     if role != "controller":
         connection = parser.add_argument_group("connection")
         connection.add_argument("--name", default=f"{role}-0", help=f"name of this replica; default: {role}-0")
-        connection.add_argument("--controller", required=True, metavar="ADDRESS", help="required: tcp://host:port")
+        may_lack, text = role == "reward", "tcp://host:port"
+        text = f"{text}; none: serve HTTP only" if may_lack else f"required: {text}"
+        connection.add_argument("--controller", required=not may_lack, default="", metavar="ADDRESS", help=text)
     if role in NODE_FLAGS:
         _add_nodes(parser, role)
     return parser

@@ -25,7 +25,8 @@ from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COEFFICIENT, MAX_MIB, MAX_PROCESSES, MAX_SLOTS
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.settings import Seconds, SettingsSection
-from starling.reward.core.groups import RewardBounds, WeightedScorer
+from starling.reward.core.rewards import RewardBounds, WeightedScorer
+from starling.reward.http.settings import HttpSettings
 from starling.reward.score.scorers.batch import MAX_BATCH
 from starling.reward.score.scorers.registry import check_name
 
@@ -100,6 +101,8 @@ class RewardSettings(SettingsSection):
     """A higher weighted sum counts as this one."""
     scale: float = Field(default=1.0, gt=0.0, le=MAX_COEFFICIENT)
     """Factor of the reward, after `clip_min` and `clip_max`."""
+    http: HttpSettings = HttpSettings()
+    """Rewards over HTTP."""
     quarantine_mb: int = Field(default=64, ge=0, le=MAX_MIB)
     """Limit on the files in `<run folder>/quarantine`, in MiB: the completions that ended their scorer's worker, or
     exceeded its time limit, at every try; `starling reward replay FILE` scores one again."""

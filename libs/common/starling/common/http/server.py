@@ -147,6 +147,12 @@ def _listen(address: HttpAddress) -> socket.socket:
         ) from None
 
 
+def replica_port(port: int, replica: str) -> int:
+    """Return the port of a replica: `port` for the first one, and the following ones for the others; 0 for 0."""
+    number = replica.rpartition("-")[2]
+    return port + int(number) if port and number.isdigit() else port
+
+
 def client_host(host: str) -> str:
     """Return the host name by which clients reach a server that is bound to `host`."""
     if host in ("", "0.0.0.0", "::"):

@@ -7,11 +7,12 @@ from typing import Final
 from starling.common.ids import Role
 from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
+from starling.reward.core.rewards import WeightedScorer
 from starling.reward.core.samples import Sample, Score
 from starling.sim.checks.guarantees import right
 from starling.sim.replicas.replica import Buffers, Cluster, SimulatedReplica
 
-SCORERS: Final = (core.WeightedScorer("right", 1.0),)
+SCORERS: Final = (WeightedScorer("right", 1.0),)
 
 
 class SimulatedReward(SimulatedReplica):

@@ -1,28 +1,23 @@
-"""The reward process: scores groups, with every scorer in a worker process that can be killed."""
+"""The reward process: scores what a controller or HTTP clients send, every scorer in a process that can be killed."""
 
 from __future__ import annotations
 
-import os
 import select
 import sys
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 
-from starling.common.net.link import CancelledLeases, ControllerLink, LinkClosed, ReceivedCommand
+from starling.common.errors import ConfigError
 from starling.common.observe.process import STOP_S, StopSignal, end_process, end_within, run_service
-from starling.common.service import (
-    ServiceArguments,
-    host_name,
-    link_settings,
-    serve,
-)
+from starling.common.service import ServiceArguments, link_settings, serve
 from starling.common.settings import ServiceSettings
-from starling.common.wire import messages as wire
-from starling.reward.core import groups as core
+from starling.reward.core.samples import Score
 from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
+from starling.reward.shell.controller import ControllerFrontEnd
 from starling.reward.shell.quarantine import Quarantine
 from starling.reward.shell.replay import replay
 
@@ -38,85 +33,108 @@ class RewardProcess(ServiceSettings):
     reward: RewardSettings
 
 
+class FrontEnd(Protocol):
+    """Where tasks come from and their scores go."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Readable when `receive` may have something to do."""
+
+    def wake(self) -> None:
+        """Make `descriptors` readable; from any thread, and in a signal handler."""
+
+    def start(self) -> None:
+        """Begin to receive."""
+
+    def receive(self, pool: ScoringPool) -> bool:
+        """Handle what has arrived. Returns False when nothing more will come."""
+
+    def next_deadline(self) -> float | None:
+        """When `receive` must be called at the latest, in monotonic seconds; None without such a time."""
+
+    def record(self, pool: ScoringPool, score: Score) -> None:
+        """Record a score, unless it is of another front end."""
+
+    def report(self, pool: ScoringPool) -> None:
+        """Publish the state of the workers."""
+
+    def close(self, reason: str) -> None:
+        """Stop. Raises what ended it, if that was a failure."""
+
+
 class Shell:
-    """One reward replica."""
+    """One reward service: its workers, and one or two front ends."""
 
     def __init__(self, settings: RewardProcess, arguments: ServiceArguments) -> None:
         """Check every scorer before joining the run. Raises ConfigError when one cannot be used."""
+        if not arguments.controller and not settings.reward.http.enabled:
+            raise ConfigError(
+                "--controller is missing; give tcp://host:port, or set reward.http.enabled = true to serve HTTP only"
+            )
         check_scorers(settings.reward)
         self._settings = settings.reward
-        self._groups = core.GroupScores(
-            settings.reward.weighted_scorers(), settings.reward.num_slots, settings.reward.bounds
-        )
-        hello = wire.Hello(role="reward", host=host_name(), pid=os.getpid(), num_slots=settings.reward.num_slots)
         self._quarantine = Quarantine(arguments.folder / "quarantine", settings.reward)
-        self._link = ControllerLink(link_settings(arguments, settings), hello)
-        self._ended: LinkClosed | None = None
+        self._fronts: list[FrontEnd] = []
+        if arguments.controller:
+            self._fronts.append(ControllerFrontEnd(settings.reward, link_settings(arguments, settings)))
+        if settings.reward.http.enabled:
+            # Imported here: a replica without HTTP does not load the web server's packages.
+            from starling.reward.shell.http import HttpFrontEnd
+
+            self._fronts.append(HttpFrontEnd(settings.reward, arguments.name))
         self._reported_at = float("-inf")
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller ends the run, or `stop` is requested."""
         reason = "its service failed"
-        stop.install(self._link.wake)
+        stop.install(self._fronts[0].wake)
         # The workers die with the thread that starts them, so the pool belongs to the main thread.
         with ScoringPool(self._settings) as pool:
-            self._link.start()
+            for front in self._fronts:
+                front.start()
             log.info("ready", scorers=[scorer.title for scorer in self._settings.scorers])
+            self._report(pool)
             try:
                 self._serve(pool, stop)
                 reason = f"stopped by {stop.name}" if stop else "the run is over"
             finally:
                 end_within(STOP_S)
-                self._link.close(reason)
-        if self._ended is not None and self._ended.error is not None:
-            raise self._ended.error
+                for front in reversed(self._fronts):
+                    front.close(reason)
 
     def _serve(self, pool: ScoringPool, stop: StopSignal) -> None:
         poller = select.poll()
-        for descriptor in (*self._link.descriptors, pool.fileno()):
-            poller.register(descriptor, select.POLLIN)
+        for front in self._fronts:
+            for descriptor in front.descriptors:
+                poller.register(descriptor, select.POLLIN)
+        poller.register(pool.fileno(), select.POLLIN)
         while not stop:
-            self._receive(pool)  # right before the wait, so that no message is left unread during it
-            if self._ended is not None:
+            # Right before the wait, so that no message is left unread during it.
+            if not all(front.receive(pool) for front in self._fronts):
                 return
-            deadline = pool.next_deadline()
-            patience_s = IDLE_S if deadline is None else min(IDLE_S, max(0.0, deadline - time.monotonic()))
-            poller.poll(patience_s * 1000)
+            poller.poll(self._patience_s(pool) * 1000)
             for score in pool.poll():
-                self._carry_out(pool, self._groups.record(score))
+                for front in self._fronts:
+                    front.record(pool, score)
             for lost in pool.take_lost():
                 self._quarantine.add(lost)
-            if (now := time.monotonic()) - self._reported_at >= REPORT_INTERVAL_S:
-                self._reported_at = now
-                self._link.report(gauges=pool.gauges(), waits=pool.waits())
+            if time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
+                self._report(pool)
 
-    def _receive(self, pool: ScoringPool) -> None:
-        while (inbound := self._link.receive(0.0)) is not None:
-            match inbound:
-                case ReceivedCommand(message=wire.ScoreGroup() as message):
-                    self._carry_out(pool, self._groups.add(message))
-                case CancelledLeases(leases=leases):
-                    self._carry_out(pool, self._groups.cancel(leases))
-                case LinkClosed():
-                    self._ended = inbound
-                    return
-                case _:
-                    raise AssertionError(f"a reward service is not sent {inbound!r}")
+    def _report(self, pool: ScoringPool) -> None:
+        self._reported_at = time.monotonic()
+        for front in self._fronts:
+            front.report(pool)
 
-    def _carry_out(self, pool: ScoringPool, commands: list[core.Command]) -> None:
-        for command in commands:
-            match command:
-                case core.SubmitTask(task=task):
-                    self._link.work(task.id)
-                    pool.submit(task)
-                case core.CancelTask(lease=lease):
-                    pool.cancel(lease)
-                case core.SendScores(message=message):
-                    self._link.answer(message.lease, message)
+    def _patience_s(self, pool: ScoringPool) -> float:
+        """Return how long nothing need be done unless a descriptor is readable."""
+        deadlines = [pool.next_deadline(), *(front.next_deadline() for front in self._fronts)]
+        first = min((one for one in deadlines if one is not None), default=None)
+        return IDLE_S if first is None else min(IDLE_S, max(0.0, first - time.monotonic()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a reward replica, or a command that needs none."""
+    """Run a reward service, or a command that needs none."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["replay"]:
         return run_service("reward", lambda: replay(arguments[1:]))

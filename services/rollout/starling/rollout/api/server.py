@@ -14,7 +14,7 @@ import structlog
 from starling.algo.text import decode
 from starling.common.errors import ConfigError
 from starling.common.files import write_whole
-from starling.common.http.server import HttpAddress, HttpServer
+from starling.common.http.server import HttpAddress, HttpServer, replica_port
 from starling.rollout.api.app import Endpoint
 from starling.rollout.api.episode_limits import EpisodeLimits
 from starling.rollout.api.keys import ApiKeys
@@ -63,7 +63,7 @@ class ApiServer:
     ) -> None:
         key = "" if folder is None else settings.key or secrets.token_urlsafe(32)
         host = "127.0.0.1" if folder is None else settings.host
-        port = _port(settings, replica) if folder is not None else 0
+        port = replica_port(settings.port, replica) if folder is not None else 0
         self.keys: ApiKeys[Recording] = ApiKeys(key)
         """The valid API keys."""
         self.model = served.name
@@ -112,9 +112,3 @@ class ApiServer:
             self.close()
             raise ConfigError(f"the server's file {file} cannot be written ({error.strerror})") from None
         log.info("listening", base_url=self.base_url, file=str(file))
-
-
-def _port(settings: ApiSettings, replica: str) -> int:
-    """Return the port of a replica: the setting's for the first one, and the following ones for the others."""
-    number = replica.rpartition("-")[2]
-    return settings.port + int(number) if settings.port and number.isdigit() else settings.port

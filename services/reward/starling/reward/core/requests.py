@@ -1,0 +1,176 @@
+"""State machine of the requests of HTTP clients: from samples of any prompts to their rewards. Pure.
+
+    add --> scoring --last score recorded, or deadline--> answered
+
+Each sample has its own outcome: one that fails, or is not scored in time, has the status and the reason, and the others
+their rewards. `add`, `record`, `expire` and `cancel` return the commands that follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starling.common.counts import counted
+from starling.common.wire.messages import Status
+from starling.reward.core.groups import CancelTask, SubmitTask
+from starling.reward.core.rewards import CombinedScores, RewardBounds, WeightedScorer, combine, components
+from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """Samples of a client."""
+
+    id: str
+    prompts: tuple[PromptText, ...]
+    samples: tuple[Sample, ...]
+    """Their indices count from 0; those of one prompt are a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """The rewards of a request; each field has one element for each sample."""
+
+    id: str
+    rewards: tuple[float | None, ...]
+    statuses: tuple[Status, ...]
+    problems: tuple[tuple[str, ...], ...]
+    scores: dict[str, tuple[float | None, ...]]
+    """By label, and by ``label/key`` of scorers with several scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Pass the result of a request to its client."""
+
+    result: RequestResult
+
+
+Command = SubmitTask | CancelTask | Answer
+
+
+@dataclass(slots=True)
+class _RequestInProgress:
+    request: RewardRequest
+    deadline: float
+    wanted: tuple[tuple[int, ...], ...]
+    """Of each prompt the scorers that score it."""
+    scores: list[list[Score | None]]
+    """[scorer][sample]."""
+    tasks: set[str]
+    """Ids of the tasks that are not complete."""
+    num_missing: dict[str, int]
+    """Scores that each of them lacks."""
+
+
+@dataclass
+class RewardRequests:
+    """The requests of one reward service."""
+
+    scorers: tuple[WeightedScorer, ...]
+    bounds: RewardBounds
+    timeout_s: float
+    """Time limit of a request, from its arrival to its answer."""
+    _requests: dict[str, _RequestInProgress] = field(default_factory=dict)
+    _request_of: dict[str, str] = field(default_factory=dict)
+    """By task."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: RewardRequest, now: float) -> list[Command]:
+        """Add a request with a new id, at `now`."""
+        wanted = tuple(
+            tuple(index for index, scorer in enumerate(self.scorers) if scorer.scores(prompt.metadata))
+            for prompt in request.prompts
+        )
+        scores: list[list[Score | None]] = [[None] * len(request.samples) for _ in self.scorers]
+        entry = _RequestInProgress(request, now + self.timeout_s, wanted, scores, set(), {})
+        commands: list[Command] = []
+        for number, scored_by in enumerate(dict.fromkeys(wanted)):
+            task = _task_of(request, f"{request.id}/{number}", wanted, scored_by)
+            if scored_by and task.samples:
+                entry.tasks.add(task.id)
+                entry.num_missing[task.id] = len(task.samples) * len(scored_by)
+                self._request_of[task.id] = request.id
+                commands.append(SubmitTask(task))
+        if not commands:
+            return [Answer(self._result(entry))]
+        self._requests[request.id] = entry
+        return commands
+
+    def has_task(self, task: str) -> bool:
+        """Whether a task belongs to one of the requests."""
+        return task in self._request_of
+
+    def record(self, score: Score) -> list[Command]:
+        """Record one score. One of an unknown task, or one that is recorded already, changes nothing."""
+        entry = self._requests.get(self._request_of.get(score.task, ""))
+        if entry is None or entry.scores[score.scorer][score.completion] is not None:
+            return []
+        entry.scores[score.scorer][score.completion] = score
+        entry.num_missing[score.task] -= 1
+        if not entry.num_missing[score.task]:
+            entry.tasks.remove(score.task)
+            del self._request_of[score.task]
+        return [] if entry.tasks else self._answered(entry)
+
+    def expire(self, now: float) -> list[Command]:
+        """Answer the requests whose time is up at `now`; samples without all scores have timed out."""
+        commands: list[Command] = []
+        for entry in [one for one in self._requests.values() if one.deadline <= now]:
+            commands += [CancelTask(task) for task in sorted(entry.tasks)]
+            commands += self._answered(entry)
+        return commands
+
+    def next_deadline(self) -> float | None:
+        """When `expire` must be called at the latest; None without requests."""
+        # Requests have one time limit, so the first is the oldest.
+        return next((entry.deadline for entry in self._requests.values()), None)
+
+    def cancel(self, id: str) -> list[Command]:
+        """Drop a request, if there is one of this id, without an answer."""
+        entry = self._requests.get(id)
+        if entry is None:
+            return []
+        commands: list[Command] = [CancelTask(task) for task in sorted(entry.tasks)]
+        self._forget(entry)
+        return commands
+
+    def _answered(self, entry: _RequestInProgress) -> list[Command]:
+        result = self._result(entry)
+        self._forget(entry)
+        return [Answer(result)]
+
+    def _forget(self, entry: _RequestInProgress) -> None:
+        del self._requests[entry.request.id]
+        for task in entry.tasks:
+            del self._request_of[task]
+
+    def _result(self, entry: _RequestInProgress) -> RequestResult:
+        outcomes = [self._outcome(entry, sample) for sample in entry.request.samples]
+        return RequestResult(
+            entry.request.id,
+            tuple(one.reward for one in outcomes),
+            tuple(one.status for one in outcomes),
+            tuple(one.problems for one in outcomes),
+            components(self.scorers, entry.scores),
+        )
+
+    def _outcome(self, entry: _RequestInProgress, sample: Sample) -> CombinedScores:
+        column = [row[sample.index] for row in entry.scores]
+        wanted = entry.wanted[sample.prompt]
+        found = combine(column, self.scorers, self.bounds, wanted=wanted, status=sample.completion.status)
+        missing = sum(column[scorer] is None for scorer in wanted)
+        if not missing:
+            return found
+        late = f"{counted(missing, 'score')} did not come within {self.timeout_s:g} s."
+        return CombinedScores(found.reward, found.status, (*found.problems, late))
+
+
+def _task_of(
+    request: RewardRequest, id: str, wanted: tuple[tuple[int, ...], ...], scored_by: tuple[int, ...]
+) -> ScoreTask:
+    """Return the task of the samples whose prompts the scorers `scored_by` score."""
+    samples = tuple(sample for sample in request.samples if wanted[sample.prompt] == scored_by)
+    return ScoreTask(id, request.prompts, samples, scored_by)

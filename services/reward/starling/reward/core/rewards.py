@@ -1,0 +1,125 @@
+"""From the scores of one completion to its reward: a weighted sum within bounds, or the status of a failure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starling.common.wire.messages import Status
+from starling.reward.core.samples import Score
+
+TASK = "task"
+"""Key of the task in a prompt's metadata, for scorers of certain tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedScorer:
+    """One column of every group: the scorer's name in metrics, and its share of the reward."""
+
+    label: str
+    weight: float
+    tasks: tuple[str, ...] = ()
+    """Tasks whose prompts it scores; empty for all prompts."""
+    clip_min: float = -math.inf
+    clip_max: float = math.inf
+    """Bounds of the score in the reward; metrics have the score itself."""
+
+    def scores(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether it scores the completions of a prompt with `metadata`."""
+        return not self.tasks or metadata.get(TASK) in self.tasks
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBounds:
+    """How the weighted sum of the scores becomes the reward."""
+
+    clip_min: float = -math.inf
+    clip_max: float = math.inf
+    scale: float = 1.0
+    """Factor after the bounds."""
+
+
+NO_BOUNDS: Final = RewardBounds()
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedScores:
+    """What follows from the scores of one completion."""
+
+    reward: float | None
+    """None if it failed."""
+    status: Status
+    problems: tuple[str, ...]
+    """A sentence for each failed score, observed ones too."""
+
+
+def combine(
+    column: Sequence[Score | None],
+    scorers: Sequence[WeightedScorer],
+    bounds: RewardBounds,
+    *,
+    wanted: Collection[int],
+    status: Status,
+) -> CombinedScores:
+    """Return the reward of a completion that can be trained.
+
+    If a *needed* score (of weight other than 0) fails, the completion has no reward but the status of the failure,
+    never a reward of 0. A scorer of weight 0 is only observed: its failure is reported but costs no reward.
+
+    Args:
+        column: its score by each scorer; None where there is none.
+        scorers: all of them.
+        bounds: of the sum.
+        wanted: indices of the scorers that score its prompt; a score of theirs that is None timed out with the group.
+        status: of the completion.
+    """
+    problems = tuple(dict.fromkeys(score.problem for score in column if score and score.problem))
+    if any(column[scorer] is None for scorer in wanted):
+        failed = [score.status for score in column if score and score.value is None]
+        return CombinedScores(None, next(iter(failed), Status.REWARD_TIMEOUT), problems)
+    if not any(column):
+        return CombinedScores(
+            None, Status.REWARD_ERROR, ("no scorer is for this prompt; name its task in one of them.",)
+        )
+    reward, failure = _sum(column, scorers, bounds)
+    if failure and not problems:
+        problems = ("the weighted sum of its scores is too large for a float.",)
+    return CombinedScores(reward, failure or status, problems)
+
+
+def _sum(
+    column: Sequence[Score | None], scorers: Sequence[WeightedScorer], bounds: RewardBounds
+) -> tuple[float | None, Status | None]:
+    """Return the bounded sum of one completion's scores, or None and the status of the first needed failure."""
+    terms = []
+    for score, scorer in zip(column, scorers, strict=True):
+        if score is None or not scorer.weight:  # None only where the scorer is not for this prompt
+            continue
+        if score.value is None:
+            return None, score.status
+        terms.append(scorer.weight * min(max(score.value, scorer.clip_min), scorer.clip_max))
+    try:
+        total = bounds.scale * min(max(math.fsum(terms), bounds.clip_min), bounds.clip_max)
+    except (OverflowError, ValueError):  # a partial sum overflows, or terms of both infinities meet
+        return None, Status.REWARD_ERROR
+    return (total, None) if math.isfinite(total) else (None, Status.REWARD_ERROR)
+
+
+def components(
+    scorers: Sequence[WeightedScorer], rows: Sequence[Sequence[Score | None]]
+) -> dict[str, tuple[float | None, ...]]:
+    """Return the scores of completions by the scorers' labels, followed by ``label/key`` of those with several scores.
+
+    Args:
+        scorers: all of them.
+        rows: of each scorer its scores of the completions.
+    """
+    found: dict[str, tuple[float | None, ...]] = {}
+    for scorer, row in zip(scorers, rows, strict=True):
+        found[scorer.label] = tuple(score.value if score else None for score in row)
+        parts = [dict(score.parts) if score else {} for score in row]
+        for key in dict.fromkeys(key for own in parts for key in own):
+            found[f"{scorer.label}/{key}"] = tuple(own.get(key) for own in parts)
+    return found

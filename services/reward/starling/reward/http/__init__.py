@@ -1,0 +1,1 @@
+"""HTTP front end of the reward service: rewards for any trainer."""

@@ -1,0 +1,140 @@
+"""Routes of the reward service's HTTP front end; FastAPI describes them in `/openapi.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import structlog
+from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from starling.reward.http.body import Application, LimitedBodies, body_bytes
+from starling.reward.http.errors import HttpError
+from starling.reward.http.metrics import render
+from starling.reward.http.schema import RewardsBody, Wait, read_rewards, reward_request
+from starling.reward.http.settings import HttpSettings
+from starling.reward.http.status import ServiceStatus
+from starling.reward.http.table import RequestTable
+
+log = structlog.get_logger(__name__)
+
+OPEN_PATHS: Final = ("/healthz", "/readyz")
+"""Answered without the token: orchestrators ask them."""
+MAX_LOGGED: Final = 1000
+JSON: Final = "application/json"
+RequestId = Annotated[str, Path(max_length=100)]
+_REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"description": text}
+    for status, text in (
+        (401, "no token, or a wrong one"),
+        (408, "the body took too long"),
+        (413, "the body is too large"),
+        (422, "the body is not valid; `detail` says why"),
+        (429, "a limit is reached; try again after `retry-after` seconds"),
+    )
+}
+
+
+def make_application(
+    settings: HttpSettings, token: str, table: RequestTable, status: Callable[[], ServiceStatus]
+) -> Application:
+    """Return the ASGI application.
+
+    Args:
+        settings: limits.
+        token: what clients must send; empty if they need none.
+        table: the requests.
+        status: returns what the scoring thread last said.
+    """
+    app = FastAPI(title="Starling reward service", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_routes(app, table, status)
+    app.add_exception_handler(HttpError, _refusal)
+    app.add_exception_handler(Exception, _failure)
+    return LimitedBodies(app, TokenCheck(token), table, settings)
+
+
+class TokenCheck:
+    """Compares the token of a request, in constant time."""
+
+    def __init__(self, token: str) -> None:
+        self._digest = _digest(token) if token else None
+
+    def __call__(self, path: str, authorization: str) -> None:
+        """Raise HttpError unless `authorization`, the header, has the token, or `path` needs none."""
+        if self._digest is None or path in OPEN_PATHS:
+            return
+        kind, _, given = authorization.partition(" ")
+        is_right = hmac.compare_digest(_digest(given.strip()), self._digest)
+        if kind.lower() != "bearer" or not is_right:
+            raise HttpError(401, "no token, or a wrong one; send `Authorization: Bearer TOKEN`")
+
+
+def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceStatus]) -> None:
+    schema = RewardsBody.model_json_schema()
+    schema["properties"]["samples"]["items"] = schema.pop("$defs")["SampleBody"]
+    described = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+
+    @app.post("/v1/rewards", responses={202: {"description": "being scored"}, **_REFUSALS}, openapi_extra=described)
+    async def ask(request: Request) -> Response:
+        """Score samples; the answer has the rewards if they come within `wait_s`, else the id of the request."""
+        body = read_rewards(await request.body())
+        asked = reward_request(body)
+        table.add(asked, body_bytes.get())
+        return await _answer(table, asked.id, body.wait_s)
+
+    @app.get("/v1/rewards/{id}", responses={202: {"description": "being scored"}, 404: {"description": "no such id"}})
+    async def fetch(id: RequestId, wait_s: Annotated[Wait, Query()] = 0.0) -> Response:
+        """Return the rewards of a request, as often as asked for, until they expire."""
+        return await _answer(table, id, wait_s)
+
+    @app.delete("/v1/rewards/{id}", status_code=204, responses={404: {"description": "no such id"}})
+    async def forget(id: RequestId) -> Response:
+        """Stop scoring a request, and forget its result."""
+        table.remove(id)
+        return Response(status_code=204)
+
+    @app.get("/v1/scorers")
+    async def scorers() -> list[dict[str, Any]]:
+        """Return the scorers, with their weights and the names of their scores."""
+        return list(status().scorers)
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """Whether the scoring thread is alive."""
+        now = status()
+        return JSONResponse({"status": "ok" if now.is_alive else "stuck"}, 200 if now.is_alive else 503)
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        """Whether requests would be scored."""
+        reason = status().why_not_ready
+        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Return metrics in the text format of Prometheus."""
+        return PlainTextResponse(render(status(), table), media_type="text/plain; version=0.0.4")
+
+
+async def _answer(table: RequestTable, id: str, wait_s: float) -> Response:
+    result = await table.result(id, wait_s)
+    if result is None:
+        return JSONResponse({"id": id, "status": "pending"}, 202)
+    return Response(result, 200, media_type=JSON)
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    log.error("failed", path=request.url.path, error=repr(error)[:MAX_LOGGED])
+    return JSONResponse({"detail": "the service failed; see its log"}, 500)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()

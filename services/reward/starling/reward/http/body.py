@@ -1,0 +1,103 @@
+"""ASGI middleware that reads the body of a request within limits of size and time, before the application sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any, Final
+
+import msgspec
+
+from starling.reward.http.errors import HttpError
+from starling.reward.http.settings import HttpSettings
+from starling.reward.http.table import RequestTable
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+body_bytes: Final[ContextVar[int]] = ContextVar("body_bytes", default=0)
+"""Bytes of the body of the request that is handled."""
+
+
+class LimitedBodies:
+    """Answers 413 to a body that is too large, 408 to one that takes too long, 429 where memory is used up, and 401.
+
+    Args:
+        application: gets whole bodies only.
+        check_token: raises HttpError for headers without the token; called before the body is read.
+        table: knows how much memory is used; bodies that are being read count.
+        settings: the limits.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        check_token: Callable[[str, str], None],
+        table: RequestTable,
+        settings: HttpSettings,
+    ) -> None:
+        self._application, self._check_token, self._table, self._settings = application, check_token, table, settings
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._application(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check_token(scope["path"], headers.get(b"authorization", b"").decode("latin-1"))
+            body = await self._read(headers, receive)
+        except HttpError as error:
+            await _send_error(send, error)
+            return
+        if body is None:  # the client has gone
+            return
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return parts.pop() if parts else await receive()
+
+        body_bytes.set(len(body))
+        await self._application(scope, replayed, send)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        limit = self._settings.max_body_mb << 20
+        declared = headers.get(b"content-length", b"0")
+        # The protocol has refused what is no number.
+        if int(declared) > limit:
+            raise self._too_large(limit)
+        self._table.check_room(int(declared))
+        parts, reserved = [], 0
+        try:
+            async with asyncio.timeout(self._settings.read_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part: bytes = message.get("body", b"")
+                    if reserved + len(part) > limit:
+                        raise self._too_large(limit)
+                    self._table.check_room(len(part))
+                    self._table.size_bytes += len(part)
+                    reserved += len(part)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            limit_s = self._settings.read_timeout_s
+            raise HttpError(408, f"the body was not complete after {limit_s:g} s; send it at once") from None
+        finally:
+            self._table.size_bytes -= reserved
+
+    def _too_large(self, limit: int) -> HttpError:
+        return HttpError(413, f"the body has more than {limit >> 20} MiB; send fewer samples at a time")
+
+
+async def _send_error(send: Send, error: HttpError) -> None:
+    headers = {"content-type": "application/json", **error.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(error.body)})

@@ -1,0 +1,39 @@
+"""Errors of the HTTP front end: a status and one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starling.common.errors import StarlingError
+
+
+class HttpError(StarlingError):
+    """A request that is not served.
+
+    Args:
+        status: the HTTP status.
+        text: one sentence that names the value and the remedy.
+        retry_after_s: when the client may try again; None to not say.
+        details: in place of the sentence in the body, as FastAPI has them for a body that is not valid.
+    """
+
+    def __init__(
+        self, status: int, text: str, *, retry_after_s: int | None = None, details: list[dict[str, Any]] | None = None
+    ) -> None:
+        super().__init__(text)
+        self.status, self.retry_after_s, self.details = status, retry_after_s, details
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        return {"detail": str(self) if self.details is None else self.details}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Further headers of the response."""
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413):  # the rest of the body must not be read as the next request
+            headers["connection"] = "close"
+        return headers

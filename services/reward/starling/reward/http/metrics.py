@@ -1,0 +1,40 @@
+"""Metrics of the HTTP front end in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from starling.reward.http.status import ServiceStatus
+from starling.reward.http.table import RequestTable
+
+
+def render(status: ServiceStatus, table: RequestTable) -> str:
+    """Return all metrics as text."""
+    gauges = status.gauges
+    lines = [
+        *_family("starling_reward_requests", "gauge", "Requests and results that are held.", {"": len(table)}),
+        *_family("starling_reward_pending_samples", "gauge", "Samples that are being scored.", {"": table.num_samples}),
+        *_family("starling_reward_held_bytes", "gauge", "Memory of requests and results.", {"": table.size_bytes}),
+        *_family("starling_reward_pending_scores", "gauge", "Scores to come.", {"": gauges.get("queue_depth", 0.0)}),
+        *_family("starling_reward_workers", "gauge", "Workers that are ready.", {"": gauges.get("workers_ready", 0.0)}),
+        *_family(
+            "starling_reward_workers_replaced_total",
+            "counter",
+            "Workers that ended or exceeded a limit.",
+            {"": gauges.get("workers_replaced", 0.0)},
+        ),
+        *_family(
+            "starling_reward_samples_total",
+            "counter",
+            "Samples that were answered, by status.",
+            {f'{{status="{name}"}}': number for name, number in sorted(status.answered.items())},
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _family(name: str, kind: str, text: str, values: dict[str, float]) -> list[str]:
+    """Return the lines of a metric, given its values by their labels."""
+    return [
+        f"# HELP {name} {text}",
+        f"# TYPE {name} {kind}",
+        *(f"{name}{key} {value:g}" for key, value in values.items()),
+    ]

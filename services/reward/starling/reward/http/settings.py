@@ -1,0 +1,67 @@
+"""Settings of the HTTP front end."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final, Self
+
+from pydantic import Field, model_validator
+
+from starling.common.errors import ConfigError
+from starling.common.ranges import MAX_COUNT, MAX_MIB
+from starling.common.settings import Seconds, SettingsSection
+
+TOKEN_VARIABLES: Final = ("REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN")
+"""Environment variables with the token, where the settings have none; the first that is set counts."""
+
+
+class HttpSettings(SettingsSection):
+    """Rewards over HTTP, for other trainers or without any run."""
+
+    enabled: bool = False
+    """Serve HTTP, besides the controller if there is one."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Without a token it must be a loopback address."""
+    port: int = Field(default=8080, ge=0, le=65535)
+    """Port of reward-0; reward-1 takes the next one, and so on. 0 takes free ones, which are logged."""
+    token: str = ""
+    """What clients send as `Authorization: Bearer TOKEN`; without it, the environment's `REMOTE_REWARD_TOKEN`."""
+    max_body_mb: int = Field(default=64, ge=1, le=MAX_MIB)
+    """Limit on the body of one request, in MiB; beyond it the answer is 413."""
+    max_samples: int = Field(default=100_000, ge=1, le=MAX_COUNT)
+    """Limit on the samples that are being scored; further requests are answered with 429."""
+    max_memory_mb: int = Field(default=1024, ge=1, le=MAX_MIB)
+    """Limit on the requests in progress and the results that are kept, in MiB; further ones are answered with 429."""
+    result_ttl_s: Seconds = 3600.0
+    """How long a result is kept, in seconds; it may be fetched repeatedly."""
+    timeout_s: Seconds = 600.0
+    """Time limit of a request, in seconds; then samples that are not scored have the status `reward_timeout`."""
+    read_timeout_s: Seconds = 60.0
+    """Time limit for a request's headers to arrive, and then for its body, in seconds."""
+    write_timeout_s: Seconds = 60.0
+    """How long a client may read nothing of a response that waits for it, in seconds."""
+
+    @model_validator(mode="after")
+    def _body_fits(self) -> Self:
+        if self.max_body_mb > self.max_memory_mb:
+            raise ConfigError(
+                f"reward.http.max_body_mb is {self.max_body_mb}, more than max_memory_mb {self.max_memory_mb}, so that "
+                "no such request could be accepted: raise max_memory_mb."
+            )
+        return self
+
+    def check_token(self, token: str) -> None:
+        """Raise ConfigError where anybody in the network could ask for rewards."""
+        if token or _is_loopback(self.host):
+            return
+        raise ConfigError(
+            f"reward.http.host is {self.host!r}, which others can reach, and there is no token: set reward.http.token, "
+            f"the environment variable {TOKEN_VARIABLES[0]}, or the host to 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

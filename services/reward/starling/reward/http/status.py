@@ -1,0 +1,36 @@
+"""What the scoring thread says of itself to the HTTP front end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+ALIVE_S: Final = 10.0
+"""A thread that has said nothing for so long is stuck; it says something twice a second."""
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """State of the scoring thread at one time."""
+
+    said_at: float = 0.0
+    """Monotonic seconds."""
+    scorers: tuple[dict[str, Any], ...] = ()
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    """As in the heartbeats of a replica."""
+    answered: Mapping[str, int] = field(default_factory=dict)
+    """Samples that were answered, by their status."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has lately said anything."""
+        return time.monotonic() - self.said_at < ALIVE_S
+
+    @property
+    def why_not_ready(self) -> str:
+        """Why requests would not be scored; empty if they would."""
+        if not self.is_alive:
+            return "stuck"
+        return "" if self.gauges.get("workers_ready", 0.0) else "no worker has loaded the scorers yet"

@@ -1,0 +1,122 @@
+"""HTTP front end: the server's thread, and its requests in the scoring thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import structlog
+
+from starling.common.http.server import HttpAddress, HttpServer, replica_port
+from starling.common.wakeup import Wakeup
+from starling.reward.core import requests as core
+from starling.reward.core.groups import CancelTask, SubmitTask
+from starling.reward.core.samples import Score
+from starling.reward.http.app import make_application
+from starling.reward.http.settings import TOKEN_VARIABLES
+from starling.reward.http.status import ServiceStatus
+from starling.reward.http.table import RequestTable
+from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.settings import RewardSettings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """A client has given up a request."""
+
+    id: str
+
+
+class HttpFrontEnd:
+    """Requests of HTTP clients.
+
+    Args:
+        settings: of the service.
+        replica: its name, whose number is added to the port.
+
+    Raises:
+        ConfigError: the address cannot be bound, or others can reach it and there is no token.
+    """
+
+    def __init__(self, settings: RewardSettings, replica: str) -> None:
+        http = settings.http
+        token = http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")
+        http.check_token(token)
+        self._scorers = tuple({"label": scorer.title, "weight": scorer.weight} for scorer in settings.scorers)
+        self._requests = core.RewardRequests(settings.weighted_scorers(), settings.bounds, http.timeout_s)
+        self._arrived: queue.SimpleQueue[core.RewardRequest | CancelRequest] = queue.SimpleQueue()
+        self._wakeup = Wakeup()
+        self._status = ServiceStatus()
+        self._answered: Counter[str] = Counter()
+        self._table = RequestTable(http, self._arrive, lambda id: self._arrive(CancelRequest(id)))
+        self._server = HttpServer(
+            make_application(http, token, self._table, lambda: self._status),
+            HttpAddress(http.host, replica_port(http.port, replica), "reward.http"),
+            headers_s=http.read_timeout_s,
+            unread_s=http.write_timeout_s,
+        )
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Readable when `receive` has something to do."""
+        return (self._wakeup.fileno(),)
+
+    def wake(self) -> None:
+        """Make `descriptors` readable; from any thread, and in a signal handler."""
+        self._wakeup.set()
+
+    def start(self) -> None:
+        """Accept requests."""
+        self._server.start()
+        self._server.wait_started()
+        log.info("listening", base_url=self._server.url)
+
+    def receive(self, pool: ScoringPool) -> bool:
+        """Begin the requests that have arrived, and end those whose time is up. Returns True: clients never end it."""
+        self._wakeup.clear()
+        now = time.monotonic()
+        while not self._arrived.empty():
+            match self._arrived.get():
+                case core.RewardRequest() as request:
+                    self._carry_out(pool, self._requests.add(request, now))
+                case CancelRequest(id=id):
+                    self._carry_out(pool, self._requests.cancel(id))
+        self._carry_out(pool, self._requests.expire(now))
+        return True
+
+    def next_deadline(self) -> float | None:
+        """When `receive` must be called at the latest, in monotonic seconds; None without such a time."""
+        return self._requests.next_deadline()
+
+    def record(self, pool: ScoringPool, score: Score) -> None:
+        """Record a score, unless it is of another front end."""
+        self._carry_out(pool, self._requests.record(score))
+
+    def report(self, pool: ScoringPool) -> None:
+        """Say that the scoring thread is alive, and what it does."""
+        self._status = ServiceStatus(time.monotonic(), self._scorers, pool.gauges(), dict(self._answered))
+
+    def close(self, reason: str) -> None:
+        """Stop within a few seconds."""
+        self._server.close()
+        self._wakeup.close()
+
+    def _carry_out(self, pool: ScoringPool, commands: list[core.Command]) -> None:
+        for command in commands:
+            match command:
+                case SubmitTask(task=task):
+                    pool.submit(task)
+                case CancelTask(lease=task_id):
+                    pool.cancel(task_id)
+                case core.Answer(result=result):
+                    self._answered.update(map(str, result.statuses))
+                    self._server.loop.call_soon_threadsafe(self._table.finish, result)
+
+    def _arrive(self, one: core.RewardRequest | CancelRequest) -> None:
+        self._arrived.put(one)
+        self._wakeup.set()

@@ -1,0 +1,314 @@
+"""The reward service over HTTP, as a process of its own and beside a controller: results, limits, refusals, its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fake_hub import FakeHub
+from replica_processes import ForkedReplica, exit_code, replica
+
+from starling.common.wire import messages as wire
+
+PATIENCE_S = 60.0
+SCORER = """
+import os
+import time
+
+def reward(completion, reference, prompt_text, metadata):
+    if completion == "hang":
+        time.sleep(3600.0)
+    if completion == "exit":
+        os._exit(3)
+    return float(completion == reference)
+
+class Longest:
+    scope = "groupwise"
+
+    def score(self, batch):
+        longest = max(map(len, batch.completions))
+        return {"score": [float(len(one) == longest) for one in batch.completions]}
+"""
+RECIPE = """
+[reward]
+num_workers = 2
+
+[[reward.scorers]]
+name = "{folder}/mine.py:reward"
+label = "right"
+timeout_s = 1.0
+retries = 0
+
+[[reward.scorers]]
+name = "{folder}/mine.py:Longest"
+label = "longest"
+weight = 0.5
+
+[reward.http]
+enabled = true
+port = 0
+"""
+
+
+class Reply(NamedTuple):
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+
+class Client:
+    """Requests to a service."""
+
+    def __init__(self, port: int, token: str = "") -> None:
+        self.port, self.token = port, token
+
+    def send(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        data = raw if raw is not None or body is None else json.dumps(body).encode()
+        authorization = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it answers before it has read a body that is too large
+                connection.request(method, path, data, {"content-type": "application/json", **authorization, **headers})
+            response = connection.getresponse()
+            text = response.read()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            is_json = found.get("content-type") == "application/json"
+            return Reply(response.status, json.loads(text) if is_json else text.decode(), found)
+        finally:
+            connection.close()
+
+    def score(self, *completions: str, wait_s: float = 30.0, **fields: Any) -> Reply:
+        samples = [{"completion": one, "reference": "abc", **fields} for one in completions]
+        return self.send("POST", "/v1/rewards", {"samples": samples, "wait_s": wait_s})
+
+
+def recipe(folder: Path, more: str = "") -> Path:
+    (folder / "mine.py").write_text(SCORER)
+    (folder / "rewards.toml").write_text(RECIPE.format(folder=folder) + more)
+    return folder / "rewards.toml"
+
+
+@contextmanager
+def service(folder: Path, more: str = "", **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run a service without a controller; yield its process and its port."""
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(recipe(folder, more))]
+    log = (folder / "log").open("w+")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment, text=True) as process:
+        try:
+            yield process, port_of(folder / "log", process)
+        finally:
+            process.kill()
+            log.close()
+
+
+def port_of(log: Path, process: subprocess.Popen[str]) -> int:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := re.search(r"base_url=http://[^ ]*:(\d+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+    return int(found[1])
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with service(tmp_path_factory.mktemp("service")) as (_, port):
+        yield Client(port)
+
+
+def test_samples_are_scored_by_their_groups(client: Client) -> None:
+    samples = [
+        {"completion": "abc", "reference": "abc", "group": "one"},
+        {"completion": "ab", "reference": "abc", "group": "one"},
+        {"completion": "a", "reference": "abc", "group": "two"},
+        {"completion": "xyz", "reference": "xyz"},
+    ]
+    reply = client.send("POST", "/v1/rewards", {"samples": samples, "wait_s": 30})
+    assert reply.status == 200, reply
+    assert reply.body["rewards"] == [1.5, 0.0, 0.5, 1.5]
+    assert reply.body["scores"] == {"right": [1.0, 0.0, 0.0, 1.0], "longest": [1.0, 0.0, 1.0, 1.0]}
+    assert reply.body["statuses"] == ["ok"] * 4
+
+
+def test_result_is_fetched_as_often_as_wanted_until_it_is_removed(client: Client) -> None:
+    asked = client.score("abc", wait_s=0.0)
+    assert (asked.status, asked.body["status"]) == (202, "pending")
+    path = f"/v1/rewards/{asked.body['id']}"
+    first = client.send("GET", f"{path}?wait_s=30")
+    assert (first.status, first.body["rewards"]) == (200, [1.5])
+    assert client.send("GET", path) == first
+    assert client.send("DELETE", path).status == 204
+    for method in ("GET", "DELETE"):
+        gone = client.send(method, path)
+        assert (gone.status, gone.body["detail"].partition(",")[0]) == (404, f"there is no request {path[12:]!r}")
+
+
+def test_sample_that_hangs_or_crashes_its_worker_fails_alone(client: Client) -> None:
+    reply = client.score("abc", "hang", "abc", "exit")
+    assert reply.body["rewards"] == [1.0, None, 1.0, None]
+    assert reply.body["statuses"] == ["ok", "reward_timeout", "ok", "reward_error"]
+    assert reply.body["problems"][1] == ["scorer 'right' took longer than 1 s."]
+    assert reply.body["problems"][3] == ["scorer 'right' ended its worker process (exit status 3)."]
+
+
+def test_requests_are_answered_while_another_one_hangs(client: Client) -> None:
+    hanging = threading.Thread(target=client.score, args=("hang",))
+    hanging.start()
+    replies = [client.score("abc") for _ in range(8)]
+    assert [reply.body["rewards"] for reply in replies] == [[1.5]] * 8
+    hanging.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"samples": []}, "at least 1 item"),
+        ({"samples": [{}]}, "completion"),
+        ({"samples": [{"completion": 3}]}, "valid string"),
+        ({"samples": [{"completion": "a", "color": "red"}]}, "color"),
+        ({"samples": [{"completion": "a"}], "wait_s": 61}, "less than or equal to 60"),
+        ({"samples": [{"completion": "a"}], "wait_s": -1}, "greater than or equal to 0"),
+        ({"samples": [{"completion": "a", "num_tokens": -1}]}, "greater than or equal to 0"),
+        ({"samples": [{"completion": "a", "environment_reward": float("nan")}]}, "not JSON"),
+        ({"samples": [{"completion": "a", "metadata": {"number": 1 << 70}}]}, "cannot be encoded"),
+        ({"samples": [{"completion": "a", "metadata": []}]}, "valid dictionary"),
+        ({"samples": [{"completion": "a"}] * 4097}, "at most 4096 items"),
+        (
+            {"samples": [{"completion": "a", "group": "g"}, {"completion": "b", "group": "g", "prompt": "p"}]},
+            "sample 1 of group 'g' has another prompt",
+        ),
+        ([], "valid dictionary"),
+        ("text", "valid dictionary"),
+    ],
+)
+def test_invalid_body_is_refused_with_the_reason(client: Client, body: Any, reason: str) -> None:
+    reply = client.send("POST", "/v1/rewards", body)
+    assert reply.status == 422
+    assert reason in json.dumps(reply.body), reply
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 100_000, b'{"samples": [{"completion": "\\ud800"}]}'])
+def test_body_that_is_no_json_is_refused(client: Client, raw: bytes) -> None:
+    reply = client.send("POST", "/v1/rewards", raw=raw)
+    assert reply.status == 422
+    assert reply.body["detail"].startswith("the body is"), reply
+    assert client.score("abc").status == 200
+
+
+def test_description_of_the_api_names_every_path(client: Client) -> None:
+    described = client.send("GET", "/openapi.json").body
+    paths = ("/v1/rewards", "/v1/rewards/{id}", "/v1/scorers", "/healthz", "/readyz", "/metrics")
+    assert tuple(described["paths"]) == paths
+    refusals = described["paths"]["/v1/rewards"]["post"]["responses"]
+    assert {"200", "202", "401", "408", "413", "422", "429"} <= refusals.keys()
+    scorers = [{"label": "right", "weight": 1.0}, {"label": "longest", "weight": 0.5}]
+    assert client.send("GET", "/v1/scorers").body == scorers
+    assert client.send("PUT", "/v1/rewards", {}).status == 405
+    assert client.send("GET", "/docs").status == 404, "its page loads scripts from elsewhere"
+
+
+def test_health_and_metrics(client: Client) -> None:
+    assert client.score("abc").status == 200
+    assert client.send("GET", "/healthz").body == {"status": "ok"}
+    assert client.send("GET", "/readyz").body == {"status": "ok"}
+    text = client.send("GET", "/metrics").body
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['starling_reward_samples_total{status="ok"}']) >= 1
+    assert float(values["starling_reward_workers"]) >= 1
+    assert values["starling_reward_pending_samples"] == "0"
+
+
+LIMITED = """
+token = "secret"
+max_body_mb = 1
+max_memory_mb = 1
+max_samples = 3
+result_ttl_s = 1.0
+timeout_s = 2.0
+"""
+
+
+def test_limits_of_a_service_with_a_token(tmp_path: Path) -> None:
+    with service(tmp_path, LIMITED) as (_, port):
+        client = Client(port, "secret")
+        for wrong in ("", "secre", "secret2", "\xe9"):
+            refused = Client(port, wrong).score("abc")
+            assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert client.send("GET", "/v1/scorers", authorization="Basic secret").status == 401
+        assert Client(port).send("GET", "/metrics").status == 401
+        assert Client(port).send("GET", "/healthz").status == 200
+
+        assert client.send("POST", "/v1/rewards", raw=b" " * ((1 << 20) + 1)).status == 413
+        assert client.score("a" * 600_000).status == 200
+        full = client.score("b" * 600_000, "b" * 400_000)
+        assert (full.status, full.headers.get("retry-after")) in ((200, None), (429, "1"))
+
+        late = client.score("abc", "hang", wait_s=0.0)
+        assert late.status == 202
+        busy = client.score("abc", "abc")
+        assert (busy.status, busy.headers["retry-after"]) == (429, "1")
+        assert "2 samples are being scored, and reward.http.max_samples is 3" in busy.body["detail"]
+        assert client.score("abc").status == 200
+        ended = client.send("GET", f"/v1/rewards/{late.body['id']}?wait_s=30")
+        assert ended.body["statuses"] == ["ok", "reward_timeout"]
+        time.sleep(1.1)
+        assert client.send("GET", f"/v1/rewards/{late.body['id']}").status == 404, "it has expired"
+
+
+def test_token_comes_from_the_environment_and_others_need_one(tmp_path: Path) -> None:
+    with service(tmp_path, WFM_REWARD_TOKEN="old", REMOTE_REWARD_TOKEN="new") as (_, port):
+        assert Client(port, "old").score("abc").status == 401
+        assert Client(port, "new").score("abc").status == 200
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(recipe(tmp_path))]
+    open_to_all = subprocess.run(
+        [*command, "--reward.http.host", "0.0.0.0"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert open_to_all.returncode == 2
+    assert "reward.http.host is '0.0.0.0', which others can reach, and there is no token" in open_to_all.stderr
+    without_any = subprocess.run(
+        [*command, "--reward.http.enabled", "false"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert without_any.returncode == 2
+    assert "--controller is missing; give tcp://host:port, or set reward.http.enabled" in without_any.stderr
+
+
+def test_service_ends_at_a_signal_while_a_client_waits(tmp_path: Path) -> None:
+    with service(tmp_path) as (process, port):
+        assert Client(port).score("abc").status == 200
+        asked = Client(port).score("hang", wait_s=0.0)
+        assert asked.status == 202
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+
+
+def test_controller_and_http_clients_share_the_workers(hub: FakeHub, tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    with replica(hub, "reward-0", tmp_path, "--config", str(path), "--reward.http.port", "0") as reward:
+        hub.hello("reward-0")
+        assert isinstance(reward, ForkedReplica)
+        output = reward.wait_for_output("ready")
+        port = int(output.partition("base_url=http://127.0.0.1:")[2].split()[0])
+        lease = hub.lease("score")
+        completions = tuple(wire.CompletionText(text=one, status=wire.Status.OK, num_tokens=1) for one in ("abc", "b"))
+        prompt = wire.Prompt(id="p", text="p", reference="abc")
+        hub.send("reward-0", wire.ScoreGroup(lease=lease, prompt=prompt, completions=completions))
+        assert Client(port).score("abc", "abcd").body["rewards"] == [1.0, 0.5]
+        scored, _ = hub.answer("reward-0", lease, wire.GroupScored)
+        assert scored.rewards == (1.5, 0.0)
+        reward.terminate()
+        assert exit_code(reward) == 0
