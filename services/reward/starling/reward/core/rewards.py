@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from starling.common.wire.messages import Status
 from starling.reward.core.samples import Score
@@ -44,8 +44,7 @@ class RewardBounds:
 NO_BOUNDS: Final = RewardBounds()
 
 
-@dataclass(frozen=True, slots=True)
-class CombinedScores:
+class CombinedScores(NamedTuple):
     """What follows from the scores of one completion."""
 
     reward: float | None
@@ -75,8 +74,9 @@ def combine(
         wanted: indices of the scorers that score its prompt; a score of theirs that is None timed out with the group.
         status: of the completion.
     """
-    problems = tuple(dict.fromkeys(score.problem for score in column if score and score.problem))
-    if any(column[scorer] is None for scorer in wanted):
+    reported = [score.problem for score in column if score and score.problem]
+    problems = tuple(dict.fromkeys(reported)) if reported else ()
+    if None in [column[scorer] for scorer in wanted]:
         failed = [score.status for score in column if score and score.value is None]
         return CombinedScores(None, next(iter(failed), Status.REWARD_TIMEOUT), problems)
     if not any(column):
@@ -99,12 +99,18 @@ def _sum(
             continue
         if score.value is None:
             return None, score.status
-        terms.append(scorer.weight * min(max(score.value, scorer.clip_min), scorer.clip_max))
+        terms.append(scorer.weight * _clipped(score.value, scorer))
     try:
-        total = bounds.scale * min(max(math.fsum(terms), bounds.clip_min), bounds.clip_max)
+        total = bounds.scale * _clipped(math.fsum(terms), bounds)
     except (OverflowError, ValueError):  # a partial sum overflows, or terms of both infinities meet
         return None, Status.REWARD_ERROR
     return (total, None) if math.isfinite(total) else (None, Status.REWARD_ERROR)
+
+
+def _clipped(value: float, bounds: WeightedScorer | RewardBounds) -> float:
+    if bounds.clip_min <= value <= bounds.clip_max:
+        return value
+    return min(max(value, bounds.clip_min), bounds.clip_max)
 
 
 def components(
@@ -119,6 +125,8 @@ def components(
     found: dict[str, tuple[float | None, ...]] = {}
     for scorer, row in zip(scorers, rows, strict=True):
         found[scorer.label] = tuple(score.value if score else None for score in row)
+        if not any(score.parts for score in row if score):  # most scorers have one score
+            continue
         parts = [dict(score.parts) if score else {} for score in row]
         for key in dict.fromkeys(key for own in parts for key in own):
             found[f"{scorer.label}/{key}"] = tuple(own.get(key) for own in parts)

@@ -19,8 +19,7 @@ class PromptText(msgspec.Struct, frozen=True, array_like=True, eq=False):
     metadata: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """A completion to score."""
 
     index: int

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
+
 from starling.common.errors import ConfigError
 from starling.common.raised import describe_raised
 from starling.common.wire.messages import CompletionText
@@ -50,7 +52,7 @@ class Batch:
         return len(self.completions)
 
 
-class BatchScores(NamedTuple):
+class BatchScores(msgspec.Struct, frozen=True, array_like=True):
     """What a scorer returned for a batch."""
 
     values: tuple[tuple[float | None, ...], ...]

@@ -339,10 +339,13 @@ class ScoringPool:
         num_keys = len(self._forms[call.scorer].keys)
         if not len(scores.values) == len(scores.problems) == len(call.positions):
             return False
-        return all(
-            len(values) == num_keys and all(value is None or math.isfinite(value) for value in values)
-            for values in scores.values
-        )
+        for values in scores.values:
+            if len(values) != num_keys:
+                return False
+            for value in values:
+                if value is not None and not math.isfinite(value):
+                    return False
+        return True
 
     def _finish(self, worker: _Worker, report: CallReport) -> None:
         call, _, expected_s, sent_at = worker.calls.popleft()
@@ -351,13 +354,15 @@ class ScoringPool:
         finished_at = min(max(begun_at, report.finished_at), self._clock())  # in this order, NaN is not taken
         worker.begun_at = finished_at
         self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
-        scores = report.scores
-        if all(scores.problems) and self._separate(call):
+        scores, keys = report.scores, self._forms[call.scorer].keys
+        if len(call.positions) > 1 and all(scores.problems) and self._separate(call):
             return
         for position, values, problem in zip(call.positions, scores.values, scores.problems, strict=True):
-            value, why = self._value(call.scorer, values)
-            keys = self._forms[call.scorer].keys
-            parts = tuple(zip(keys, values, strict=True)) if len(keys) > 1 else ()
+            value, why = values[0], "returned no score"
+            parts: tuple[tuple[str, float | None], ...] = ()
+            if len(keys) > 1:
+                value, why = self._value(call.scorer, values)
+                parts = tuple(zip(keys, values, strict=True))
             if value is None:
                 self._settle(call, position, None, Status.REWARD_ERROR, (problem or why)[:PROBLEM_CHARS], parts)
             else:
@@ -489,7 +494,7 @@ class ScoringPool:
     def _send(self, worker: _Worker, chunk: Sequence[_Call], now: float) -> None:
         task, places, calls = chunk[0].state.task, dict[int, int](), []
         for call in chunk:
-            indices = tuple(places.setdefault(position, len(places)) for position in call.positions)
+            indices = tuple([places.setdefault(position, len(places)) for position in call.positions])
             calls.append((worker.serial, call.scorer, indices))
             expected_s = self._expected_s[call.scorer]
             worker.calls.append(_SentCall(call, worker.serial, expected_s, now))
@@ -497,8 +502,8 @@ class ScoringPool:
             worker.serial += 1
         sent = [task.samples[position] for position in places]
         prompts: dict[int, int] = {}
-        samples = tuple((prompts.setdefault(one.prompt, len(prompts)), one.completion) for one in sent)
-        worker.process.send(CallChunk(tuple(task.prompts[one] for one in prompts), samples, tuple(calls)))
+        samples = tuple([(prompts.setdefault(one.prompt, len(prompts)), one.completion) for one in sent])
+        worker.process.send(CallChunk(tuple([task.prompts[one] for one in prompts]), samples, tuple(calls)))
         if not worker.is_writing and not worker.process.flush():
             worker.is_writing = True
             self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)

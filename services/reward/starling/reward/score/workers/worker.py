@@ -89,8 +89,8 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
 def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk) -> None:
     samples = [(chunk.prompts[prompt], completion) for prompt, completion in chunk.samples]
     for serial, scorer, indices in chunk.calls:
-        values, problems = scorers[scorer].score([samples[index] for index in indices])
-        scores = BatchScores(values, tuple(map(_bounded, problems)))
+        found = scorers[scorer].score([samples[index] for index in indices])
+        scores = BatchScores(found.values, tuple(map(_bounded, found.problems)))
         sock.sendall(frame(CallReport(serial, scores, time.monotonic())))
 
 
