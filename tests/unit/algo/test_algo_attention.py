@@ -108,6 +108,15 @@ def test_short_sequences_of_many_sizes_equal_a_dense_mask() -> None:
     check(Forest(lengths, parents), 7, (4, 2))
 
 
+@pytest.mark.parametrize("short_tokens", [0, 128], ids=["kernels", "short"])
+@pytest.mark.parametrize(("softcap", "with_sinks", "backend"), [(None, False, "segments"), (0.4, True, "varlen")])
+def test_values_wider_than_queries_equal_a_dense_mask(
+    short_tokens: int, softcap: float | None, with_sinks: bool, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short, "SHORT_TOKENS", short_tokens)
+    check(Forest((3, 2, 2), (-1, 0, 0)), 4, (4, 2), 13, softcap, with_sinks, backend)
+
+
 @settings(max_examples=settings().max_examples // 4)
 @given(forests(most=40), WINDOWS, st.sampled_from([(3, 3), (6, 2)]), st.booleans())
 def test_cascade_over_levels_equals_a_dense_mask(

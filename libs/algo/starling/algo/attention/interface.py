@@ -104,7 +104,7 @@ def backends_for(
 
 def kernel_inputs(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
     """Return the arguments as kernels take them: of one type, and with zeros up to one head dimension."""
-    wide = query.shape[-1]
+    wide = max(query.shape[-1], value.shape[-1])
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         wide += -wide % 8  # The flash kernels have head dimensions of whole 16 bytes.
     return _widened(query, wide), _widened(key.to(query.dtype), wide), _widened(value.to(query.dtype), wide)

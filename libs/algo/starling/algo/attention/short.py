@@ -27,13 +27,13 @@ from starling.algo.attention.kernels import Inputs
 SHORT_TOKENS: Final = 128
 """Most tokens of a short sequence."""
 COPIES: Final = 8
-"""How often a key may be copied, on average."""
+"""Most copies of a key, on average, if each segment were a run of its own; runs of several segments make fewer."""
 RUN_PAIRS: Final = 128
 """Query-key pairs, hidden ones included, of one head, that cost about as much as one more run."""
 
 
 def is_short(forest: Forest) -> bool:
-    """Return whether all sequences of `forest` are short, and their segments not much shorter."""
+    """Return whether all sequences of `forest` are short, and a run per segment would copy few keys."""
     ends = [depth + length for depth, length in zip(forest.depths, forest.lengths, strict=True)]
     return max(ends, default=0) <= SHORT_TOKENS and sum(ends) <= COPIES * forest.num_tokens
 
