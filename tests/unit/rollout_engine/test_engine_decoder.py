@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import CONTEXT, FAMILIES, drain, make_engine, make_model, random_prompt, reference_logprobs, request
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from starling.algo.attention.forest import Forest
@@ -174,6 +175,29 @@ def test_decoder_reads_modules_that_replace_joined_ones() -> None:
     own = model.model.layers[0].self_attn
     own.k_proj = torch.nn.Linear(own.k_proj.in_features, own.k_proj.out_features, dtype=torch.float64)
     assert difference(model, decoder) < 2e-6
+
+
+def test_memory_of_joined_weights_that_were_replaced_is_freed() -> None:
+    decoder = plain_decoder(model := build(CASES["llama_biases"], torch.float32))
+    own, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    joined = [StorageWeakRef(one.untyped_storage()) for one in (own.q_proj.weight, own.v_proj.bias, mlp.up_proj.weight)]
+    assert not any(one.expired() for one in joined)
+    model.double()
+    assert difference(model, decoder) < 2e-6
+    assert all(one.expired() for one in joined)
+
+
+def test_weights_that_layers_share_are_joined_once() -> None:
+    model = build(CASES["llama"])
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(second, name).weight = getattr(first, name).weight
+    decoder = PlainDecoder(model)
+    joined = [layer._heads._weight for layer in decoder._layers[:2]]
+    storages = [StorageWeakRef(one.untyped_storage()) for one in joined if one is not None]
+    del joined
+    assert difference(model, decoder) < 2e-6
+    assert [one.expired() for one in storages] == [True, False]
 
 
 def test_weights_are_not_joined_where_only_some_layers_have_biases() -> None:

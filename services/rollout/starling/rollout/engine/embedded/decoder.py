@@ -131,8 +131,8 @@ class _Layer:
 class _Joined:
     """Linear layers of one input, whose weights become parts of one tensor if they are on a CPU.
 
-    The modules keep their parameters, with other memory, so what is written into them changes the product. Where a
-    parameter has been replaced, the layers are computed one by one.
+    The modules keep their parameters, with other memory, so what is written into them changes the product. Once a
+    parameter has been replaced, the layers are computed one by one, and the joined tensors are freed.
     """
 
     def __init__(self, owner: Any, *names: str) -> None:
@@ -152,6 +152,8 @@ class _Joined:
         if self._weight is not None and self._addresses_of(modules) == self._addresses:
             outputs = linear(inputs, self._weight, self._bias)
             return outputs[:, : self._num_first], outputs[:, self._num_first :]
+        # For good: other tensors may get the addresses of what is freed.
+        self._weight = self._bias = None
         *first, last = (_linear(inputs, one) for one in modules)
         return torch.cat(first, dim=-1) if len(first) > 1 else first[0], last
 
