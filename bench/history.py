@@ -54,6 +54,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("engine.py", "--quick"),
     ("rollout.py", "--quick"),
     ("sandbox.py", "--quick"),
+    ("reward.py", "--quick"),
     ("chaos.py", "--quick"),
 )
 """The benches of `make bench` with their arguments."""

@@ -1,0 +1,168 @@
+"""The reward service over HTTP: rewards per second, latency, and whether every request is answered.
+
+    python bench/reward.py [--quick]
+
+`starling reward` scores with `exact_match` and `prefix_match` in two workers. 200 clients, each over a connection of
+its own, send samples in batches of 64, wait for the answer, and compare the rewards with what they must be. The clients
+are one process beside the service, whose processor time is reported apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+from figure import machine, print_figure, progress, quantile, rounded, versions
+
+CLIENTS: Final = 200
+BATCH: Final = 64
+START_S: Final = 60.0
+ANSWER_S: Final = 120.0
+RECIPE = """
+[reward]
+num_workers = 2
+
+[[reward.scorers]]
+name = "exact_match"
+
+[[reward.scorers]]
+name = "prefix_match"
+weight = 0.5
+
+[reward.http]
+enabled = true
+port = 0
+"""
+SAMPLES: Final = (("answer", 1.5), ("ans", 0.25), ("none", 0.0))
+"""Completions, and their rewards where `answer` is right."""
+
+
+@dataclass
+class Results:
+    """What the clients have seen."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each request."""
+    num_wrong: int = 0
+    """Samples whose rewards are not what they must be."""
+    num_refused: int = 0
+    """Answers with 429, after which the client tries again."""
+
+
+@contextmanager
+def service(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
+    """Run a reward service; yield its process and its port."""
+    (folder / "rewards.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--dir", str(folder)], stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        end = time.monotonic() + START_S
+        while (found := re.search(r"base_url=http://[^ ]*:(\d+)", (folder / "log").read_text())) is None:
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit((folder / "log").read_text())
+            time.sleep(0.05)
+        yield psutil.Process(process.pid), int(found[1])
+    finally:
+        process.terminate()
+        process.wait(START_S)
+
+
+async def client(port: int, num_requests: int, results: Results) -> None:
+    """Send requests over one connection, one after the other."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    chosen = [SAMPLES[number % len(SAMPLES)] for number in range(BATCH)]
+    samples = [{"completion": text, "reference": "answer", "group": str(k)} for k, (text, _) in enumerate(chosen)]
+    body = json.dumps({"samples": samples, "wait_s": 60}).encode()
+    head = f"POST /v1/rewards HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    expected = [reward for _, reward in chosen]
+    for _ in range(num_requests):
+        begun = time.perf_counter()
+        while True:
+            writer.write(head + body)
+            status, answer = await asyncio.wait_for(_answer(reader), ANSWER_S)
+            if status != 429:
+                break
+            results.num_refused += 1
+            await asyncio.sleep(1.0)
+        results.seconds.append(time.perf_counter() - begun)
+        rewards = json.loads(answer)["rewards"] if status == 200 else [None] * BATCH
+        results.num_wrong += sum(one != right for one, right in zip(rewards, expected, strict=True))
+    writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    assert length is not None, head
+    return int(head.split()[1]), await reader.readexactly(int(length[1]))
+
+
+async def load(port: int, num_clients: int, num_requests: int) -> tuple[Results, float]:
+    """Run the clients; return what they have seen, and the seconds of all together."""
+    results = Results()
+    begun = time.perf_counter()
+    await asyncio.gather(*(client(port, num_requests, results) for _ in range(num_clients)))
+    return results, time.perf_counter() - begun
+
+
+def processor_s(process: psutil.Process) -> float:
+    """Return the processor time of the service and its workers."""
+    everyone = [process, *process.children(recursive=True)]
+    return sum(one.cpu_times().user + one.cpu_times().system for one in everyone)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one request for each client instead of eight")
+    per_client = 1 if parser.parse_args().quick else 8
+    with (
+        tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary,
+        service(Path(temporary)) as (process, port),
+    ):
+        asyncio.run(load(port, 4, 4))  # warms up
+        before = processor_s(process)
+        results, seconds = asyncio.run(load(port, CLIENTS, per_client))
+        used_s = processor_s(process) - before
+        alone, alone_s = asyncio.run(load(port, 1, 50 * per_client))
+    num = CLIENTS * per_client * BATCH
+    progress(f"{num} rewards in {seconds:.1f} s, one client {50 * per_client * BATCH / alone_s:.0f} rewards/s")
+    detail = {
+        "clients": CLIENTS,
+        "samples_of_a_request": BATCH,
+        "rewards": num,
+        "seconds": rounded(seconds),
+        "service_processor_s": rounded(used_s),
+        "refused_with_429": results.num_refused,
+        "one_client_p50_s": rounded(quantile(alone.seconds, 0.5)),
+        **machine(),
+        "versions": versions("fastapi", "uvicorn"),
+    }
+    see = {"see": "above"}
+    per_s = num / seconds
+    print_figure("reward", "rewards_per_s", per_s, unit="rewards/s", goal=3000, better="higher", detail=detail)
+    lost = results.num_wrong + alone.num_wrong
+    print_figure("reward", "rewards_lost_or_wrong", lost, unit="rewards", goal=0, better="lower", detail=see)
+    for share, name in ((0.5, "p50"), (0.99, "p99")):
+        value = quantile(results.seconds, share)
+        print_figure("reward", f"request_{name}_s", value, unit="s", goal=None, better="lower", detail=see)
+
+
+if __name__ == "__main__":
+    main()
