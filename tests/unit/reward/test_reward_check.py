@@ -24,7 +24,11 @@ def settings(name: str, **others: Any) -> RewardSettings:
 
 
 def test_every_built_in_scorer_can_be_used() -> None:
-    needed = {"overlong": {"max_tokens": 8, "buffer": 2}}
+    needed: dict[str, dict[str, Any]] = {
+        "overlong": {"max_tokens": 8, "buffer": 2},
+        "regex": {"pattern": "(.*)"},
+        "length": {"max_tokens": 8},
+    }
     names = [*BUILT_IN, "reasoning_gym:spell_backward"]
     scorers = [{"name": name, "options": needed.get(name, {})} for name in names]
     level = "process" if choose("auto").mechanism == "process" else "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -10,6 +11,7 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
+from starling.common.errors import ConfigError
 from starling.reward.score.scorers.gsm8k import final_number, find_numbers
 from starling.reward.score.scorers.registry import Scorer, resolve_scorer, wanted_fields
 
@@ -126,6 +128,155 @@ def test_format(text: str, value: float) -> None:
 def test_format_takes_a_pattern_for_the_whole_completion() -> None:
     upper = scorer("format", pattern="[A-Z]+")
     assert [upper(text, "", "", {}) for text in ("ABC", " ABC ", "ABCd", "")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "reference", "value"),
+    [
+        ({"pattern": "Answer: (.*)"}, "Answer: 3\nno, Answer:  4 ", "4", 1),
+        ({"pattern": "Answer: (.*)"}, "Answer: 4\nno, Answer: 3", "4", 0),
+        ({"pattern": "Answer: (.*)"}, "4", "4", 0),
+        ({"pattern": "[0-9]+"}, "first 3, then 42.", " 42\n", 1),
+        ({"pattern": "answer: (.*)"}, "Answer: Yes", "yes", 0),
+        ({"pattern": "answer: (.*)", "ignore_case": True}, "Answer: Yes", "yEs", 1),
+        ({"pattern": "a(b)?"}, "a", "", 1),
+        ({"pattern": "a(b)?"}, "a", "a", 0),
+    ],
+)
+def test_regex(options: dict[str, Any], completion: str, reference: str, value: float) -> None:
+    assert scorer("regex", **options)(completion, reference, "", {}) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "value"),
+    [
+        ("B", "B", 1),
+        ("(B)", "B", 1),
+        ("b", "B", 0),
+        ("The answer is B.", "(B)", 1),
+        ("The answer is **B**", "B", 1),
+        ("Answer: (C)", "C", 1),
+        ("A is tempting, but the correct option is D, not A.", "D", 1),
+        ("A or B? I choose \\boxed{C}, not (D)", "C", 1),
+        ("\\boxed{\\text{A}}", "Answer: A", 1),
+        ("first (A), then (B)", "B", 1),
+        ("A dog. Both", "A", 1),
+        ("Because D'Artagnan", "D", 0),
+        ("no idea", "A", 0),
+        ("", "A", 0),
+        ("E", "D", 0),
+    ],
+)
+def test_choice(completion: str, reference: str, value: float) -> None:
+    assert scorer("choice")(completion, reference, "", {}) == value
+
+
+def test_choice_needs_a_letter_in_the_reference() -> None:
+    with pytest.raises(ValueError, match="'seven' has none of the letters ABCD"):
+        scorer("choice")("A", "seven", "", {})
+    assert scorer("choice", letters="ABCDEFGH")("(G)", "G", "", {}) == 1
+
+
+@given(texts, texts)
+def test_choice_and_regex_score_any_completion(completion: str, reference: str) -> None:
+    assert scorer("choice")(completion, f"(A) {reference}", "", {}) in (0.0, 1.0)
+    assert scorer("regex", pattern="(.*)")(completion, reference, "", {}) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "value"),
+    [
+        ({"max_tokens": 100}, 0, 0.0),
+        ({"max_tokens": 100}, 100, 0.0),
+        ({"max_tokens": 100}, 150, -0.5),
+        ({"max_tokens": 100, "scale": 2.0}, 1000, -2.0),
+        ({"min_tokens": 10}, 10, 0.0),
+        ({"min_tokens": 10}, 5, -0.5),
+        ({"min_tokens": 10, "max_tokens": 20, "scale": 4.0}, 0, -4.0),
+    ],
+)
+def test_length(options: dict[str, Any], num_tokens: int, value: float) -> None:
+    assert scorer("length", **options)("", "", "", {}, num_tokens=num_tokens) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "completion", "value"),
+    [
+        ({}, "one two", 0.0),
+        ({}, "one two three four", 0.0),
+        ({}, "a a a a a a", -0.75),
+        ({"num_words": 1}, "no No NO no", -0.75),
+        ({"num_words": 2, "scale": 3.0}, "to be or to be", -0.75),
+        ({}, "", 0.0),
+    ],
+)
+def test_repetition(options: dict[str, Any], completion: str, value: float) -> None:
+    assert scorer("repetition", **options)(completion, "", "", {}) == value
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=20), st.integers(1, 4))
+def test_repetition_is_a_share_that_more_of_the_same_raises(words: list[str], num_words: int) -> None:
+    penalty = scorer("repetition", num_words=num_words)
+    value = penalty(" ".join(words), "", "", {})
+    assert -1.0 < value <= 0.0
+    assert penalty(" ".join(words * 2), "", "", {}) <= value
+
+
+PERSON = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer", "minimum": 0}}}
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ('{"age": 3}', 1),
+        ('{"age": -3}', 0),
+        ('{"age": "3"}', 0),
+        ("{}", 0),
+        ('{"age": 3', 0),
+        ('{"age": NaN}', 0),
+        ("[" * 100_000, 0),
+        ('It is\n```json\n{"age": 3}\n```\nas you see', 1),
+        ('```\n{}\n```\nno:\n```json\n{"age": 4}\n```', 1),
+        ('so {"age": 3}', 0),
+    ],
+)
+def test_json_schema(completion: str, value: float) -> None:
+    assert scorer("json_schema", schema=PERSON)(completion, "", "", {}) == value
+    assert scorer("json_schema")(completion, "", "", {"schema": PERSON}) == value
+
+
+def test_json_schema_of_a_row_must_be_one() -> None:
+    for metadata in ({}, {"schema": "object"}):
+        with pytest.raises(ValueError, match="not an object of JSON Schema"):
+            scorer("json_schema")("{}", "", "", metadata)
+    with pytest.raises(Exception, match="'thing' is not valid"):
+        scorer("json_schema")("{}", "", "", {"schema": {"type": "thing"}})
+    with pytest.raises(Exception, match="Unresolvable"):
+        scorer("json_schema")("{}", "", "", {"schema": {"$ref": "http://localhost:1/schema.json"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("regex", {"pattern": "("}, "'(' is not a regular expression"),
+        ("regex", {"pattern": 3}, "3 is not a regular expression"),
+        ("choice", {"letters": "A"}, "two or more different capital letters, not 'A'"),
+        ("choice", {"letters": "ABA"}, "two or more different capital letters"),
+        ("choice", {"letters": "A-Z"}, "two or more different capital letters"),
+        ("length", {}, "needs min_tokens or max_tokens"),
+        ("length", {"max_tokens": 0}, "max_tokens is 0; give at least 1"),
+        ("length", {"min_tokens": 5, "max_tokens": 4}, "max_tokens is 4"),
+        ("length", {"min_tokens": -1}, "min_tokens must be a number of tokens, not -1"),
+        ("length", {"max_tokens": 4, "scale": 0}, "scale must be a number above 0"),
+        ("repetition", {"num_words": 0}, "num_words must be 1 or more"),
+        ("repetition", {"scale": float("nan")}, "scale must be a number above 0"),
+        ("json_schema", {"schema": {"type": "thing"}}, "'thing' is not valid"),
+        ("json_schema", {"schema": ["object"]}, "the schema is a list"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(name: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        scorer(name, **options)
 
 
 @pytest.mark.sample(3)

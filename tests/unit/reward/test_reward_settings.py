@@ -46,7 +46,7 @@ def test_settings_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k", "timeout_s": 0}]}, r"timeout_s\n.*greater than 0"),
         ({"scorers": [{"name": "gsm8k"}, {"name": "gsm8k"}]}, "'gsm8k' in metrics: give one .* `label`"),
         ({"scorers": [{"name": "gsm8"}]}, "no scorer 'gsm8': did you mean 'gsm8k'.*`module:function`"),
-        ({"scorers": [{"name": "zzzzz"}]}, "known are code, environment, exact_match, format, gsm8k"),
+        ({"scorers": [{"name": "zzzzz"}]}, "known are choice, code, environment, exact_match, format, gsm8k"),
         ({"scorers": [{"name": "module:"}]}, "no scorer 'module:'"),
         ({"scorers": [{"name": ""}]}, "no scorer ''"),
         ({"scorers": [{"name": "gsm8k", "wieght": 1}]}, "wieght"),
@@ -59,6 +59,12 @@ def test_settings_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k"}], "clip_min": 0.5, "clip_max": 0}, "reward: clip_min 0.5 is above clip_max 0"),
         ({"scorers": [{"name": "gsm8k"}], "scale": 0}, r"scale\n.*greater than 0"),
         ({"scorers": [{"name": "gsm8k", "batch_size": 0}]}, "batch_size"),
+        (
+            {"scorers": [{"name": "gsm8k"}, {"name": "math", "label": "gsm8k/a"}]},
+            "'gsm8k/a' could be a score of another",
+        ),
+        ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 101}}, "max_body_mb"),
+        ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 9, "max_memory_mb": 8}}, "raise max_memory_mb"),
         ({"scorers": [{"name": "gsm8k", "retries": -1}]}, "retries"),
     ],
 )

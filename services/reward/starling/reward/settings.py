@@ -37,9 +37,9 @@ class ScorerSettings(SettingsSection):
     """One scorer and its share of the reward."""
 
     name: str
-    """A built-in scorer (exact_match, prefix_match, gsm8k, math, code, format, overlong, environment),
-    `reasoning_gym:<task>`, an installed plug-in, or your own function or class as `module:function` or
-    `path/to/file.py:Class`."""
+    """A built-in scorer (exact_match, prefix_match, regex, choice, gsm8k, math, code, format, json_schema, length,
+    overlong, repetition, environment), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
+    `module:function` or `path/to/file.py:Class`."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
     key: str = ""
@@ -151,6 +151,10 @@ class RewardSettings(SettingsSection):
         twice = [title for title, count in Counter(scorer.title for scorer in scorers).items() if count > 1]
         if twice:
             raise ConfigError(f"Two scorers are called {twice[0]!r} in metrics: give one of them another `label`.")
+        titles = {scorer.title for scorer in scorers}
+        for title in titles:  # with several scores, `judge` has the metrics `judge/<key>`
+            if any(title.startswith(f"{other}/") for other in titles):
+                raise ConfigError(f"Scorer {title!r} could be a score of another in metrics: give it another `label`.")
         return scorers
 
 

@@ -1,8 +1,9 @@
-"""Scorers that compare characters: `exact_match`, `prefix_match`, `format`."""
+"""Scorers that compare characters: `exact_match`, `prefix_match`, `format`, `regex`, `choice`."""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from itertools import takewhile
 from typing import Any, Final
 
@@ -53,5 +54,75 @@ def make_format(pattern: str = DEFAULT_FORMAT) -> Scorer:
 
     def matches(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
         return float(compiled.fullmatch(completion.strip()) is not None)
+
+    return matches
+
+
+def make_regex(pattern: str, ignore_case: bool = False) -> Scorer:
+    """Make the scorer `regex`: 1 when what the last match of `pattern` says is the reference, else 0.
+
+    What it says is its first group, or the whole match without one, such as ``Answer: (.*)``; white space around it and
+    around the reference does not count. A dot does not match a newline.
+
+    Args:
+        pattern: a regular expression.
+        ignore_case: whether letters count as equal to their capitals, in the pattern and in the comparison.
+
+    Raises:
+        ConfigError: `pattern` is not a regular expression.
+    """
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"Scorer 'regex': {pattern!r} is not a regular expression: {error}.") from None
+
+    def matches(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
+        found = deque(compiled.finditer(completion), maxlen=1)
+        if not found:
+            return 0.0
+        said = ((found[0][1] if compiled.groups else found[0][0]) or "").strip()
+        expected = reference.strip()
+        return float(said.casefold() == expected.casefold() if ignore_case else said == expected)
+
+    return matches
+
+
+# The last of these that is in a completion, in this order, says which letter was chosen.
+_CHOICES: Final = (
+    r"\\boxed\{{\s*(?:\\text\{{)?\(?([{0}])\)?\s*\}}",
+    r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*\**\(?([{0}])\b",
+    r"\(([{0}])\)",
+    r"(?<![A-Za-z'])([{0}])(?![A-Za-z'])",
+)
+
+
+def make_choice(letters: str = "ABCD") -> Scorer:
+    """Make the scorer `choice`: 1 when a completion chooses the reference's letter of several, else 0.
+
+    The letter is read from the last ``\\boxed{B}``, else from the last ``answer is B`` (or choice, option), else from
+    the last ``(B)``, else from the last capital letter that stands alone. The reference is read in the same way.
+
+    Args:
+        letters: the capital letters that may be chosen.
+
+    Raises:
+        ConfigError: they are not different capital letters.
+    """
+    if not isinstance(letters, str) or not re.fullmatch("[A-Z]{2,26}", letters) or len(set(letters)) < len(letters):
+        raise ConfigError(f"Scorer 'choice': letters must be two or more different capital letters, not {letters!r}.")
+    patterns = [re.compile(pattern.format(letters)) for pattern in _CHOICES]
+
+    def chosen(text: str) -> str | None:
+        for pattern in patterns:
+            if found := pattern.findall(text):
+                last: str = found[-1]
+                return last
+        return None
+
+    def matches(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
+        expected = chosen(reference)
+        if expected is None:
+            raise ValueError(f"the reference answer {reference[:60]!r} has none of the letters {letters}")
+        return float(chosen(completion) == expected)
 
     return matches

@@ -36,12 +36,17 @@ _PACKAGE: Final = "starling.reward.score.scorers"
 BUILT_IN: Final[dict[str, str]] = {
     "exact_match": f"{_PACKAGE}.matching:make_exact_match",
     "prefix_match": f"{_PACKAGE}.matching:make_prefix_match",
+    "regex": f"{_PACKAGE}.matching:make_regex",
+    "choice": f"{_PACKAGE}.matching:make_choice",
     "format": f"{_PACKAGE}.matching:make_format",
+    "json_schema": f"{_PACKAGE}.schema:make_json_schema",
     "gsm8k": f"{_PACKAGE}.gsm8k:make_gsm8k",
     "math": f"{_PACKAGE}.mathematics:make_math",
     "code": f"{_PACKAGE}.code:make_code",
     "environment": f"{_PACKAGE}.environment:make_environment",
+    "length": f"{_PACKAGE}.length:make_length",
     "overlong": f"{_PACKAGE}.overlong:make_overlong",
+    "repetition": f"{_PACKAGE}.repetition:make_repetition",
 }
 """The function that makes each built-in scorer from its options, as ``module:function``."""
 _REASONING_GYM: Final = f"{_PACKAGE}.gym:make_gym"
