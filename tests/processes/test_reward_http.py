@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -145,6 +146,19 @@ def test_samples_are_scored_by_their_groups(client: Client) -> None:
     assert reply.body["statuses"] == ["ok"] * 4
 
 
+def test_named_group_is_one_however_its_metadata_are_written(client: Client) -> None:
+    both = [{"a": 1, "b": 2.0}, {"b": 2, "a": True}]
+    texts = ("abcd", "ab")
+    for group, expected in (("one", [1.0, 0.0]), ("", [1.0, 1.0])):
+        samples = [{"completion": text, "metadata": one, "group": group} for text, one in zip(texts, both, strict=True)]
+        reply = client.send("POST", "/v1/rewards", {"samples": samples, "wait_s": 30})
+        assert reply.body["scores"]["longest"] == expected
+    orders = [{"a": 1, "b": 2}, {"b": 2, "a": 1}]
+    same = [{"completion": text, "metadata": one} for text, one in zip(texts, orders, strict=True)]
+    reply = client.send("POST", "/v1/rewards", {"samples": same, "wait_s": 30})
+    assert reply.body["scores"]["longest"] == [1.0, 0.0]
+
+
 def test_result_is_fetched_as_often_as_wanted_until_it_is_removed(client: Client) -> None:
     asked = client.score("abc", wait_s=0.0)
     assert (asked.status, asked.body["status"]) == (202, "pending")
@@ -187,6 +201,10 @@ def test_requests_are_answered_while_another_one_hangs(client: Client) -> None:
         ({"samples": [{"completion": "a", "environment_reward": float("nan")}]}, "not JSON"),
         ({"samples": [{"completion": "a", "metadata": {"number": 1 << 70}}]}, "cannot be encoded"),
         ({"samples": [{"completion": "a", "metadata": []}]}, "valid dictionary"),
+        (
+            {"samples": [{"completion": "a", "metadata": {"deep": json.loads("[" * 64 + "]" * 64)}}]},
+            "more than 64 deep",
+        ),
         ({"samples": [{"completion": "a"}] * 4097}, "at most 4096 items"),
         (
             {"samples": [{"completion": "a", "group": "g"}, {"completion": "b", "group": "g", "prompt": "p"}]},
@@ -253,7 +271,14 @@ def test_limits_of_a_service_with_a_token(tmp_path: Path) -> None:
         assert Client(port).send("GET", "/metrics").status == 401
         assert Client(port).send("GET", "/healthz").status == 200
 
-        assert client.send("POST", "/v1/rewards", raw=b" " * ((1 << 20) + 1)).status == 413
+        unread = socket.create_connection(("127.0.0.1", port))
+        unread.sendall(b"POST /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 1048576\r\n\r\n" + b" " * 1_000_000)
+        assert client.score("abc").status == 200, "a body that needs no token takes no room"
+        unread.close()
+        large = client.send("POST", "/v1/rewards", raw=b" " * (8 << 20))
+        assert large.status == 413, "the client that has sent it all gets the answer"
+        lists = {"samples": [{"completion": "a", "metadata": {"a": [[]] * 20_000}}]}
+        assert client.send("POST", "/v1/rewards", lists).status == 429, "it would take more than its bytes"
         assert client.score("a" * 600_000).status == 200
         full = client.score("b" * 600_000, "b" * 400_000)
         assert (full.status, full.headers.get("retry-after")) in ((200, None), (429, "1"))
@@ -290,10 +315,16 @@ def test_token_comes_from_the_environment_and_others_need_one(tmp_path: Path) ->
 def test_service_ends_at_a_signal_while_a_client_waits(tmp_path: Path) -> None:
     with service(tmp_path) as (process, port):
         assert Client(port).score("abc").status == 200
-        asked = Client(port).score("hang", wait_s=0.0)
-        assert asked.status == 202
+        replies: list[Reply] = []
+        waiting = threading.Thread(target=lambda: replies.append(Client(port).score("hang", wait_s=60.0)))
+        waiting.start()
+        while "starling_reward_pending_samples 1" not in Client(port).send("GET", "/metrics").body:
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+        waiting.join(PATIENCE_S)
+        assert [reply.status for reply in replies] == [503]
+        assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_controller_and_http_clients_share_the_workers(hub: FakeHub, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_completion_that_the_service_gave_up_on_is_kept_and_scored_again(hub: Fa
         reward.terminate()
         assert exit_code(reward) == 0
     (file,) = (tmp_path / "quarantine").iterdir()
-    assert file.name == "000001-fragile_one.json"
+    assert file.name == "reward-0-000001-fragile_one.json"
     kept = json.loads(file.read_text())
     assert (kept["scorer"], kept["prompt"], kept["reference"]) == ("fragile/one", "question", "answer")
     assert (kept["metadata"], kept["completion"]["text"]) == ({"task": "sums"}, "exit")

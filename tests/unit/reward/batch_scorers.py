@@ -119,3 +119,26 @@ class Declaring:
 
     def score(self, batch: Any) -> dict[str, list[float]]:
         return {"score": [1.0] * len(batch)}
+
+
+class HalfNone:
+    """Says how often it was called; its other score is always None."""
+
+    keys = ("calls", "none")
+    batch_size = 8
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def score(self, batch: Any) -> dict[str, list[Any]]:
+        self.num_calls += 1
+        return {"calls": [self.num_calls] * len(batch), "none": [None] * len(batch)}
+
+
+class LongProblem:
+    """Raises a long text for a whole group."""
+
+    scope = "groupwise"
+
+    def score(self, batch: Any) -> dict[str, list[float]]:
+        raise ValueError("x" * 400)

@@ -130,6 +130,69 @@ def test_completion_whose_worker_ended_is_tried_again(tmp_path: Path, retries: i
     assert (tmp_path / "tries").read_text().count("tried") == 1 + retries
 
 
+def test_function_is_called_for_each_completion_of_a_batch() -> None:
+    scorer = {"name": "exact_match", "label": "right", "batch_size": 4}
+    one = group_task("t", enumerate(completions("r", "s", "r", "r", "x")), PromptText("p", "r", {}), (0,))
+    with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "num_workers": 1})) as pool:
+        assert [score.value for score in collect(pool, one)] == [1.0, 0.0, 1.0, 1.0, 0.0]
+        assert pool.gauges()["workers_replaced"] == 0
+
+
+def test_batch_without_a_score_that_does_not_count_is_not_repeated() -> None:
+    found = scores_of(task("a", "b", "c"), settings("HalfNone", scorer={"key": "calls"}))
+    assert [score.value for score in found] == [1.0, 1.0, 1.0], "the first call had all three"
+    assert found[0].parts == (("calls", 1.0), ("none", None))
+
+
+def test_problem_of_a_large_group_is_reported_whole_or_shortened() -> None:
+    """One text for each of 4,096 completions would be longer than a worker's report may be."""
+    found = scores_of(task(*["raise-long"] * 4096), settings("LongProblem", scorer={"retries": 0}))
+    assert {score.status for score in found} == {Status.REWARD_ERROR}
+    assert all(score.problem.startswith("scorer 'LongProblem' raised ValueError: xxx") for score in found)
+
+
+def test_cancelled_calls_do_not_wait_for_a_worker() -> None:
+    with ScoringPool(settings("Acting", timeout_s=PATIENCE_S)) as pool:
+        for number in range(50):  # before any worker is ready
+            pool.submit(ScoreTask(f"early{number}", *_parts("good")))
+            pool.cancel(f"early{number}")
+        assert len(pool._undivided) <= 1
+        pool.submit(ScoreTask("hanging", *_parts("hang")))
+        while not pool.waits() or "Acting" not in pool.waits()[0].what:
+            pool.poll(0.1)
+        for number in range(50):
+            pool.submit(ScoreTask(f"late{number}", *_parts(*["good"] * 100)))
+            pool.cancel(f"late{number}")
+        assert sum(map(len, pool._queues)) <= 100
+        assert pool.gauges()["queue_depth"] == 1
+
+
+def poll_forever(pool: ScoringPool) -> None:
+    while True:
+        pool.poll(PATIENCE_S)
+
+
+def _parts(*texts: str) -> tuple[tuple[PromptText, ...], tuple[Sample, ...], tuple[int, ...]]:
+    one = task(*texts)
+    return one.prompts, one.samples, one.scorers
+
+
+def test_worker_of_one_kind_that_cannot_start_does_not_delay_those_of_another(tmp_path: Path) -> None:
+    """A judge whose second worker finds no memory must not keep crashed workers of other scorers from their start."""
+    broken = {"name": f"{CLASSES}:Failing", "label": "broken", "needs": {"max_tasks": 100}}
+    good = {"name": f"{CLASSES}:Acting", "label": "good", "retries": 0}
+    one = group_task("t", enumerate(completions("exit", "good", "good")), PromptText("p", "r", {}), (0,))
+    with ScoringPool(RewardSettings.model_validate({"scorers": [good, broken], "num_workers": 1})) as pool:
+        pool.submit(one)
+        scores: list[Score] = []
+        while len(scores) < 3:
+            scores += pool.poll(PATIENCE_S)
+        assert not pool.is_ready
+        assert [score.value for score in sorted(scores, key=lambda score: score.completion)] == [None, 1.0, 1.0]
+        with pytest.raises(ConfigError, match="no such model"):
+            poll_forever(pool)
+
+
 def test_tries_of_a_completion_that_always_ends_its_worker_are_limited() -> None:
     with ScoringPool(settings("Acting", scorer={"retries": 2})) as pool:
         (score,) = collect(pool, task("exit"))

@@ -96,6 +96,22 @@ def test_waiting_client_gets_the_result_when_it_comes() -> None:
     assert found.startswith(b'{"id":"a","status":"done","rewards":[1.0]')
 
 
+def test_client_that_waits_is_told_when_its_request_is_removed_or_the_service_stops() -> None:
+    async def scenario() -> list[int]:
+        stage = Stage()
+        stage.add("a")
+        stage.add("b")
+        waiting = [asyncio.ensure_future(stage.table.result(id, 30.0)) for id in ("a", "b")]
+        await asyncio.sleep(0)
+        stage.table.remove("a")
+        await asyncio.sleep(0)
+        stage.table.close()
+        found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20.0)
+        return [error.status for error in found if isinstance(error, HttpError)]
+
+    assert asyncio.run(scenario()) == [404, 503]
+
+
 steps = st.lists(
     st.tuples(st.sampled_from(["add", "finish", "remove", "pass"]), st.integers(0, 5), st.integers(1, 3)), max_size=40
 )

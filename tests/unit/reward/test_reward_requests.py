@@ -104,6 +104,15 @@ def test_sample_that_no_scorer_scores_is_answered_with_the_reason() -> None:
     assert (result.rewards, result.statuses) == ((None, 1.0), (Status.REWARD_ERROR, Status.OK))
 
 
+def test_observed_score_that_is_late_costs_no_reward() -> None:
+    requests = machine()
+    (task,) = tasks_of(requests.add(request("a", None), now=0.0))
+    requests.record(Score(task.id, 0, 0, 1.0))
+    result = result_of(requests.expire(10.0))
+    assert (result.rewards, result.statuses) == ((1.0,), (Status.OK,))
+    assert result.problems == (("1 score did not come within 10 s.",),)
+
+
 def test_cancelled_request_is_forgotten_without_an_answer() -> None:
     requests = machine()
     first, second = tasks_of(requests.add(request("a", None, "sums"), now=0.0))

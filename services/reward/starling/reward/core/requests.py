@@ -9,6 +9,7 @@ their rewards. `add`, `record`, `expire` and `cancel` return the commands that f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from starling.common.counts import counted
 from starling.common.wire.messages import Status
@@ -118,14 +119,14 @@ class RewardRequests:
     def expire(self, now: float) -> list[Command]:
         """Answer the requests whose time is up at `now`; samples without all scores have timed out."""
         commands: list[Command] = []
-        for entry in [one for one in self._requests.values() if one.deadline <= now]:
+        for entry in list(takewhile(lambda one: one.deadline <= now, self._requests.values())):
             commands += [CancelTask(task) for task in sorted(entry.tasks)]
             commands += self._answered(entry)
         return commands
 
     def next_deadline(self) -> float | None:
         """When `expire` must be called at the latest; None without requests."""
-        # Requests have one time limit, so the first is the oldest.
+        # All have the same time limit, so they are in the order of their deadlines.
         return next((entry.deadline for entry in self._requests.values()), None)
 
     def cancel(self, id: str) -> list[Command]:

@@ -76,7 +76,7 @@ def combine(
     """
     reported = [score.problem for score in column if score and score.problem]
     problems = tuple(dict.fromkeys(reported)) if reported else ()
-    if None in [column[scorer] for scorer in wanted]:
+    if None in [column[scorer] for scorer in wanted if scorers[scorer].weight]:
         failed = [score.status for score in column if score and score.value is None]
         return CombinedScores(None, next(iter(failed), Status.REWARD_TIMEOUT), problems)
     if not any(column):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -11,10 +12,10 @@ import structlog
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from starling.reward.http.body import Application, LimitedBodies, body_bytes
+from starling.reward.http.body import Application, LimitedBodies
 from starling.reward.http.errors import HttpError
 from starling.reward.http.metrics import render
-from starling.reward.http.schema import RewardsBody, Wait, read_rewards, reward_request
+from starling.reward.http.schema import RewardsBody, Wait, memory_of, read_rewards, reward_request
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.table import RequestTable
@@ -53,7 +54,7 @@ def make_application(
     _add_routes(app, table, status)
     app.add_exception_handler(HttpError, _refusal)
     app.add_exception_handler(Exception, _failure)
-    return LimitedBodies(app, TokenCheck(token), table, settings)
+    return LimitedBodies(app, TokenCheck(token), table, settings, with_body=[("POST", "/v1/rewards")])
 
 
 class TokenCheck:
@@ -80,15 +81,19 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
     @app.post("/v1/rewards", responses={202: {"description": "being scored"}, **_REFUSALS}, openapi_extra=described)
     async def ask(request: Request) -> Response:
         """Score samples; the answer has the rewards if they come within `wait_s`, else the id of the request."""
-        body = read_rewards(await request.body())
-        asked = reward_request(body)
-        table.add(asked, body_bytes.get())
-        return await _answer(table, asked.id, body.wait_s)
+        data = await request.body()
+        num_bytes = memory_of(data)
+        table.check_room(num_bytes)
+        body = read_rewards(data)
+        asked, wait_s = reward_request(body), body.wait_s
+        table.add(asked, num_bytes)
+        del data, body  # not kept while the client waits
+        return await _answer(request, table, asked.id, wait_s)
 
     @app.get("/v1/rewards/{id}", responses={202: {"description": "being scored"}, 404: {"description": "no such id"}})
-    async def fetch(id: RequestId, wait_s: Annotated[Wait, Query()] = 0.0) -> Response:
+    async def fetch(request: Request, id: RequestId, wait_s: Annotated[Wait, Query()] = 0.0) -> Response:
         """Return the rewards of a request, as often as asked for, until they expire."""
-        return await _answer(table, id, wait_s)
+        return await _answer(request, table, id, wait_s)
 
     @app.delete("/v1/rewards/{id}", status_code=204, responses={404: {"description": "no such id"}})
     async def forget(id: RequestId) -> Response:
@@ -98,7 +103,7 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
 
     @app.get("/v1/scorers")
     async def scorers() -> list[dict[str, Any]]:
-        """Return the scorers, with their weights and the names of their scores."""
+        """Return the scorers, with their weights."""
         return list(status().scorers)
 
     @app.get("/healthz")
@@ -119,11 +124,27 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
         return PlainTextResponse(render(status(), table), media_type="text/plain; version=0.0.4")
 
 
-async def _answer(table: RequestTable, id: str, wait_s: float) -> Response:
-    result = await table.result(id, wait_s)
-    if result is None:
+async def _answer(request: Request, table: RequestTable, id: str, wait_s: float) -> Response:
+    """Return the result of a request, once it is there, unless the client goes before."""
+    result = asyncio.ensure_future(table.result(id, wait_s))
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            return Response(status_code=499)
+        found = result.result()
+    finally:
+        result.cancel()
+        gone.cancel()
+    if found is None:
         return JSONResponse({"id": id, "status": "pending"}, 202)
-    return Response(result, 200, media_type=JSON)
+    return Response(found, 200, media_type=JSON)
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

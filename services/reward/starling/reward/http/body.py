@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextvars import ContextVar
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any, Final
 
 import msgspec
@@ -18,8 +18,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-body_bytes: Final[ContextVar[int]] = ContextVar("body_bytes", default=0)
-"""Bytes of the body of the request that is handled."""
+DRAIN_S: Final = 2.0
+"""How long the rest of a body that is too large is read."""
 
 
 class LimitedBodies:
@@ -30,6 +30,7 @@ class LimitedBodies:
         check_token: raises HttpError for headers without the token; called before the body is read.
         table: knows how much memory is used; bodies that are being read count.
         settings: the limits.
+        with_body: methods and paths of the requests whose bodies are read; those of others are not looked at.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class LimitedBodies:
         check_token: Callable[[str, str], None],
         table: RequestTable,
         settings: HttpSettings,
+        with_body: Collection[tuple[str, str]],
     ) -> None:
         self._application, self._check_token, self._table, self._settings = application, check_token, table, settings
+        self._with_body = with_body
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -49,8 +52,11 @@ class LimitedBodies:
         headers = dict(scope["headers"])
         try:
             self._check_token(scope["path"], headers.get(b"authorization", b"").decode("latin-1"))
-            body = await self._read(headers, receive)
+            has_body = (scope["method"], scope["path"]) in self._with_body
+            body = await self._read(headers, receive) if has_body else b""
         except HttpError as error:
+            if error.status == 413:  # it reads the answer after it has sent the body
+                await _drain(receive)
             await _send_error(send, error)
             return
         if body is None:  # the client has gone
@@ -60,7 +66,6 @@ class LimitedBodies:
         async def replayed() -> Message:
             return parts.pop() if parts else await receive()
 
-        body_bytes.set(len(body))
         await self._application(scope, replayed, send)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
@@ -94,6 +99,14 @@ class LimitedBodies:
 
     def _too_large(self, limit: int) -> HttpError:
         return HttpError(413, f"the body has more than {limit >> 20} MiB; send fewer samples at a time")
+
+
+async def _drain(receive: Receive) -> None:
+    """Read the rest of a body, for a short time: a connection that is closed before loses the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+                pass
 
 
 async def _send_error(send: Send, error: HttpError) -> None:

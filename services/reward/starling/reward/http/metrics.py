@@ -36,5 +36,5 @@ def _family(name: str, kind: str, text: str, values: dict[str, float]) -> list[s
     return [
         f"# HELP {name} {text}",
         f"# TYPE {name} {kind}",
-        *(f"{name}{key} {value:g}" for key, value in values.items()),
+        *(f"{name}{key} {value!r}" for key, value in values.items()),
     ]

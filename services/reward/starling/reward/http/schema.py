@@ -17,6 +17,9 @@ MAX_SAMPLES: Final = 4096
 """Of one request."""
 MAX_WAIT_S: Final = 60.0
 MAX_GROUP_CHARACTERS: Final = 200
+MAX_DEPTH: Final = 64
+"""Of lists and objects in each other, in the metadata of a sample."""
+OBJECT_BYTES: Final = 64
 MAX_DETAILS: Final = 20
 """Problems of a body that are reported."""
 
@@ -52,6 +55,13 @@ class RewardsBody(BaseModel):
     wait_s: Annotated[Wait, Field(strict=False)] = 0.0
 
     @model_validator(mode="after")
+    def _metadata_is_flat(self) -> Self:
+        for index, sample in enumerate(self.samples):
+            if _is_deeper(sample.metadata, MAX_DEPTH):
+                raise ValueError(f"the metadata of sample {index} is nested more than {MAX_DEPTH} deep")
+        return self
+
+    @model_validator(mode="after")
     def _groups_agree(self) -> Self:
         prompts: dict[str, tuple[str, str, dict[str, Any]]] = {}
         for index, sample in enumerate(self.samples):
@@ -62,6 +72,11 @@ class RewardsBody(BaseModel):
                     "first of the group"
                 )
         return self
+
+
+def memory_of(data: bytes) -> int:
+    """Return about how many bytes a body takes once it is decoded: each value and key is an object."""
+    return len(data) + OBJECT_BYTES * sum(map(data.count, (b"[", b"{", b",", b":")))
 
 
 def read_rewards(data: bytes) -> RewardsBody:
@@ -92,12 +107,14 @@ def reward_request(body: RewardsBody) -> RewardRequest:
 
 
 def _request(body: RewardsBody) -> RewardRequest:
-    prompts: dict[bytes, int] = {}
+    prompts: dict[tuple[str, bytes], int] = {}
     texts: list[PromptText] = []
     samples = []
     for index, sample in enumerate(body.samples):
-        # An encoding of the parts, so that no two different ones are equal.
-        key = msgspec.msgpack.encode((sample.group, sample.prompt, sample.reference, sample.metadata))
+        contents = sample.prompt, sample.reference, sample.metadata
+        encoded = msgspec.msgpack.encode(contents, order="deterministic")
+        # The prompt of a named group is that of its first sample, which equals the others.
+        key = (sample.group, b"") if sample.group else ("", encoded)
         number = prompts.setdefault(key, len(prompts))
         if number == len(texts):
             texts.append(PromptText(sample.prompt, sample.reference, sample.metadata))
@@ -110,3 +127,12 @@ def _request(body: RewardsBody) -> RewardRequest:
         msgspec.msgpack.encode(completion)
         samples.append(Sample(index, number, completion))
     return RewardRequest(secrets.token_hex(16), tuple(texts), tuple(samples))
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and objects are nested in `value` more than `depth` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    if not depth:
+        return True
+    return any(_is_deeper(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))

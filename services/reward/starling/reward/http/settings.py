@@ -14,6 +14,9 @@ from starling.common.settings import Seconds, SettingsSection
 TOKEN_VARIABLES: Final = ("REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN")
 """Environment variables with the token, where the settings have none; the first that is set counts."""
 
+MAX_BODY_MIB: Final = 100
+"""Numbers may take twice the room on their way to a worker, which has a limit."""
+
 
 class HttpSettings(SettingsSection):
     """Rewards over HTTP, for other trainers or without any run."""
@@ -26,7 +29,7 @@ class HttpSettings(SettingsSection):
     """Port of reward-0; reward-1 takes the next one, and so on. 0 takes free ones, which are logged."""
     token: str = ""
     """What clients send as `Authorization: Bearer TOKEN`; without it, the environment's `REMOTE_REWARD_TOKEN`."""
-    max_body_mb: int = Field(default=64, ge=1, le=MAX_MIB)
+    max_body_mb: int = Field(default=64, ge=1, le=MAX_BODY_MIB)
     """Limit on the body of one request, in MiB; beyond it the answer is 413."""
     max_samples: int = Field(default=100_000, ge=1, le=MAX_COUNT)
     """Limit on the samples that are being scored; further requests are answered with 429."""
@@ -51,7 +54,9 @@ class HttpSettings(SettingsSection):
         return self
 
     def check_token(self, token: str) -> None:
-        """Raise ConfigError where anybody in the network could ask for rewards."""
+        """Raise ConfigError where anybody in the network could ask for rewards, or clients could not send the token."""
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError("the token of reward.http has characters that a header cannot have; use printable ASCII")
         if token or _is_loopback(self.host):
             return
         raise ConfigError(

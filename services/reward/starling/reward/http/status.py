@@ -18,6 +18,8 @@ class ServiceStatus:
     said_at: float = 0.0
     """Monotonic seconds."""
     scorers: tuple[dict[str, Any], ...] = ()
+    is_ready: bool = False
+    """Whether each scorer is loaded in a worker."""
     gauges: Mapping[str, float] = field(default_factory=dict)
     """As in the heartbeats of a replica."""
     answered: Mapping[str, int] = field(default_factory=dict)
@@ -33,4 +35,4 @@ class ServiceStatus:
         """Why requests would not be scored; empty if they would."""
         if not self.is_alive:
             return "stuck"
-        return "" if self.gauges.get("workers_ready", 0.0) else "no worker has loaded the scorers yet"
+        return "" if self.is_ready else "not every scorer is loaded yet"

@@ -50,6 +50,7 @@ class RequestTable:
         self._settings, self._submit, self._cancel, self._clock = settings, submit, cancel, clock
         self._max_bytes = settings.max_memory_mb << 20
         self._entries: dict[str, _Entry] = {}
+        self._is_closed = False
         self._expiry: dict[str, float] = {}
         """When each result expires, in order."""
         self.num_samples = self.size_bytes = 0
@@ -64,8 +65,8 @@ class RequestTable:
         if self.size_bytes + num_bytes > self._max_bytes:
             raise HttpError(
                 429,
-                f"requests and results take {self.size_bytes >> 20} MiB of reward.http.max_memory_mb; fetch results "
-                "and try again",
+                f"requests and results take {self.size_bytes >> 20} MiB of reward.http.max_memory_mb; remove results "
+                "that you have fetched, or try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -118,24 +119,38 @@ class RequestTable:
                     await entry.done.wait()
             except TimeoutError:
                 return None
+            if self._is_closed:
+                raise HttpError(503, "the service is stopping; ask another one")
+            if entry.result is None:
+                raise self._unknown(id)
         return entry.result
 
     def remove(self, id: str) -> None:
         """Forget a request, and stop scoring it. Raises HttpError when there is no such request."""
         entry = self._entry(id)
         del self._entries[id]
+        entry.done.set()
         self.size_bytes -= entry.size_bytes
         self._expiry.pop(id, None)
         if entry.result is None:
             self.num_samples -= entry.num_samples
             self._cancel(id)
 
+    def close(self) -> None:
+        """End the waiting of all clients: the service stops."""
+        self._is_closed = True
+        for entry in self._entries.values():
+            entry.done.set()
+
     def _entry(self, id: str) -> _Entry:
         self._drop_expired()
         entry = self._entries.get(id)
         if entry is None:
-            raise HttpError(404, f"there is no request {id[:100]!r}, or its result has expired; ask again")
+            raise self._unknown(id)
         return entry
+
+    def _unknown(self, id: str) -> HttpError:
+        return HttpError(404, f"there is no request {id[:100]!r}, or its result has expired; ask again")
 
     def _resize(self, entry: _Entry, size_bytes: int) -> None:
         self.size_bytes += size_bytes - entry.size_bytes

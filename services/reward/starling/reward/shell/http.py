@@ -45,7 +45,7 @@ class HttpFrontEnd:
 
     def __init__(self, settings: RewardSettings, replica: str) -> None:
         http = settings.http
-        token = http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")
+        token = (http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")).strip()
         http.check_token(token)
         self._scorers = tuple({"label": scorer.title, "weight": scorer.weight} for scorer in settings.scorers)
         self._requests = core.RewardRequests(settings.weighted_scorers(), settings.bounds, http.timeout_s)
@@ -99,10 +99,13 @@ class HttpFrontEnd:
 
     def report(self, pool: ScoringPool) -> None:
         """Say that the scoring thread is alive, and what it does."""
-        self._status = ServiceStatus(time.monotonic(), self._scorers, pool.gauges(), dict(self._answered))
+        self._status = ServiceStatus(
+            time.monotonic(), self._scorers, pool.is_ready, pool.gauges(), dict(self._answered)
+        )
 
     def close(self, reason: str) -> None:
-        """Stop within a few seconds."""
+        """Stop within a few seconds; clients that wait are told."""
+        self._server.loop.call_soon_threadsafe(self._table.close)
         self._server.close()
         self._wakeup.close()
 

@@ -73,7 +73,7 @@ class Shell:
             )
         check_scorers(settings.reward)
         self._settings = settings.reward
-        self._quarantine = Quarantine(arguments.folder / "quarantine", settings.reward)
+        self._quarantine = Quarantine(arguments.folder / "quarantine", arguments.name, settings.reward)
         self._fronts: list[FrontEnd] = []
         if arguments.controller:
             self._fronts.append(ControllerFrontEnd(settings.reward, link_settings(arguments, settings)))

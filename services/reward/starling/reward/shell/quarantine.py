@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
-from starling.common.files import write_whole
 from starling.common.wire.messages import CompletionText
 from starling.reward.core.samples import LostSample, PromptText
 from starling.reward.settings import RewardSettings
@@ -35,14 +36,21 @@ class QuarantinedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quarantine:
-    """Writes the files of a replica, up to a limit on their bytes; those of former processes count."""
+    """Writes the files of a replica, up to a limit on their bytes; those of its former processes count.
 
-    def __init__(self, folder: Path, settings: RewardSettings) -> None:
+    They are not synced: thousands may be lost at a time, and the scorers must not wait for the disk.
+    """
+
+    def __init__(self, folder: Path, replica: str, settings: RewardSettings) -> None:
         self._folder, self._titles = folder, [scorer.title for scorer in settings.scorers]
+        self._prefix = f"{replica}-"
         self._left_bytes = settings.quarantine_mb << 20
-        existing = list(folder.glob("*.json"))
-        self._left_bytes -= sum(file.stat().st_size for file in existing)
-        self._number = max((_number_of(file) for file in existing), default=0)
+        self._number = 0
+        for file in folder.glob(f"{self._prefix}*.json"):
+            with contextlib.suppress(OSError):  # it was deleted
+                self._left_bytes -= file.stat().st_size
+                number = file.name.removeprefix(self._prefix).partition("-")[0]
+                self._number = max(self._number, int(number) if number.isdecimal() else 0)
         self._is_full = False
 
     def add(self, lost: LostSample) -> None:
@@ -62,10 +70,12 @@ class Quarantine:
             self._say_full(f"the limit reward.quarantine_mb is reached in {self._folder}")
             return
         self._number += 1
-        file = self._folder / f"{self._number:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', title)[-60:]}.json"
+        name = f"{self._prefix}{self._number:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', title)[-60:]}.json"
+        file = self._folder / name
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, content, private=True)
+            with open(file, "xb", opener=_private) as stream:
+                stream.write(content)
         except OSError as error:
             self._say_full(f"{file} cannot be written: {error.strerror}")
             return
@@ -93,6 +103,5 @@ def read_quarantined(file: Path) -> tuple[str, PromptText, CompletionText]:
     return found.scorer, PromptText(found.prompt, found.reference, found.metadata), found.completion
 
 
-def _number_of(file: Path) -> int:
-    number = file.name.partition("-")[0]
-    return int(number) if number.isdecimal() else 0
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -96,11 +96,15 @@ def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> 
         return _number(function(completion.text, prompt.reference, prompt.text, prompt.metadata, **more))
 
     def score(samples: Samples) -> BatchScores:
-        (sample,) = samples
-        try:
-            return BatchScores(((one(*sample),),), ("",))
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
-            return BatchScores(((None,),), (_problem(error),))
+        values, problems = list[tuple[float | None, ...]](), list[str]()
+        for sample in samples:
+            try:
+                values.append((one(*sample),))
+                problems.append("")
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
+                values.append((None,))
+                problems.append(_problem(error))
+        return BatchScores(tuple(values), tuple(problems))
 
     return LoadedScorer(ScorerForm(), score)
 

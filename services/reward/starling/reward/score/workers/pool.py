@@ -142,8 +142,12 @@ class ScoringPool:
         self._scores: list[Score] = []
         self._lost: list[LostSample] = []
         self._workers: list[_Worker] = []
-        self._num_failed_starts = 0
-        self._start_at = 0.0
+        self._num_failed_starts = [0] * len(self._kinds)
+        """In a row, by kind."""
+        self._start_at = [0.0] * len(self._kinds)
+        """When the next worker of each kind may be started."""
+        self._num_cancelled = 0
+        """At most so many of the queued calls are of cancelled tasks."""
         self._num_replaced = 0
         self._start_workers()
 
@@ -182,8 +186,18 @@ class ScoringPool:
     def cancel(self, task_id: str) -> None:
         """Drop a task and its further scores. A running call continues, up to its time limit."""
         state = self._tasks.pop(task_id, None)
-        if state is not None:
-            state.cancelled = True
+        if state is None:
+            return
+        state.cancelled = True
+        self._num_cancelled += state.num_left
+        if 2 * self._num_cancelled > sum(map(len, self._queues)) + len(self._undivided):
+            self._forget_cancelled()
+
+    def _forget_cancelled(self) -> None:
+        """Drop the calls of cancelled tasks, which would otherwise wait for a worker."""
+        self._num_cancelled = 0
+        self._queues = [deque(call for call in queue if not call.state.cancelled) for queue in self._queues]
+        self._undivided = [(state, scorer) for state, scorer in self._undivided if not state.cancelled]
 
     def poll(self, timeout_s: float = 0.0) -> list[Score]:
         """Return the new scores; waits up to `timeout_s` for the first.
@@ -208,9 +222,13 @@ class ScoringPool:
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest, in monotonic seconds; None without such a time."""
         deadlines = [d for worker in self._workers if (d := self._deadline(worker)) is not None]
-        if len(self._workers) < self._settings.num_workers * len(self._kinds):
-            deadlines.append(self._start_at)
+        deadlines += [self._start_at[kind] for kind in range(len(self._kinds)) if self._num_lacking(kind)]
         return min(deadlines, default=None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether each scorer is loaded in a worker."""
+        return {worker.kind for worker in self._workers if worker.ready} == set(range(len(self._kinds)))
 
     def worker_pids(self) -> tuple[int, ...]:
         """Return the process ids of the current workers."""
@@ -240,7 +258,7 @@ class ScoringPool:
             on = f"worker {worker.process.pid}"
             waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
         if self._tasks and not self._workers:
-            on, left_s = "clock", max(0.0, self._start_at - now)
+            on, left_s = "clock", max(0.0, min(self._start_at) - now)
             waits.append(Wait(what="the next attempt to start a worker", on=on, since_s=0.0, seconds_left=left_s))
         return tuple(waits)
 
@@ -302,7 +320,7 @@ class ScoringPool:
             if worker.ready or not self._learn_forms(worker.kind, message):
                 return False
             worker.ready = True
-            self._num_failed_starts = 0
+            self._num_failed_starts[worker.kind] = 0
             return True
         if not worker.calls or worker.calls[0].serial != message.serial:
             return False
@@ -355,14 +373,12 @@ class ScoringPool:
         worker.begun_at = finished_at
         self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
         scores, keys = report.scores, self._forms[call.scorer].keys
-        if len(call.positions) > 1 and all(scores.problems) and self._separate(call):
+        found = [self._value(call.scorer, values) for values in scores.values]
+        if len(found) > 1 and all(value is None for value, _ in found) and self._separate(call):
             return
-        for position, values, problem in zip(call.positions, scores.values, scores.problems, strict=True):
-            value, why = values[0], "returned no score"
-            parts: tuple[tuple[str, float | None], ...] = ()
-            if len(keys) > 1:
-                value, why = self._value(call.scorer, values)
-                parts = tuple(zip(keys, values, strict=True))
+        for row, (position, (value, why)) in enumerate(zip(call.positions, found, strict=True)):
+            problem, values = scores.problems[row], scores.values[row]
+            parts = tuple(zip(keys, values, strict=True)) if len(keys) > 1 else ()
             if value is None:
                 self._settle(call, position, None, Status.REWARD_ERROR, (problem or why)[:PROBLEM_CHARS], parts)
             else:
@@ -370,6 +386,8 @@ class ScoringPool:
 
     def _value(self, scorer: int, values: tuple[float | None, ...]) -> tuple[float | None, str]:
         """Return the sum of the scores that the recipe's `key` names, or None and what is wrong."""
+        if len(values) == 1:  # most scorers
+            return values[0], "returned no score"
         terms = [values[column] for column in self._columns[scorer]]
         chosen = [term for term in terms if term is not None]
         if len(chosen) < len(terms):
@@ -440,10 +458,11 @@ class ScoringPool:
             self._lost.append(LostSample(failed.scorer, prompt, sample.completion, self._scores[-1].problem))
 
     def _start_failed(self, worker: _Worker, problem: str) -> None:
-        self._num_failed_starts += 1
-        self._start_at = self._clock() + min(_RETRY_S * 2**self._num_failed_starts, _LONGEST_RETRY_S)
+        self._num_failed_starts[worker.kind] += 1
+        num = self._num_failed_starts[worker.kind]
+        self._start_at[worker.kind] = self._clock() + min(_RETRY_S * 2**num, _LONGEST_RETRY_S)
         others_ready = any(other.ready for other in self._workers if other.kind == worker.kind)
-        if self._num_failed_starts >= _MOST_FAILED_STARTS and not others_ready:
+        if num >= _MOST_FAILED_STARTS and not others_ready:
             raise ConfigError(f"No scoring worker can be started: {problem}")
 
     def _stop_worker(self, worker: _Worker) -> str:
@@ -454,13 +473,17 @@ class ScoringPool:
 
     def _start_workers(self) -> None:
         now = self._clock()
-        if len(self._workers) == self._settings.num_workers * len(self._kinds) or now < self._start_at:
-            return
         for kind, (needs, specs) in enumerate(self._kinds):
-            for _ in range(self._settings.num_workers - sum(worker.kind == kind for worker in self._workers)):
+            if now < self._start_at[kind]:
+                continue
+            for _ in range(self._num_lacking(kind)):
                 worker = _Worker(WorkerProcess(specs, self._sandboxing, needs), kind, started_at=now)
                 self._workers.append(worker)
                 self._selector.register(worker.process, selectors.EVENT_READ, worker)
+
+    def _num_lacking(self, kind: int) -> int:
+        """Return how many workers of a kind are to be started."""
+        return self._settings.num_workers - sum(worker.kind == kind for worker in self._workers)
 
     # --- dispatch ------------------------------------------------------------------------------------------------
 
@@ -558,12 +581,12 @@ def check_scorers(settings: RewardSettings) -> None:
     for needs, specs in kinds_of(settings):
         process = WorkerProcess(specs, sandboxing, needs)
         try:
-            _await_ready(process, settings)
+            _await_ready(process, specs, settings)
         finally:
             process.end()
 
 
-def _await_ready(process: WorkerProcess, settings: RewardSettings) -> None:
+def _await_ready(process: WorkerProcess, specs: Sequence[ScorerSpec], settings: RewardSettings) -> None:
     timeout_s = settings.start_timeout_s
     deadline = time.monotonic() + timeout_s
     poller = select.poll()
@@ -576,7 +599,8 @@ def _await_ready(process: WorkerProcess, settings: RewardSettings) -> None:
                 raise ConfigError(message.problem)
             if isinstance(message, WorkerReady):
                 for scorer, form in message.forms:
-                    columns_of(settings.scorers[scorer], form)
+                    if scorer in {spec.index for spec in specs}:  # others are a scorer's, in the worker's name
+                        columns_of(settings.scorers[scorer], form)
                 return
         if process.ended:
             raise ConfigError(f"Importing the scorers ended their process ({process.exit_description()}).")

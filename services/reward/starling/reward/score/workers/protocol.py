@@ -14,10 +14,12 @@ from starling.reward.score.scorers.batch import BatchScores, ScorerForm
 
 FRAME_LIMIT_BYTES: Final = 256 << 20
 """A longer frame is rejected."""
-REPORT_LIMIT_BYTES: Final = 1 << 20
-"""A longer frame from a worker is rejected."""
+REPORT_LIMIT_BYTES: Final = 8 << 20
+"""A longer frame from a worker is rejected; scores and problems of the largest batch take half of that."""
 PROBLEM_CHARS: Final = 2000
 """The rest of a problem's text is dropped."""
+PROBLEMS_CHARS: Final = 1 << 19
+"""Of all problems in a report; each may have an equal share."""
 
 _LENGTH: Final = struct.Struct("<I")
 

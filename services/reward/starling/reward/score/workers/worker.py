@@ -25,6 +25,7 @@ from starling.reward.score.scorers.batch import BatchScores, LoadedScorer
 from starling.reward.score.scorers.registry import check_executor, load_scorer
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
+    PROBLEMS_CHARS,
     CallChunk,
     CallReport,
     FrameReader,
@@ -90,13 +91,14 @@ def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk
     samples = [(chunk.prompts[prompt], completion) for prompt, completion in chunk.samples]
     for serial, scorer, indices in chunk.calls:
         found = scorers[scorer].score([samples[index] for index in indices])
-        scores = BatchScores(found.values, tuple(map(_bounded, found.problems)))
+        limit = min(PROBLEM_CHARS, PROBLEMS_CHARS // len(indices))
+        scores = BatchScores(found.values, tuple([_bounded(one, limit) for one in found.problems]))
         sock.sendall(frame(CallReport(serial, scores, time.monotonic())))
 
 
-def _bounded(text: str) -> str:
+def _bounded(text: str, limit: int = PROBLEM_CHARS) -> str:
     """Limit the text's length, and replace what UTF-8 cannot encode."""
-    text = text if len(text) <= PROBLEM_CHARS else text[: PROBLEM_CHARS - 3] + "..."
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
