@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from starling.common.errors import ConfigError
+from starling.common.ids import Role
 from starling.common.service import OWN_FLAGS, NodeArguments, check_model_folder, parse_arguments, process_name
 from starling.common.settings import ServiceSettings, iter_settings
 
@@ -26,17 +27,22 @@ def test_name_of_a_replica_begins_with_its_role(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("role", "argv", "sentence"),
     [
-        ([], "the following arguments are required: --controller; see starling reward --help"),
-        (["--contoller", "tcp://h:1"], r"unknown flag --contoller; did you mean --controller\?"),
-        ([*ADDRESS, "--confg=a.toml"], r"unknown flag --confg; did you mean --config\?"),
+        ("policy", [], "the following arguments are required: --controller; see starling policy --help"),
+        ("policy", ["--contoller", "tcp://h:1"], r"unknown flag --contoller; did you mean --controller\?"),
+        ("reward", ["--contoller", "tcp://h:1"], r"unknown flag --contoller; did you mean --controller\?"),
+        ("reward", [*ADDRESS, "--confg=a.toml"], r"unknown flag --confg; did you mean --config\?"),
     ],
 )
-def test_mistake_is_one_sentence(argv: list[str], sentence: str) -> None:
+def test_mistake_is_one_sentence(role: Role, argv: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
-        parse_arguments("reward", argv, ServiceSettings)
+        parse_arguments(role, argv, ServiceSettings)
     assert "\n" not in str(caught.value)
+
+
+def test_reward_service_needs_no_controller() -> None:
+    assert parse_arguments("reward", [], ServiceSettings).controller == ""
 
 
 def test_settings_are_left_to_the_loader() -> None:
