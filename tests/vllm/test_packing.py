@@ -210,8 +210,14 @@ def test_adoption_equals_loading_a_checkpoint(
     in_workers(check_worker, config, tmp_path, monkeypatch)
 
 
+def exchanged(name: str) -> str:
+    """Return vLLM's name of a part, with the scales of two whole tensors exchanged."""
+    layers = [f"model.layers.{layer}.self_attn.o_proj.weight_scale_2" for layer in range(2)]
+    return layers[1 - layers.index(name)] if name in layers else VLLM_FORMATS["nvfp4"].parameter(name)
+
+
 def check_rejections(rank: int, folder: Path, config: VllmConfig) -> None:
-    """Check the errors for layers that vLLM has in full precision, and for fused layers with scales of their own."""
+    """Check the errors for layers that vLLM has in full precision, and for scales that belong to other layers."""
     form = form_of(folder)
     module = build_random(config)
     full = PublishedModel.of(config)
@@ -219,6 +225,11 @@ def check_rejections(rank: int, folder: Path, config: VllmConfig) -> None:
         apart = QuantisedModel(full, linear_weights(form), VLLM_FORMATS[form].parameter)
         with pytest.raises(WeightsError, match=r"one scale for all of .*q_proj.weight and .*k_proj.weight, and each"):
             record_quantised(module, config, apart, "worker 0")
+        moved = QuantisedModel(full, recipe_of(form), exchanged)
+        with pytest.raises(
+            WeightsError, match=r"does not put all scales of model.layers.0.self_attn.o_proj.weight bes"
+        ):
+            record_quantised(module, config, moved, "worker 0")
         return
     with pytest.raises(WeightsError, match=r"vLLM's loader of .* does not take .*0.mlp.down_proj.weight.* Leave weig"):
         record_quantised(module, config, published_model(full, form), "worker 0")

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from workers import engine_config, in_workers
 
 from starling.common.errors import WeightsError
+from starling.rollout.engine.vllm.quantised import VLLM_FORMATS
 from starling.weightsync.plan.planner import make_plan
 from starling.weightsync.publisher.publisher import Publisher
 from starling.weightsync.puller.puller import Puller
@@ -111,3 +112,19 @@ def test_loaders_that_cannot_be_recorded_are_named(tmp_path: Path, monkeypatch: 
     kind, made = CONFIGS["llama"]
     getattr(transformers, kind)(made).save_pretrained(tmp_path)
     in_workers(check_reasons, engine_config(tmp_path, 1, 1), tmp_path, monkeypatch)
+
+
+def check_cache_scales(rank: int, folder: Path, config: VllmConfig) -> None:
+    """Check the error for scales of the cache, which nothing sets where weights are not quantised."""
+    module = initialize_model(config)
+    with pytest.raises(WeightsError, match=r"fills model.layers.0.self_attn.attn.\w_scale .* with no tensor"):
+        record_worker(module, config, PublishedModel.of(config), "worker 0")
+
+
+def test_scales_of_the_cache_that_no_version_fills_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, made = CONFIGS["llama"]
+    getattr(transformers, kind)(made).save_pretrained(tmp_path)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    only_cache = VLLM_FORMATS["fp8_row"].config(["re:.*"]) | {"kv_cache_scheme": scheme}
+    config = engine_config(tmp_path, 1, 1, hf_overrides={"quantization_config": only_cache})
+    in_workers(check_cache_scales, config, tmp_path, monkeypatch)

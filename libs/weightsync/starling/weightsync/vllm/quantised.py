@@ -115,16 +115,19 @@ def _check(recorded: RecordedWorker, published: QuantisedModel) -> None:
             if name in whole:
                 raise WeightsError(f"{whole[name]}, so vLLM does not hold {codes} in the format.")
         for module, shards in held.get(codes, {}).items():
-            _check_module(recorded, spec, shards, held.get(scales[0], {}).get(module, ()))
+            _check_module(recorded, spec, shards, [held.get(name, {}).get(module, ()) for name in scales])
             first = totals.setdefault(module, codes)
             if spec.format.two_level and published.recipe.scale_of(first) != published.recipe.scale_of(codes):
                 raise WeightsError(f"vLLM has one scale for all of {first} and {codes}, and each has its own.")
 
 
-def _check_module(recorded: RecordedWorker, spec: QuantSpec, codes: Sequence[Shard], scales: Sequence[Shard]) -> None:
-    """Check where one module has the scales of its part of a tensor."""
-    if not scales:
-        raise WeightsError(f"vLLM's loader drops the scales of {spec.tensor.name}.")
+def _check_module(
+    recorded: RecordedWorker, spec: QuantSpec, codes: Sequence[Shard], kinds: Sequence[Sequence[Shard]]
+) -> None:
+    """Check where one module has the scales of its part of a tensor; `kinds` are those of groups and of the whole."""
+    if not all(kinds):
+        raise WeightsError(f"vLLM's loader does not put all scales of {spec.tensor.name} beside its codes.")
+    scales = kinds[0]  # the whole tensor's fills one place or several of a fused layer
     size = ITEM_BYTES[spec.format.scale_dtype]
     found = [BoxCopy(shard.box, Strided(shard.offset_bytes // size, shard.strides)) for shard in scales]
     grid = recorded.shapes[scales[0].storage]

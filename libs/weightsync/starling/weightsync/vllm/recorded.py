@@ -165,7 +165,7 @@ def record_worker(model: torch.nn.Module, config: VllmConfig, published: Publish
     changed |= {name for name, copies in recording.copies.items() if copies.keys() & published.quantised}
     processed = _processed(fresh, recording, changed)
     whole = _whole_groups(recording, refused, changed, processed, published)
-    _check_filled(fresh, recording, whole)
+    _check_filled(fresh, recording, whole, has_defaults=bool(published.quantised))
     of_whole = {name for group in whole for name in group.tensors}
     modules = {module for group in whole for module in group.modules}
     index = {name: i for i, name in enumerate(published.tensors)}
@@ -373,24 +373,34 @@ def _has(layer: torch.nn.Module, kind: type[QuantizeMethodBase]) -> bool:
     return isinstance(getattr(layer, "quant_method", None), kind)
 
 
-def _check_filled(fresh: torch.nn.Module, recording: Recording, whole: Sequence[WholeGroup]) -> None:
-    """Check that versions fill every parameter: others would keep what vLLM was started with."""
+def _check_filled(
+    fresh: torch.nn.Module, recording: Recording, whole: Sequence[WholeGroup], *, has_defaults: bool
+) -> None:
+    """Check that versions fill every parameter: others would keep what vLLM was started with.
+
+    With `has_defaults`, scales of activations and of the KV cache need not be filled: see `record_quantised`.
+    """
     if any(not group.modules for group in whole):
         return  # which parameters the loader fills from refused tensors is not known
     filled = recording.copies.keys() | recording.computed.keys() | recording.zeros
-    # vLLM takes 1 for scales of the KV cache that no checkpoint has.
-    cache = (path for path, layer in fresh.named_modules() if _has(layer, BaseKVCacheMethod))
-    scales = {f"{path}.{name}" for path in cache for name, _ in fresh.get_submodule(path).named_parameters()}
+    defaults = _with_defaults(fresh) if has_defaults else set[str]()
     empty = [
-        name
-        for name, parameter in fresh.named_parameters()
-        if name not in filled | scales and parameter.numel() and name.rpartition(".")[2] not in UNUSED
+        name for name, parameter in fresh.named_parameters() if name not in filled | defaults and parameter.numel()
     ]
     if empty:
         raise WeightsError(
             f"vLLM's loader of {type(fresh).__name__} fills {empty[0]} ({len(empty)} such) with no tensor of the "
             "transformers class, so no version would; use another engine."
         )
+
+
+def _with_defaults(fresh: torch.nn.Module) -> set[str]:
+    """Return the parameters for scales without which vLLM computes: with 1 for those of the KV cache."""
+    found = {name for name, _ in fresh.named_parameters() if name.rpartition(".")[2] in UNUSED}
+    for path, layer in fresh.named_modules():
+        if _has(layer, BaseKVCacheMethod):
+            found.update(f"{path}.{name}" for name, _ in layer.named_parameters())
+    return found
 
 
 def _whole_shard(index: int, spec: TensorSpec) -> Shard:
