@@ -6,7 +6,6 @@ Each check runs in a process of its own, because an `LLM` without processes leav
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -124,6 +123,7 @@ def check_faults(folder: Path) -> None:
     """Check what is said when the two sides do not belong together."""
     started = checkpoint(folder / "started", "qwen3", 0)
     other = checkpoint(folder / "other", "llama", 0)
+    other_weights = checkpoint(folder / "other weights", "qwen3", 1)
     llm = engine(started)
     llm.start_weight_update()
     with pytest.raises(WeightsError, match=r"^No trainer has joined vLLM's backend 'starling'"):
@@ -144,15 +144,51 @@ def check_faults(folder: Path) -> None:
     model.model.norm = torch.nn.Identity()
     with pytest.raises(WeightsError, match=r"another model than the trainer's.*model.norm.weight .* is unknown"):
         trainer_of(llm, model)
-    trainer_of(llm, read_model(started)).shutdown()
-    end = time.monotonic() + DEADLINE_S
-    while not llm.collective_rpc(lambda worker: worker.weight_transfer_engine._session.ended)[0]:
-        assert time.monotonic() < end, "the worker does not notice that its trainer has gone"
-        time.sleep(0.01)
+    trainer = trainer_of(llm, read_model(other_weights))
+    trainer.stage_weights()
     llm.start_weight_update()
     with pytest.raises(WeightsError, match=r"^The trainer has lost this engine, which keeps the weights that it has"):
-        llm.update_weights({"update_info": {"version": 1}})
+        llm.update_weights({"update_info": {"version": 1, "engines": ["another"]}})
     check_samples(llm, read_model(started), "default")
+    trainer.send_weights()
+    check_samples(llm, read_model(other_weights), "1")
+    trainer.shutdown()
+
+
+def engine_of_rank(rank: int, store: Path, answer: Connection) -> None:
+    """Be a worker whose process has made its own configuration, as on another host; tell what it calls its engine."""
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.parallel_state import init_distributed_environment
+
+    from starling.weightsync.vllm.backend.engine import StarlingWeightTransferEngine
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    init_distributed_environment(2, rank, f"file://{store}", rank, "gloo")
+    config = WeightTransferConfig(backend="starling")
+    made = StarlingWeightTransferEngine(config, VllmConfig(), torch.device("cpu"), torch.nn.Identity())
+    answer.send((made.vllm_config.instance_id, made._engine, made._engine_size))
+    os._exit(0)
+
+
+def test_workers_with_configurations_of_their_own_name_one_engine(tmp_path: Path) -> None:
+    context: Any = process_context()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=engine_of_rank, args=(rank, tmp_path / "store", theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        assert all(mine.poll(DEADLINE_S) for mine, _ in pipes), f"no answer within {DEADLINE_S:g} s"
+        (first, *named), (second, *others) = (mine.recv() for mine, _ in pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert first != second
+    assert named == others == [first, 2]
 
 
 def test_backend_is_installed() -> None:

@@ -69,8 +69,9 @@ class PlainWorker:
         config: Mapping[str, Any] | None = None,
         stages: bool = True,
         engine: str = "",
+        engine_size: int = 1,
     ) -> None:
-        self.engine = engine
+        self.engine, self.engine_size = engine, engine_size
         self.name, self.tensors, self.vllm, self.config, self.stages = name, tensors, vllm, config or {}, stages
         self.session: TrainerSession | None = None
         self.weights: PlainWeights | None = None
@@ -85,7 +86,7 @@ class PlainWorker:
         options = ReaderOptions(info["transport"], info["encrypt"])
         session: Any = TrainerSession(link, self.weights, stages=self.stages, options=options)  # type: ignore[arg-type]
         try:
-            session.join(self.name, self.vllm, layout, self.config, self.engine)
+            session.join(self.name, self.vllm, layout, self.config, self.engine, self.engine_size)
         except WeightsError as error:
             self.error = str(error)
             session.close()
@@ -106,6 +107,8 @@ class PlainEngines:
         self.workers = workers
         self.calls: list[str] = []
         self.label = ""
+        self.fails = False
+        """Whether a call to switch ends with an error, though all workers here have switched."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every worker join the trainer."""
@@ -118,14 +121,24 @@ class PlainEngines:
         self.calls.append("start")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Have every worker switch."""
+        """Have every worker switch. As in vLLM, the last one of an engine raises what all have to say."""
         self.calls.append("update")
+        refused = ""
+        last = {worker.engine or worker.name: worker for worker in self.workers}
         for worker in self.workers:
-            if worker.session is not None:
-                try:
-                    worker.session.switch(update_info["version"])
-                except WeightsError as error:
-                    worker.error = str(error)
+            if worker.session is None:
+                continue
+            if why := worker.session.why_left_out(update_info["engines"]):
+                refused = why if worker in last.values() else refused
+                continue
+            try:
+                worker.session.switch(update_info["version"])
+            except WeightsError as error:
+                worker.error = str(error)
+        if refused:
+            raise WeightsError(refused)
+        if self.fails:
+            raise OSError("another engine is gone")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End an update."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from plain_engines import PlainEngines, PlainWorker
 
+from starling.common.errors import WeightsError
 from starling.weightsync.vllm.backend.sender import SenderOptions
 from starling.weightsync.vllm.backend.trl import StarlingWeightTransfer
 
@@ -41,5 +45,31 @@ def test_pause_is_deferred_until_all_workers_have_pulled() -> None:
         assert engines.calls[-5:] == ["pause", "start", "update", "finish", "resume"]
         assert torch.equal(worker.tensors["weight"], model.weight)
     assert engines.label == "2"
+    transfer.destroy()
+    engines.close()
+
+
+def test_engine_that_goes_is_told_before_the_others_pause() -> None:
+    model = torch.nn.Linear(16, 16)
+    workers = [
+        PlainWorker(f"worker {number}", {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+        for number in range(2)
+    ]
+    engines = PausedEngines(*workers)
+    transfer = StarlingWeightTransfer(engines, SenderOptions(transport="tcp"))
+    transfer.init_weight_transfer()
+    transfer.send_weights(iter(model.state_dict().items()))
+    engines.calls.clear()
+    assert workers[0].weights is not None
+    pull = workers[0].weights.pull
+
+    def pull_and_go(*arguments: Any, **named: Any) -> Any:
+        workers[0].session._link.close()  # type: ignore[union-attr]
+        return pull(*arguments, **named)
+
+    workers[0].weights.pull = pull_and_go  # type: ignore[method-assign]
+    with pytest.raises(WeightsError, match=r"^Version 2 was not adopted: worker 0 has gone: The connection has ended"):
+        transfer.send_weights(iter(model.state_dict().items()))
+    assert not engines.calls, "the others generate"
     transfer.destroy()
     engines.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import urllib.error
 import urllib.request
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from starling.common.errors import WeightsError
+
+log = logging.getLogger(__name__)
 
 READY_CHECK_S: Final = 0.5
 """Interval at which a server that starts is asked."""
@@ -51,9 +54,15 @@ class HttpEngines:
     """
 
     def __init__(self, urls: str | Sequence[str], timeout_s: float = 600.0) -> None:
-        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
-        """Of the servers; take out one that has gone."""
+        self.urls = [_plain(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        """Of the servers that are called, without a slash at the end."""
         self._timeout_s = timeout_s
+
+    def remove(self, url: str) -> None:
+        """Call a server no longer, which has gone. Raises WeightsError if it is none of `urls`."""
+        if _plain(url) not in self.urls:
+            raise WeightsError(f"There is no engine {url}; there is {', '.join(self.urls) or 'none'}.")
+        self.urls.remove(_plain(url))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every worker join the trainer. Raises WeightsError if a server refuses, or does not answer in time."""
@@ -75,15 +84,24 @@ class HttpEngines:
     def paused(self) -> Iterator[None]:
         """Pause generation; running requests go on afterwards.
 
-        After an error the engines stay paused, because they may hold parts of two versions.
+        After an error within, the engines stay paused, because they may hold two versions. Raises WeightsError as
+        `pause` and `resume`.
         """
         self.pause()
         yield
         self.resume()
 
     def pause(self) -> None:
-        """Pause generation; running requests are kept, and compute their cache anew. Raises WeightsError as above."""
-        self._post("pause?mode=keep&clear_cache=true")
+        """Pause generation; running requests are kept, and compute their cache anew.
+
+        Raises:
+            WeightsError: as above. Those that have paused generate again.
+        """
+        failed = self._failures_of("pause?mode=keep&clear_cache=true", self.urls)
+        for error in failed.values():
+            for url, why in self._failures_of("resume", [url for url in self.urls if url not in failed]).items():
+                log.warning("%s stays paused: %s", url, why)
+            raise error
 
     def resume(self) -> None:
         """Go on after `pause`. Raises WeightsError as above."""
@@ -100,8 +118,27 @@ class HttpEngines:
 
     def _post(self, route: str, body: Any = None) -> None:
         """Call a route of all servers at once."""
+        for error in self._failures_of(route, self.urls, body).values():
+            raise error
+
+    def _failures_of(self, route: str, urls: Sequence[str], body: Any = None) -> dict[str, WeightsError]:
+        """Call a route of some servers at once; return why it failed, by server.
+
+        Raises:
+            WeightsError: all servers have been removed.
+        """
+        if not self.urls:
+            raise WeightsError("There are no engines to call: give HttpEngines a URL.")
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            list(pool.map(lambda url: self._post_one(f"{url}/{route}", body), self.urls))
+            errors = pool.map(lambda url: self._failure_of(f"{url}/{route}", body), urls)
+            return {url: error for url, error in zip(urls, errors, strict=True) if error is not None}
+
+    def _failure_of(self, url: str, body: Any) -> WeightsError | None:
+        try:
+            self._post_one(url, body)
+        except WeightsError as error:
+            return error
+        return None
 
     def _post_one(self, url: str, body: Any) -> None:
         data = None if body is None else json.dumps(body).encode()
@@ -115,6 +152,10 @@ class HttpEngines:
             raise WeightsError(f"{url} answered {error.code} {told[:500]}{hint}.") from error
         except OSError as error:
             raise WeightsError(f"{url} does not answer: {getattr(error, 'reason', error)}.") from error
+
+
+def _plain(url: str) -> str:
+    return url.rstrip("/")
 
 
 def _is_ready(url: str) -> bool:

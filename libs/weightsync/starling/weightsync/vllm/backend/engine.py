@@ -2,7 +2,8 @@
 
 vLLM reads the answers of its workers in order and stops at the first error, so that an error in one worker alone would
 leave it with an answer that belongs to no call. So errors that only one worker may have go to the trainer over its own
-connection, and errors that all have are raised by the last worker alone.
+connection, and errors that all have are raised by the last worker alone. Whether an engine takes part in a switch is
+decided by what all its workers know, the call itself, so that all switch or none does.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import logging
 import os
 import socket
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
 import psutil
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -63,9 +65,11 @@ class StarlingInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class StarlingUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version a worker switches to."""
+    """Which version an engine switches to."""
 
     version: int
+    engines: list[str] = field(default_factory=list)
+    """The engines that take part, as `Hello` names them; workers of others refuse."""
 
 
 class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, StarlingUpdateInfo]):  # type: ignore[misc]
@@ -80,6 +84,7 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._session: TrainerSession | None = None
+        self._engine, self._engine_size = _engine_of_all(vllm_config)
         self._name = f"worker {self._rank} of {socket.gethostname()}:{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> StarlingInitInfo | None:
@@ -119,11 +124,8 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
                 "init_weight_transfer_engine through the trainer side (StarlingTrainerInitInfo) first."
             )
             return
-        if self._session.ended:
-            self._raise_in_step(
-                "The trainer has lost this engine, which keeps the weights that it has; have it call join(): "
-                f"{self._session.ended}"
-            )
+        if why := self._session.why_left_out(update_info.engines):
+            self._raise_in_step(why)
             return
         try:
             self._session.switch(update_info.version)
@@ -162,7 +164,7 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
         session = TrainerSession(link, weights, stages=stages, options=options)
         try:
             config = configs.plain(self.model_config.hf_config)
-            session.join(name, vllm_version(), recorded.layout, config, self.vllm_config.instance_id)
+            session.join(name, vllm_version(), recorded.layout, config, self._engine, self._engine_size)
         except WeightsError:
             session.close()
             raise
@@ -187,7 +189,20 @@ class StarlingWeightTransferEngine(WeightTransferEngine[StarlingInitInfo, Starli
         return None
 
     def _raise_in_step(self, reason: str) -> None:
-        """Raise an error that every worker has, in the last one."""
+        """Raise an error in the last worker; any other logs it.
+
+        To be called where either all workers of the engine do so, or the trainer notices by itself that one has failed.
+        """
         if self._rank == self.parallel_config.world_size - 1:
             raise WeightsError(reason)
         log.error("%s", reason)
+
+
+def _engine_of_all(vllm_config: VllmConfig) -> tuple[str, int]:
+    """Return what all workers of this engine call it, and how many they are. To be called by all at the same time."""
+    parallel = vllm_config.parallel_config
+    if parallel.enable_elastic_ep:  # workers that join later load alone; each executor hands its workers one config
+        return vllm_config.instance_id, parallel.world_size
+    group = get_world_group()
+    # Where vLLM spans hosts, each has a config of its own, with another number.
+    return str(group.broadcast_object(vllm_config.instance_id, src=0)), group.world_size

@@ -10,8 +10,8 @@ from starling.common.errors import WeightsError
 from starling.weightsync.plan.layout import UNDECODABLE
 from starling.weightsync.puller.report import PullReport
 
-PROTOCOL: Final = 1
-"""Version of these messages: trainer and workers need the same."""
+PROTOCOL: Final = 2
+"""Version of these messages, and of what vLLM's calls carry: trainer and workers need the same."""
 LONGEST: Final = 256 << 20
 """Longest message, in bytes: the layout of a worker, or a plan."""
 
@@ -26,7 +26,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: Text
     """Unique among all workers, and readable."""
     engine: Text = ""
-    """Equal for the workers of one engine, and for no others; empty: this is its only worker."""
+    """Equal for all workers of one engine, which switch together or not at all; empty: this is its only worker. Ranks
+    of data parallelism that compute together are one engine."""
+    engine_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """How many workers the engine has at least."""
     vllm: Text
     """Version of vLLM."""
     layout: bytes = b""

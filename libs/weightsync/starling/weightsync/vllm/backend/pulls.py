@@ -49,6 +49,7 @@ class WorkerPlans:
         self._cache = PlanCache()
         self._plans: dict[str, WorkerPlan] = {}
         self._chain_of: dict[str, bytes] = {}
+        self._engine_of: dict[str, str] = {}
 
     def update(self, trained: Layout, workers: Iterable[JoinedWorker]) -> None:
         """Plan for `workers` and forget all others.
@@ -56,7 +57,7 @@ class WorkerPlans:
         Raises:
             WeightsError: a worker needs a tensor that the trainer lacks, or has in another shape.
         """
-        self._plans, self._chain_of = {}, {}
+        self._plans, self._chain_of, self._engine_of = {}, {}, {}
         for worker in workers:
             try:
                 plan = self._cache.plan(trained, worker.layout)
@@ -66,12 +67,13 @@ class WorkerPlans:
                 ) from error
             relayed = plan.total_bytes >= self._relay_from_bytes
             self._plans[worker.name] = _worker_plan(for_relays(plan) if relayed else plan)
+            self._engine_of[worker.name] = worker.engine
             self._chain_of[worker.name] = _contents(worker.layout) if relayed else worker.name.encode()
 
     def forget(self, names: Iterable[str]) -> None:
         """Plan no longer for these workers, which have gone."""
         for name in names:
-            del self._plans[name], self._chain_of[name]
+            del self._plans[name], self._chain_of[name], self._engine_of[name]
 
     def of(self, worker: JoinedWorker) -> WorkerPlan:
         """Return the plan of a worker. Raises WeightsError: it has joined since the plans were made."""
@@ -84,6 +86,17 @@ class WorkerPlans:
     def names(self) -> set[str]:
         """The workers that are planned for."""
         return {*self._plans}
+
+    @property
+    def engines(self) -> set[str]:
+        """The engines of these workers."""
+        return {*self._engine_of.values()}
+
+    def check_present(self, workers: Iterable[JoinedWorker]) -> None:
+        """Raise WeightsError if one that is planned for is not among `workers`, whose connection lasts."""
+        gone = self.names - {worker.name for worker in workers}
+        if gone:
+            raise WeightsError(f"{min(gone)} has gone: start its engine again, and call join().")
 
     def chains(self, workers: Sequence[JoinedWorker]) -> list[list[JoinedWorker]]:
         """Return the workers by the chain that they are in. Those that pull in place are alone: they serve nothing."""
@@ -132,9 +145,7 @@ class PullRound:
         """
         self._rendezvous.forget_lost()
         self._workers = workers = self._rendezvous.workers
-        gone = self._plans.names - {worker.name for worker in workers}
-        if gone:
-            raise WeightsError(f"{min(gone)} has gone: start its engine again, and call join().")
+        self._plans.check_present(workers)
         self._left = {worker.name for worker in workers}
         try:
             for chain in self._plans.chains(workers):

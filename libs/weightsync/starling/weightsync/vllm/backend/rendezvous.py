@@ -50,6 +50,7 @@ class JoinedWorker:
 
     name: str
     engine: str
+    engine_size: int
     vllm: str
     layout: Layout
     config: dict[str, object]
@@ -121,8 +122,13 @@ class Rendezvous:
             return None
 
     def forget_lost(self) -> None:
-        """Drop the workers whose connection has ended, and the events of all."""
+        """Drop the workers whose connection has ended, the others of their engines, and the events of all."""
         with self._lock:
+            lost = {worker.engine: worker.lost for worker in self._waiting.workers if worker.lost}
+            for worker in self._waiting.workers:
+                if worker.engine in lost:
+                    worker.lost = worker.lost or lost[worker.engine]
+                    worker.link.close()
             self._waiting.workers = [worker for worker in self._waiting.workers if not worker.lost]
         while True:
             try:
@@ -217,7 +223,9 @@ class Rendezvous:
                 if len(layout.ranks) != 1:
                     raise WeightsError(f"its layout has {len(layout.ranks)} ranks, expected 1.")
                 engine = hello.engine or hello.name
-                worker = JoinedWorker(hello.name, engine, hello.vllm, layout, hello.config, hello.stages, link)
+                worker = JoinedWorker(
+                    hello.name, engine, hello.engine_size, hello.vllm, layout, hello.config, hello.stages, link
+                )
         except WeightsError as error:
             problem = str(error)
         with self._lock:

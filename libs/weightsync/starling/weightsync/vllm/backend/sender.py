@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ class SendReport:
     pulls: dict[str, PullReport] = field(default_factory=dict)
     """By worker, on rank 0."""
     lost: dict[str, str] = field(default_factory=dict)
-    """On rank 0, the workers that have gone while the version travelled, and why. The others have it."""
+    """On rank 0, the workers that have gone while the version travelled, with all others of their engines, and why. The
+    engines that are left have it."""
 
 
 class WeightSender:
@@ -166,6 +168,7 @@ class WeightSender:
             raise WeightsError(problems[0] if problems else failure)
         if not any(id(worker) not in before for worker in rendezvous.workers):
             raise WeightsError(f"No worker of vLLM has joined the trainer. {HINT}")
+        _check_complete(rendezvous.workers)
         return msgspec.json.encode(_wanted(rendezvous.workers))
 
     def _describe(self) -> bytes:
@@ -213,7 +216,8 @@ class WeightSender:
         """Publish a version and have all workers pull it, while vLLM generates; return its number.
 
         Training may go on, and change its tensors, as soon as this returns. Where an engine goes meanwhile, all others
-        get the version (`SendReport.lost`); without that engine in the client, `switch` and further versions succeed.
+        get the version (`SendReport.lost`). Take it out of the client then: `switch` and further versions succeed for
+        the others, and fail while the client calls it.
 
         Raises:
             WeightsError: on every rank: a worker had gone before, or could not pull, or all have gone. All engines keep
@@ -261,14 +265,17 @@ class WeightSender:
             paused: pauses generation while vLLM switches, on rank 0; by default nothing does.
 
         Raises:
-            WeightsError: on every rank: nothing is staged, or an engine did not switch, or does not hold what was sent.
-                Such an engine must not generate before it has switched successfully.
+            WeightsError: on every rank: nothing is staged, or an engine has gone, did not switch, or does not hold what
+                was sent. Such an engine must not generate before it has switched successfully; others may have
+                switched.
         """
         report, begin = self.report, time.perf_counter()
 
         def lead(_: Sequence[bytes]) -> bytes:
             if self._staged is None:
                 raise WeightsError("No version is staged: call stage() first.")
+            assert self._rendezvous is not None
+            self._plans.check_present(self._rendezvous.workers)  # while all engines still hold one version
             with paused or nullcontext():
                 self._switch(self._staged)
             return b""
@@ -282,7 +289,8 @@ class WeightSender:
         assert self._rendezvous is not None
         failure = _reason_of(self._client.start_weight_update)
         if not failure:
-            failure = _reason_of(lambda: self._client.update_weights({"version": offer.version}))
+            info = {"version": offer.version, "engines": sorted(self._plans.engines)}
+            failure = _reason_of(lambda: self._client.update_weights(info))
         problem = self._await_switch(offer, failure)
         # Also after a failure: vLLM would refuse the next update while this one is open.
         finished = _reason_of(lambda: self._client.finish_weight_update(None if problem else str(offer.version)))
@@ -292,7 +300,7 @@ class WeightSender:
     def _await_switch(self, offer: Offer, failure: str) -> str:
         """Wait until each worker that has pulled the version has attested it; return what is wrong, empty for nothing.
 
-        `failure` is why the call of vLLM failed. A worker may say it better.
+        `failure` is why the call of vLLM failed, also where all of them have switched. A worker may say it better.
         """
         assert self._rendezvous is not None
         left, deadline = set(self._plans.names), time.monotonic() + (0.0 if failure else ANSWER_S)
@@ -312,7 +320,7 @@ class WeightSender:
             if message.root != offer.root:
                 return f"{event.worker.name} does not hold what was sent: send this version again"
             left.discard(event.worker.name)
-        return ""
+        return failure
 
     def close(self) -> None:
         """End the connections, and free the snapshots. The engines keep what they have."""
@@ -337,6 +345,17 @@ def _wanted(workers: Sequence[JoinedWorker]) -> dict[str, str]:
                     "same dtype."
                 )
     return {name: dtype for name, (dtype, _) in found.items()}
+
+
+def _check_complete(workers: Sequence[JoinedWorker]) -> None:
+    """Raise WeightsError if an engine lacks a worker: the others would switch without it."""
+    num_joined = Counter(worker.engine for worker in workers)
+    for worker in workers:
+        if num_joined[worker.engine] < worker.engine_size:
+            raise WeightsError(
+                f"Only {num_joined[worker.engine]} of the {worker.engine_size} workers of {worker.name}'s engine have "
+                f"joined the trainer. {HINT}"
+            )
 
 
 def _reason_of(call: Callable[[], None]) -> str:

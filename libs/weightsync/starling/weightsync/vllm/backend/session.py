@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,24 +59,56 @@ class TrainerSession:
         self._cancelled = threading.Event()
         self._pulling: threading.Thread | None = None
         self._order: Pull | None = None
+        self._engine = ""
         self._pulled = -1
         """The version that the last successful pull has brought into staging."""
-        self.ended = ""
+        self._ended = ""
         """Why the connection has ended; empty while it lasts. The weights are then left as they are."""
         self._receiver = threading.Thread(target=self._receive, name="weightsync-trainer", daemon=True)
 
-    def join(self, name: str, vllm: str, layout: Layout, config: Mapping[str, Any], engine: str = "") -> None:
+    def join(
+        self,
+        name: str,
+        vllm: str,
+        layout: Layout,
+        config: Mapping[str, Any],
+        engine: str = "",
+        engine_size: int = 1,
+    ) -> None:
         """Tell the trainer what this worker can receive, and begin to take its orders.
+
+        Args:
+            name: see `Hello`, as for the others.
 
         Raises:
             WeightsError: the trainer refuses the worker, or does not answer.
         """
+        self._engine = engine or name
         hello = Hello(
-            name=name, engine=engine, vllm=vllm, layout=encode(layout), config=dict(config), stages=self._stages
+            name=name,
+            engine=self._engine,
+            engine_size=engine_size,
+            vllm=vllm,
+            layout=encode(layout),
+            config=dict(config),
+            stages=self._stages,
         )
         self._link.send(hello)
         await_welcome(self._link)
         self._receiver.start()
+
+    def why_left_out(self, engines: Collection[str]) -> str:
+        """Return why this worker's engine does not switch, empty if it does: the same for all workers of the engine.
+
+        So it does not depend on whether this worker has noticed yet that its connection has ended.
+
+        Args:
+            engines: those that take part, as the trainer's call says.
+        """
+        if self._engine in engines:
+            return ""
+        why = self._ended or "another worker of it has gone."
+        return f"The trainer has lost this engine, which keeps the weights that it has; have it call join(): {why}"
 
     def switch(self, version: int) -> None:
         """Switch to the version that was pulled, between two steps of the engine, and tell the trainer what is held.
@@ -86,8 +118,8 @@ class TrainerSession:
         """
         begin = time.perf_counter()
         report = None
-        if self.ended:
-            raise WeightsError(f"There is no connection to the trainer: {self.ended}")
+        if self._ended:
+            raise WeightsError(f"There is no connection to the trainer: {self._ended}")
         try:
             if not self._stages:
                 report = self._pull_in_place(version)
@@ -125,7 +157,7 @@ class TrainerSession:
                 elif isinstance(order, Pull):
                     self._begin(order)
         except WeightsError as error:
-            self.ended = str(error)
+            self._ended = str(error)
             self._cancelled.set()
             log.info("the trainer has left: %s", error)
 

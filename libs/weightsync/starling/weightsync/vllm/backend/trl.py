@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from starling.common.errors import WeightsError
 from starling.weightsync.vllm.backend.clients import HttpEngines
 from starling.weightsync.vllm.backend.sender import EngineClient, SenderOptions, SendReport, WeightSender
 
@@ -22,7 +23,7 @@ class PausableEngines(EngineClient, Protocol):
         """Wait until all engines answer."""
 
     def pause(self) -> None:
-        """Pause generation."""
+        """Pause generation. Where it fails, no engine may stay paused."""
 
     def resume(self) -> None:
         """Go on after `pause`."""
@@ -68,13 +69,17 @@ class StarlingWeightTransfer:
         """Have all workers pull what the trainer yields, then pause generation and switch.
 
         Raises:
-            WeightsError: see `WeightSender.stage` and `WeightSender.switch`.
+            WeightsError: see `WeightSender.stage` and `WeightSender.switch`; or an engine has gone meanwhile. Unless
+                the switch itself fails, all others generate with the weights that they have.
         """
         self._keep(iterator)
         if self._sender is None:
             # TRL's other ranks do not call here: they only help to gather what this one sends.
             self._sender = WeightSender(lambda: self._tensors, self._engines, options=self._options, alone=True)
-        self._sender.stage()
+        version = self._sender.stage()
+        lost = self._sender.report.lost if self._sender.report is not None else {}
+        for name, why in lost.items():
+            raise WeightsError(f"Version {version} was not adopted: {name} has gone: {why}")
         self._engines.pause()
         self._sender.switch()
 
