@@ -72,7 +72,11 @@ def before_the_controller_listens(folder: Path) -> None:
 
 
 def during_imports(folder: Path) -> None:
-    with run(make_workdir(folder), fresh=True) as command:
+    # No step can be made before the scorer is imported, however long the interrupt takes on a busy machine.
+    reward = {"scorers": [{"name": "endless_import.py:reward"}], "start_timeout_s": 600.0}
+    make_workdir(folder, sft={"num_steps": 0}, reward=reward)
+    (folder / "endless_import.py").write_text("import time\n\ntime.sleep(3600.0)\n")
+    with run(folder, fresh=True) as command:
         command.wait_until((attempt(folder) / "logs" / "rollout-0.log").exists, "the start of a rollout")
         assert_stops_without_checkpoint(command, folder)
 
