@@ -244,8 +244,11 @@ def test_health_and_metrics(client: Client) -> None:
     assert client.score("abc").status == 200
     assert client.send("GET", "/healthz").body == {"status": "ok"}
     assert client.send("GET", "/readyz").body == {"status": "ok"}
-    text = client.send("GET", "/metrics").body
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    values, end = dict[str, str](), time.monotonic() + PATIENCE_S
+    while 'starling_reward_samples_total{status="ok"}' not in values:  # the scoring thread reports ten times a second
+        assert time.monotonic() < end, values
+        text = client.send("GET", "/metrics").body
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values['starling_reward_samples_total{status="ok"}']) >= 1
     assert float(values["starling_reward_workers"]) >= 1
     assert values["starling_reward_pending_samples"] == "0"

@@ -90,7 +90,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # it warns of each invalid request, which anybody can send, without end
+            log_level="error",  # it warns of each invalid request, and clients without a key can send any number
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,

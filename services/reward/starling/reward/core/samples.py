@@ -1,4 +1,4 @@
-"""What is scored: prompts, completions, and the score of each by a scorer."""
+"""Samples and scores: the data that front ends, workers and cores exchange."""
 
 from __future__ import annotations
 

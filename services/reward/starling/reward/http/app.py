@@ -48,7 +48,7 @@ def make_application(
         settings: limits.
         token: what clients must send; empty if they need none.
         table: the requests.
-        status: returns what the scoring thread last said.
+        status: returns the last report of the scoring thread.
     """
     app = FastAPI(title="Starling reward service", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, table, status)

@@ -54,7 +54,7 @@ class HttpSettings(SettingsSection):
         return self
 
     def check_token(self, token: str) -> None:
-        """Raise ConfigError where anybody in the network could ask for rewards, or clients could not send the token."""
+        """Raise ConfigError for a public address without a token, or a token that an HTTP header cannot carry."""
         if not (token.isascii() and token.isprintable()):
             raise ConfigError("the token of reward.http has characters that a header cannot have; use printable ASCII")
         if token or _is_loopback(self.host):

@@ -1,4 +1,4 @@
-"""What the scoring thread says of itself to the HTTP front end."""
+"""State of the scoring thread, as it reports it to the HTTP front end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 ALIVE_S: Final = 10.0
-"""A thread that has said nothing for so long is stuck; it says something twice a second."""
+"""A thread that has not reported for so long is stuck; it reports at least twice a second."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ServiceStatus:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread has lately said anything."""
+        """Whether the thread has reported within `ALIVE_S`."""
         return time.monotonic() - self.said_at < ALIVE_S
 
     @property

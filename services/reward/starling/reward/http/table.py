@@ -29,7 +29,7 @@ class _Entry:
 
 
 class RequestTable:
-    """What clients have asked for, within the limits of the settings.
+    """Table of the requests of HTTP clients and their results, within the limits of the settings.
 
     A request is accepted or refused, and an accepted one is never dropped: its result is kept for `result_ttl_s`.
 
