@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,6 +124,14 @@ def port_of(log: Path, process: subprocess.Popen[str]) -> int:
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.05)
     return int(found[1])
+
+
+def eventually(is_true: Callable[[], bool]) -> bool:
+    """Wait until a condition holds; return False when it does not in time."""
+    end = time.monotonic() + PATIENCE_S
+    while not (found := is_true()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -243,12 +251,11 @@ def test_description_of_the_api_names_every_path(client: Client) -> None:
 def test_health_and_metrics(client: Client) -> None:
     assert client.score("abc").status == 200
     assert client.send("GET", "/healthz").body == {"status": "ok"}
-    assert client.send("GET", "/readyz").body == {"status": "ok"}
-    values, end = dict[str, str](), time.monotonic() + PATIENCE_S
-    while 'starling_reward_samples_total{status="ok"}' not in values:  # the scoring thread reports ten times a second
-        assert time.monotonic() < end, values
-        text = client.send("GET", "/metrics").body
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    # The scoring thread reports ten times a second, so both may be a little older than the answer.
+    assert eventually(lambda: client.send("GET", "/readyz").body == {"status": "ok"})
+    assert eventually(lambda: 'starling_reward_samples_total{status="ok"}' in client.send("GET", "/metrics").body)
+    text = client.send("GET", "/metrics").body
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values['starling_reward_samples_total{status="ok"}']) >= 1
     assert float(values["starling_reward_workers"]) >= 1
     assert values["starling_reward_pending_samples"] == "0"
