@@ -49,7 +49,7 @@ num_workers = 2
 [[reward.scorers]]
 name = "{folder}/mine.py:reward"
 label = "right"
-timeout_s = 1.0
+timeout_s = {scorer_s}
 retries = 0
 
 [[reward.scorers]]
@@ -97,16 +97,18 @@ class Client:
         return self.send("POST", "/v1/rewards", {"samples": samples, "wait_s": wait_s})
 
 
-def recipe(folder: Path, more: str = "") -> Path:
+def recipe(folder: Path, more: str = "", scorer_s: float = 1.0) -> Path:
     (folder / "mine.py").write_text(SCORER)
-    (folder / "rewards.toml").write_text(RECIPE.format(folder=folder) + more)
+    (folder / "rewards.toml").write_text(RECIPE.format(folder=folder, scorer_s=scorer_s) + more)
     return folder / "rewards.toml"
 
 
 @contextmanager
-def service(folder: Path, more: str = "", **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def service(
+    folder: Path, more: str = "", *, scorer_s: float = 1.0, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a service without a controller; yield its process and its port."""
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(recipe(folder, more))]
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(recipe(folder, more, scorer_s))]
     log = (folder / "log").open("w+")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment, text=True) as process:
@@ -267,12 +269,12 @@ max_body_mb = 1
 max_memory_mb = 1
 max_samples = 3
 result_ttl_s = 1.0
-timeout_s = 2.0
+timeout_s = 8.0
 """
 
 
 def test_limits_of_a_service_with_a_token(tmp_path: Path) -> None:
-    with service(tmp_path, LIMITED) as (_, port):
+    with service(tmp_path, LIMITED, scorer_s=600.0) as (_, port):
         client = Client(port, "secret")
         for wrong in ("", "secre", "secret2", "\xe9"):
             refused = Client(port, wrong).score("abc")
