@@ -142,3 +142,12 @@ class LongProblem:
 
     def score(self, batch: Any) -> dict[str, list[float]]:
         raise ValueError("x" * 400)
+
+
+class Named:
+    """One score, which has a name."""
+
+    keys = ("brightness",)
+
+    def score(self, batch: Any) -> dict[str, list[float]]:
+        return {"brightness": [0.5] * len(batch)}

@@ -144,6 +144,12 @@ def test_batch_without_a_score_that_does_not_count_is_not_repeated() -> None:
     assert found[0].parts == (("calls", 1.0), ("none", None))
 
 
+@pytest.mark.parametrize(("label", "parts"), [("brightness", ()), ("light", (("brightness", 0.5),))])
+def test_score_with_a_name_is_a_part_unless_the_scorer_has_that_name(label: str, parts: tuple[Any, ...]) -> None:
+    (found,) = scores_of(task("a"), settings("Named", scorer={"label": label}))
+    assert (found.value, found.parts) == (0.5, parts)
+
+
 def test_problem_of_a_large_group_is_reported_whole_or_shortened() -> None:
     """One text for each of 4,096 completions would be longer than a worker's report may be."""
     found = scores_of(task(*["raise-long"] * 4096), settings("LongProblem", scorer={"retries": 0}))

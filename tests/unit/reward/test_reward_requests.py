@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,3 +192,25 @@ def test_prompts_of_a_task_are_those_of_the_request(num_prompts: int) -> None:
     (task,) = tasks_of(machine().add(one, now=0.0))
     assert task.prompts == one.prompts
     assert [sample.prompt for sample in task.samples] == [min(index, num_prompts - 1) for index in range(3)]
+
+
+def test_request_is_scored_by_the_scorers_that_it_names_with_the_reasons_of_each() -> None:
+    requests = machine()
+    asked = replace(request("a", "sums", None, "sums"), only=(1, 2))
+    tasks = {len(task.samples): task for task in tasks_of(requests.add(asked, now=0.0))}
+    assert {num: task.scorers for num, task in tasks.items()} == {2: (1, 2), 1: (2,)}
+    requests.record(Score(tasks[2].id, 0, 1, 1.0))
+    requests.record(Score(tasks[2].id, 2, 1, None, Status.REWARD_ERROR, "scorer 'sums' fell."))
+    for task, index in ((tasks[2], 0), (tasks[1], 1)):
+        requests.record(Score(task.id, index, 2, 0.5))
+    result = result_of([one for one in requests.expire(10.0) if isinstance(one, Answer)])
+    assert result.scores == {"right": (None,) * 3, "sums": (1.0, None, None), "seen": (0.5, 0.5, None)}
+    assert result.failures == {
+        "sums": ("", "scorer 'sums' is not for prompts of this task.", "scorer 'sums' fell."),
+        "seen": ("", "", "scorer 'seen' gave no score within 10 s."),
+    }
+
+
+def test_request_that_names_no_scorer_is_answered_at_once() -> None:
+    result = result_of(machine().add(replace(request("a", None), only=()), now=0.0))
+    assert (result.rewards, result.statuses, result.failures) == ((None,), (Status.REWARD_ERROR,), {})

@@ -23,7 +23,7 @@ from starling.common.net.limits import role_of
 from starling.common.net.settings import LinkSettings
 from starling.common.observe.log import configure as configure_log
 from starling.common.observe.process import STOP_S, ServiceStopped, StopSignal, run_service, without_collection
-from starling.common.settings import ServiceSettings, iter_settings, load, nearest
+from starling.common.settings import ServiceSettings, Tree, iter_settings, load, nearest
 
 log = structlog.get_logger(__name__)
 S = TypeVar("S", bound=ServiceSettings)
@@ -308,10 +308,13 @@ def serve(
     schema: type[S],
     make_shell: Callable[[S, ServiceArguments], Shell],
     argv: Sequence[str] | None = None,
+    *,
+    translate: Callable[[Tree, str], Tree] | None = None,
 ) -> int:
     """Run the service `role`: read the command line and the settings, then serve. Returns the exit code.
 
-    A replica that receives a stop signal before it is ready, which may take minutes, exits at once.
+    A replica that receives a stop signal before it is ready, which may take minutes, exits at once. `translate` makes
+    settings of a file of another form, see `load`.
     """
     if role in ("policy", "rollout", "teacher"):
         leave_hub()
@@ -321,7 +324,7 @@ def serve(
 
     def body() -> None:
         arguments = parse_arguments(role, given, schema)
-        settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS)
+        settings = load(schema, arguments.configs, arguments.flags, others=SECTIONS, translate=translate)
         configure_log(name, settings.run.log_format)
         stop.install()
         try:

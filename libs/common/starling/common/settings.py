@@ -14,7 +14,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -228,14 +228,31 @@ class ServiceSettings(BaseSettings):
 S = TypeVar("S", bound=ServiceSettings)
 
 
-def load(schema: type[S], files: Sequence[Path], flags: Sequence[str] = (), *, others: Sequence[str] = ()) -> S:
+def load(
+    schema: type[S],
+    files: Sequence[Path],
+    flags: Sequence[str] = (),
+    *,
+    others: Sequence[str] = (),
+    translate: Callable[[Tree, str], Tree] | None = None,
+) -> S:
     """Read `files`, the environment and `flags` into a `schema`.
 
-    `others` names top-level sections that belong to other services: they are allowed and not looked at.
-    Raises ConfigError, one sentence for the first problem.
+    Args:
+        schema: of the settings.
+        files: TOML; a later one wins.
+        flags: of the command line.
+        others: top-level sections that belong to other services: they are allowed and not looked at.
+        translate: makes settings of the contents of a file, given its name, that may have another form.
+
+    Raises:
+        ConfigError: one sentence for the first problem.
     """
     foreign = set(others) - set(schema.model_fields)
-    trees = [_own(schema, read_toml(file), foreign, str(file)) for file in files]
+    contents = [(str(file), read_toml(file)) for file in files]
+    if translate is not None:
+        contents = [(name, translate(tree, name)) for name, tree in contents]
+    trees = [_own(schema, tree, foreign, name) for name, tree in contents]
     given = _own(schema, flags_tree(schema, flags), foreign, "the command line")
     _own(schema, _environment_tree(schema), foreign, "the environment")
 

@@ -26,6 +26,8 @@ class RewardRequest:
     prompts: tuple[PromptText, ...]
     samples: tuple[Sample, ...]
     """Their indices count from 0; those of one prompt are a group."""
+    only: tuple[int, ...] | None = None
+    """Indices of the scorers that score them; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class RequestResult:
     problems: tuple[tuple[str, ...], ...]
     scores: dict[str, tuple[float | None, ...]]
     """By label, and by ``label/key`` of scorers with several scores."""
+    failures: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a request with `only`, by label, of the scorers that failed for some samples: a sentence for each sample, empty
+    where it has a score."""
+    decode_s: float = 0.0
+    """How long the decoding of latents took, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,11 @@ class RewardRequests:
     def add(self, request: RewardRequest, now: float) -> list[Command]:
         """Add a request with a new id, at `now`."""
         wanted = tuple(
-            tuple(index for index, scorer in enumerate(self.scorers) if scorer.scores(prompt.metadata))
+            tuple(
+                index
+                for index, scorer in enumerate(self.scorers)
+                if (request.only is None or index in request.only) and scorer.scores(prompt.metadata)
+            )
             for prompt in request.prompts
         )
         scores: list[list[Score | None]] = [[None] * len(request.samples) for _ in self.scorers]
@@ -156,7 +167,27 @@ class RewardRequests:
             tuple(one.status for one in outcomes),
             tuple(one.problems for one in outcomes),
             components(self.scorers, entry.scores),
+            self._failures(entry),
         )
+
+    def _failures(self, entry: _RequestInProgress) -> dict[str, tuple[str, ...]]:
+        """Return why samples have no score of a scorer, by its label."""
+        request, found = entry.request, {}
+        for index in request.only or ():
+            row = entry.scores[index]
+            if any(score is None or score.value is None for score in row):
+                reasons = (self._why_missing(entry, index, sample) for sample in request.samples)
+                found[self.scorers[index].label] = tuple(reasons)
+        return found
+
+    def _why_missing(self, entry: _RequestInProgress, index: int, sample: Sample) -> str:
+        """Return why a sample has no score of the scorer `index`; empty if it has one."""
+        score = entry.scores[index][sample.index]
+        if score is not None:
+            return "" if score.value is not None else score.problem or f"scorer {self.scorers[index].label!r} failed."
+        if index in entry.wanted[sample.prompt]:
+            return f"scorer {self.scorers[index].label!r} gave no score within {self.timeout_s:g} s."
+        return f"scorer {self.scorers[index].label!r} is not for prompts of this task."
 
     def _outcome(self, entry: _RequestInProgress, sample: Sample) -> CombinedScores:
         column = [row[sample.index] for row in entry.scores]

@@ -116,7 +116,7 @@ def _clipped(value: float, bounds: WeightedScorer | RewardBounds) -> float:
 def components(
     scorers: Sequence[WeightedScorer], rows: Sequence[Sequence[Score | None]]
 ) -> dict[str, tuple[float | None, ...]]:
-    """Return the scores of completions by the scorers' labels, followed by ``label/key`` of those with several scores.
+    """Return the scores of completions by the scorers' labels, followed by ``label/key`` of those that name their scores.
 
     Args:
         scorers: all of them.
@@ -125,7 +125,7 @@ def components(
     found: dict[str, tuple[float | None, ...]] = {}
     for scorer, row in zip(scorers, rows, strict=True):
         found[scorer.label] = tuple(score.value if score else None for score in row)
-        if not any(score.parts for score in row if score):  # most scorers have one score
+        if not any(score.parts for score in row if score):  # most scorers have one score, without a name
             continue
         parts = [dict(score.parts) if score else {} for score in row]
         for key in dict.fromkeys(key for own in parts for key in own):

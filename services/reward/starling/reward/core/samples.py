@@ -63,7 +63,7 @@ class Score(NamedTuple):
     problem: str = ""
     """One sentence on the failure."""
     parts: tuple[tuple[str, float | None], ...] = ()
-    """All scores by key, where the scorer has several; `value` is one of them, or a sum."""
+    """All scores by key, where the scorer names them; `value` is one of them, or a sum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class RewardsBody(BaseModel):
     @model_validator(mode="after")
     def _metadata_is_flat(self) -> Self:
         for index, sample in enumerate(self.samples):
-            if _is_deeper(sample.metadata, MAX_DEPTH):
+            if is_deeper(sample.metadata, MAX_DEPTH):
                 raise ValueError(f"the metadata of sample {index} is nested more than {MAX_DEPTH} deep")
         return self
 
@@ -129,10 +129,10 @@ def _request(body: RewardsBody) -> RewardRequest:
     return RewardRequest(secrets.token_hex(16), tuple(texts), tuple(samples))
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def is_deeper(value: Any, depth: int) -> bool:
     """Return whether lists and objects are nested in `value` more than `depth` deep."""
     if not isinstance(value, dict | list):
         return False
     if not depth:
         return True
-    return any(_is_deeper(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))
+    return any(is_deeper(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))

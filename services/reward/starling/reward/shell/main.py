@@ -15,6 +15,7 @@ from starling.common.observe.process import STOP_S, StopSignal, end_process, end
 from starling.common.service import ServiceArguments, link_settings, serve
 from starling.common.settings import ServiceSettings
 from starling.reward.core.samples import Score
+from starling.reward.cosmos_settings import translate
 from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
 from starling.reward.shell.controller import ControllerFrontEnd
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["replay"]:
         return run_service("reward", lambda: replay(arguments[1:]))
-    return serve("reward", RewardProcess, Shell, arguments)
+    return serve("reward", RewardProcess, Shell, arguments, translate=translate)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from starling.common.errors import ConfigError, StarlingError
 from starling.common.service import SECTIONS
 from starling.common.settings import ServiceSettings, load
 from starling.reward.core.samples import ScoreTask, group_task
+from starling.reward.cosmos_settings import translate
 from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
 from starling.reward.shell.quarantine import read_quarantined
@@ -34,7 +35,7 @@ def replay(argv: Sequence[str]) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file of <run folder>/quarantine")
     parser.add_argument("--config", action="append", type=Path, required=True, metavar="FILE", help="the recipe")
     known, flags = parser.parse_known_args(list(argv))
-    settings = load(_Settings, known.config, flags, others=SECTIONS).reward
+    settings = load(_Settings, known.config, flags, others=SECTIONS, translate=translate).reward
     titles = [scorer.title for scorer in settings.scorers]
     tasks: list[ScoreTask] = []
     for file in known.files:

@@ -21,6 +21,7 @@ from starling.common.importing import import_object, is_import_path
 from starling.common.raised import describe_raised
 from starling.common.sandbox.execution import has_executor
 from starling.reward.score.scorers.batch import LoadedScorer, class_scorer, function_scorer
+from starling.reward.score.scorers.reward_models import COSMOS_TYPES, REWARD_MODELS, check_reward_model
 
 Scorer = Callable[..., float]
 
@@ -56,6 +57,9 @@ _RUNS_PROGRAMS: Final = "code"
 def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is built in, installed, or has the form of a user's scorer; imports nothing."""
     if name in BUILT_IN or is_import_path(name) or name in (installed := plug_ins()):
+        return
+    if name in REWARD_MODELS or name in COSMOS_TYPES:
+        check_reward_model(name)
         return
     known = nearest(name, [*BUILT_IN, *installed, REASONING_GYM_PREFIX + "<task>"])
     raise ConfigError(
@@ -181,7 +185,10 @@ def _make(name: str, maker: str, subject: tuple[str, ...], options: dict[str, An
 
 def _import(name: str) -> Any:
     """Import what a user's or an installed scorer is. Raises ConfigError."""
-    return import_object(name if is_import_path(name) else plug_ins()[name], "Scorer")
+    if is_import_path(name):
+        return import_object(name, "Scorer")
+    installed = plug_ins()
+    return import_object(installed[name] if name in installed else REWARD_MODELS[name].scorer, "Scorer")
 
 
 def _bound(name: str, found: Any, options: dict[str, Any]) -> Scorer:

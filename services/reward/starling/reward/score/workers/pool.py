@@ -40,7 +40,7 @@ from starling.common.sandbox.launch import choose, report
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.wire.messages import Status, Wait
 from starling.reward.core.samples import LostSample, Sample, Score, ScoreTask
-from starling.reward.score.scorers.batch import BatchScores, ScorerForm, checked_form
+from starling.reward.score.scorers.batch import SCORE, BatchScores, ScorerForm, checked_form
 from starling.reward.score.workers.process import WorkerProcess
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
@@ -373,12 +373,13 @@ class ScoringPool:
         worker.begun_at = finished_at
         self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
         scores, keys = report.scores, self._forms[call.scorer].keys
+        names_its_scores = keys not in ((SCORE,), (self._settings.scorers[call.scorer].title,))
         found = [self._value(call.scorer, values) for values in scores.values]
         if len(found) > 1 and all(value is None for value, _ in found) and self._separate(call):
             return
         for row, (position, (value, why)) in enumerate(zip(call.positions, found, strict=True)):
             problem, values = scores.problems[row], scores.values[row]
-            parts = tuple(zip(keys, values, strict=True)) if len(keys) > 1 else ()
+            parts = tuple(zip(keys, values, strict=True)) if names_its_scores else ()
             if value is None:
                 self._settle(call, position, None, Status.REWARD_ERROR, (problem or why)[:PROBLEM_CHARS], parts)
             else:

@@ -1,0 +1,172 @@
+"""Translation of the `rewards.toml` of Cosmos-RL's reward service into the settings of this one.
+
+    host = "0.0.0.0"                          [reward.http]
+    port = 8080                               enabled = true, host, port
+    [[reward_args]]                           [[reward.scorers]]
+    reward_type = "hpsv3"                     name = "hpsv3"
+    model_path = "..."                        options = { model_path = "..." }, needs = { paths = ["..."] }
+
+A key that says nothing here, as where to put temporary files, is logged and left out; one whose loss would change
+scores is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import structlog
+
+from starling.common.errors import ConfigError
+from starling.common.settings import Tree, nearest, shown
+
+log = structlog.get_logger(__name__)
+
+_OWN_KEYS: Final = ("reward_args", "decode_args", "redis_host", "redis_port", "no_latent_decoder")
+"""By which one of them is told from a recipe."""
+_SERVICE: Final[dict[str, type]] = {
+    "host": str,
+    "port": int,
+    "redis_host": str,
+    "redis_port": int,
+    "no_latent_decoder": bool,
+    "reward_args": list,
+    "decode_args": dict,
+}
+_REWARD: Final[dict[str, type]] = {
+    "reward_type": str,
+    "enable": bool,
+    "venv_python": str,
+    "setup_script": str,
+    "model_path": str,
+    "download_path": str,
+    "dtype": str,
+    "device": str,
+    "endpoint_url": str,
+    "endpoint_api_key": str,
+    "work_dir": str,
+    "tmp_dir": str,
+}
+_OPTIONS: Final = ("model_path", "download_path", "dtype", "device", "endpoint_url", "endpoint_api_key")
+"""Keys of `[[reward_args]]` that are options of a scorer, by the same names."""
+_DECODE: Final[dict[str, type]] = {
+    "model_path": str,
+    "dtype": str,
+    "device": str,
+    "chunk_duration": int,
+    "temporal_window": int,
+    "load_mean_std": bool,
+    "wan2pt2_model_path": str,
+    "wan2pt2_credential_path": str,
+}
+_WITHOUT_EFFECT: Final = {
+    "setup_script": "nothing is installed when the service starts",
+    "work_dir": "scorers write no files",
+    "tmp_dir": "scorers write no files",
+    "venv_python": "scorers run in the environment of the service, where their packages must be installed",
+}
+_KEYS: Final = {"dance_grpo": "overall_reward", "cosmos_reason1": "no_score", "gen_eval": "gen_eval_reward"}
+"""Which score counts in rewards of `/v1/rewards`, of types with several; clients of Cosmos-RL get them all."""
+_LOCAL: Final = ("", "localhost", "127.0.0.1", "::1")
+_NUM_WORKERS: Final = 1
+"""Each worker loads every model."""
+_TIMEOUT_S: Final = 120.0
+_START_TIMEOUT_S: Final = 900.0
+"""Models of several GB are read."""
+
+
+def translate(tree: Tree, origin: str) -> Tree:
+    """Return a configuration file in the form of a recipe; one that is no file of Cosmos-RL is returned as it is.
+
+    Args:
+        tree: the file's contents.
+        origin: the file, for errors.
+
+    Raises:
+        ConfigError: it has an unknown key, a value of another type, or something that this service cannot do.
+    """
+    if "reward" in tree or not set(_OWN_KEYS) & set(tree):
+        return tree
+    try:
+        return _translated(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in {origin}, which is a configuration of Cosmos-RL)") from None
+
+
+def _translated(tree: Tree) -> Tree:
+    _check(tree, _SERVICE, "")
+    http: Tree = {"enabled": True, **{key: tree[key] for key in ("host", "port") if key in tree}}
+    _check_redis(tree)
+    _check_decoder(tree.get("decode_args", {}))
+    reward: Tree = {
+        "num_workers": _NUM_WORKERS,
+        "timeout_s": _TIMEOUT_S,
+        "start_timeout_s": _START_TIMEOUT_S,
+        "scorers": _scorers(tree.get("reward_args", [])),
+        "http": http,
+    }
+    return {"reward": reward}
+
+
+def _scorers(rewards: list[Any]) -> list[Tree]:
+    """Return the scorers of the rewards that are enabled. Raises ConfigError if there are none."""
+    found = []
+    for number, reward in enumerate(rewards):
+        where = f"reward_args.{number}"
+        if not isinstance(reward, dict):
+            raise ConfigError(f"{where} = {shown(reward)} is no table; write [[reward_args]] above each")
+        _check(reward, _REWARD, f"{where}.")
+        if "reward_type" not in reward:
+            raise ConfigError(f"{where}.reward_type is missing; name a scorer")
+        if reward.get("enable", True):
+            found.append(_scorer(reward, where))
+    if not found:
+        raise ConfigError("no [[reward_args]] is enabled, so there is nothing to score with; set enable = true in one")
+    return found
+
+
+def _scorer(reward: Mapping[str, Any], where: str) -> Tree:
+    for key, why in _WITHOUT_EFFECT.items():
+        if reward.get(key, "") not in ("", "python"):
+            log.warning("cosmos_setting_ignored", key=f"{where}.{key}", reason=why)
+    options = {key: reward[key] for key in _OPTIONS if reward.get(key)}
+    needs: Tree = {}
+    if paths := [
+        options[key] for key in ("model_path", "download_path") if options.get(key, "").startswith(("/", "~"))
+    ]:
+        needs["paths"] = paths
+    if options.get("device", "cuda").startswith("cuda") and "endpoint_url" not in options:
+        needs["devices"] = ["gpu"]
+    if "endpoint_url" in options:
+        needs["network"] = True
+    name = reward["reward_type"]
+    scorer: Tree = {"name": name, "options": options, "needs": needs}
+    return {**scorer, "key": _KEYS[name]} if name in _KEYS else scorer
+
+
+def _check_redis(tree: Tree) -> None:
+    """Raise ConfigError for a Redis server elsewhere; the one that Cosmos-RL starts itself is not needed."""
+    host = tree.get("redis_host", "")
+    if host not in _LOCAL and tree.get("redis_port", 1) > 0:
+        raise ConfigError(f"redis_host = {shown(host)}: results are kept by the service itself; remove it")
+
+
+def _check_decoder(decode: Tree) -> None:
+    _check(decode, _DECODE, "decode_args.")
+    if decode:
+        raise ConfigError("decode_args: latents are not decoded here; remove it, and send pixels")
+
+
+def _check(table: Mapping[str, Any], known: Mapping[str, type], prefix: str) -> None:
+    """Raise ConfigError for a key that is not known, or has a value of another type."""
+    for key, value in table.items():
+        if key not in known:
+            like = nearest(key, list(known))
+            hint = f"did you mean {prefix}{like}?" if like else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown setting {prefix}{key} = {shown(value)}; {hint}")
+        kind = known[key]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{prefix}{key} = {shown(value)} must be of type {_NAMES[kind]}")
+
+
+_NAMES: Final[dict[type, str]] = {str: "text", int: "integer", bool: "true or false", list: "list", dict: "table"}

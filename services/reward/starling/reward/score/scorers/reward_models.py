@@ -1,0 +1,55 @@
+"""Scorers that call the reward models of others, whose packages are installed by whoever wants them.
+
+Each is a class in a file of its own, which imports its packages in `setup`: to check a recipe, or to start a worker of
+other scorers, needs none of them. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Final, NamedTuple
+
+from starling.common.errors import ConfigError
+
+
+class RewardModel(NamedTuple):
+    """Where the scorer of a reward model is, and what it imports."""
+
+    scorer: str
+    """``module:class``."""
+    packages: tuple[str, ...]
+    """Modules that it imports."""
+    install: str
+    """What to give to `pip install`."""
+
+
+REWARD_MODELS: Final[dict[str, RewardModel]] = {}
+"""By the name of the scorer, which is that of the reward type of Cosmos-RL."""
+
+COSMOS_TYPES: Final = (
+    "cosmos_reason1",
+    "dance_grpo",
+    "gen_eval",
+    "hpsv2",
+    "hpsv3",
+    "image_reward",
+    "ocr",
+    "pickscore",
+    "unified_reward",
+)
+"""Reward types of Cosmos-RL. A scorer of the name, or with it as its label, answers requests for it."""
+
+
+def check_reward_model(name: str) -> None:
+    """Raise ConfigError, with what to install, unless the scorer of a reward model can be imported here."""
+    model = REWARD_MODELS.get(name)
+    if model is None:
+        raise ConfigError(
+            f"Scorer {name!r} is a reward type of Cosmos-RL without a scorer here: install a package that offers it as "
+            f"an entry point of `starling.scorers`, or give your own class and `label = {name!r}`."
+        )
+    missing = [package for package in model.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"Scorer {name!r} needs {', '.join(missing)}, which is not installed here: pip install {model.install}."
+        )

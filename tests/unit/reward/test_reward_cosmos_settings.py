@@ -1,0 +1,139 @@
+"""Configuration files of Cosmos-RL's reward service: what becomes of each key, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from starling.common.errors import ConfigError
+from starling.common.settings import ServiceSettings, load
+from starling.reward.cosmos_settings import translate
+from starling.reward.settings import RewardSettings
+
+WHOLE = """
+host = "0.0.0.0"
+port = 9090
+redis_host = "localhost"
+redis_port = 6379
+
+[[reward_args]]
+reward_type = "{scorer}"
+venv_python = "python"
+model_path = "/models/judge"
+download_path = "/models"
+dtype = "float16"
+enable = true
+
+[[reward_args]]
+reward_type = "ocr"
+venv_python = "/root/ocr/bin/python"
+device = "cpu"
+enable = false
+"""
+OWN = """
+class Judge:
+    keys = ("overall_reward", "vq_reward")
+
+    def __init__(self, model_path, download_path, dtype="float32", device="cpu"):
+        pass
+
+    def score(self, batch):
+        return {key: [1.0] * len(batch) for key in self.keys}
+"""
+
+
+class Settings(ServiceSettings):
+    reward: RewardSettings
+
+
+def translated(text: str) -> dict[str, Any]:
+    found = translate(tomllib.loads(text), "rewards.toml")["reward"]
+    assert isinstance(found, dict)
+    return found
+
+
+def reward(**values: Any) -> dict[str, Any]:
+    return {"reward_args": [{"reward_type": "hpsv3", **values}]}
+
+
+def test_each_key_has_its_place_in_a_recipe() -> None:
+    found = translated(WHOLE.format(scorer="dance_grpo"))
+    assert found["http"] == {"enabled": True, "host": "0.0.0.0", "port": 9090}
+    (scorer,) = found["scorers"]
+    assert scorer == {
+        "name": "dance_grpo",
+        "key": "overall_reward",
+        "options": {"model_path": "/models/judge", "download_path": "/models", "dtype": "float16"},
+        "needs": {"paths": ["/models/judge", "/models"], "devices": ["gpu"]},
+    }
+
+
+def test_file_is_read_like_a_recipe_below_flags(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(OWN)
+    file = tmp_path / "rewards.toml"
+    file.write_text(WHOLE.format(scorer=f"{tmp_path}/judge.py:Judge"))
+    flags = ["--reward.http.port", "9191"]
+    settings = load(Settings, [file], flags, translate=translate).reward
+    assert (settings.http.enabled, settings.http.host, settings.http.port) == (True, "0.0.0.0", 9191)
+    assert [scorer.options["dtype"] for scorer in settings.scorers] == ["float16"]
+    assert settings.scorers[0].needs.devices == ("gpu",)
+
+
+def test_endpoint_needs_the_network_and_no_device() -> None:
+    found = translate(reward(endpoint_url="http://judge:8000/v1", endpoint_api_key="key"), "")["reward"]["scorers"][0]
+    assert found["needs"] == {"network": True}
+    assert found["options"] == {"endpoint_url": "http://judge:8000/v1", "endpoint_api_key": "key"}
+
+
+@pytest.mark.parametrize("tree", [{}, {"reward": {"num_workers": 1}}, {"host": "::1"}, {"reward": {}, "redis_port": 1}])
+def test_recipe_stays_as_it_is(tree: dict[str, Any]) -> None:
+    assert translate(tree, "") == tree
+
+
+def test_keys_without_effect_are_logged() -> None:
+    with capture_logs() as logs:
+        translate(reward(venv_python="/root/hpsv3/bin/python", setup_script="hpsv3.sh", tmp_dir="/tmp"), "")
+    assert {entry["event"] for entry in logs} == {"cosmos_setting_ignored"}
+    keys = [entry["key"].removeprefix("reward_args.0.") for entry in logs]
+    assert keys == ["setup_script", "tmp_dir", "venv_python"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"reward_args": []}, r"no \[\[reward_args\]\] is enabled"),
+        (reward(enable=False), r"no \[\[reward_args\]\] is enabled"),
+        (reward(dtyp="float16"), "unknown setting reward_args.0.dtyp = 'float16'; did you mean reward_args.0.dtype"),
+        (reward(zzzzzzz=1), "unknown setting reward_args.0.zzzzzzz = 1; known: reward_type, enable"),
+        (reward(device=3), "reward_args.0.device = 3 must be of type text"),
+        (reward(enable="yes"), "reward_args.0.enable = 'yes' must be of type true or false"),
+        ({**reward(), "port": True}, "port = True must be of type integer"),
+        ({**reward(), "prot": 8080}, "unknown setting prot = 8080; did you mean port"),
+        ({**reward(), "redis_host": "10.0.0.5"}, "redis_host = '10.0.0.5': results are kept by the service itself"),
+        ({**reward(), "decode_args": {"model_pth": "x"}}, "unknown setting decode_args.model_pth"),
+        ({**reward(), "decode_args": {"model_path": "x.pth"}}, "decode_args: latents are not decoded here"),
+        ({"reward_args": ["hpsv3"]}, "reward_args.0 = 'hpsv3' is no table"),
+        ({"reward_args": [{"enable": True}]}, "reward_args.0.reward_type is missing"),
+        ({"reward_args": {}}, "reward_args = {} must be of type list"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        translate(tree, "rewards.toml")
+    assert str(caught.value).endswith("(in rewards.toml, which is a configuration of Cosmos-RL)")
+
+
+def test_command_says_which_reward_type_has_no_scorer_here(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.toml"
+    file.write_text(WHOLE.format(scorer="cosmos_reason1"))
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(file), "--dir", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
+    assert ended.returncode == 2
+    assert "Scorer 'cosmos_reason1'" in ended.stderr
+    assert "Traceback" not in ended.stderr
