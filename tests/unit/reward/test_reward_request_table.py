@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from starling.reward.core.requests import RequestResult, RewardRequest
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
 from starling.reward.http.settings import HttpSettings
+from starling.reward.http.stores.memory import MemoryStore
+from starling.reward.http.stores.store import FinishedRequest
 from starling.reward.http.table import RequestTable
 
 
@@ -24,89 +27,111 @@ class Stage:
         self.now = 0.0
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
+        limits = HttpSettings.model_validate(settings)
         self.table = RequestTable(
-            HttpSettings.model_validate(settings),
+            limits,
+            MemoryStore(limits.result_ttl_s, lambda: self.now),
             lambda request: self.submitted.append(request.id),
             self.cancelled.append,
-            lambda: self.now,
+            {},
         )
 
-    def add(self, id: str, num_samples: int = 1, num_bytes: int = 0) -> None:
+    @classmethod
+    async def started(cls, **settings: Any) -> Stage:
+        stage = cls(**settings)
+        await stage.table.start()
+        return stage
+
+    async def add(self, id: str, num_samples: int = 1, num_bytes: int = 0, info: dict[str, Any] | None = None) -> None:
         completion = CompletionText(text="a", status=Status.OK, num_tokens=1)
         samples = tuple(Sample(index, 0, completion) for index in range(num_samples))
-        self.table.add(RewardRequest(id, (PromptText("", "", {}),), samples), num_bytes)
+        await self.table.add(RewardRequest(id, (PromptText("", "", {}),), samples), num_bytes, info=info)
 
-    def finish(self, id: str, num_samples: int = 1) -> None:
-        self.table.finish(RequestResult(id, (1.0,) * num_samples, (Status.OK,) * num_samples, ((),) * num_samples, {}))
+    async def finish(self, id: str, num_samples: int = 1, reward: float = 1.0) -> None:
+        num = num_samples
+        self.table.finish(RequestResult(id, (reward,) * num, (Status.OK,) * num, ((),) * num, {}))
+        await asyncio.sleep(0)  # it is stored by a task
 
-    def fetch(self, id: str) -> bytes | None:
-        return asyncio.run(self.table.result(id, 0.0))
+    async def fetch(self, id: str) -> FinishedRequest | None:
+        return await self.table.result(id, 0.0)
 
 
-def refused(call: Any, *arguments: Any) -> int:
+async def refused(call: Awaitable[Any]) -> int:
     with pytest.raises(HttpError) as caught:
-        call(*arguments)
+        await call
     assert caught.value.retry_after_s == (1 if caught.value.status == 429 else None)
     return caught.value.status
 
 
 def test_samples_in_progress_are_limited_and_a_large_request_is_taken_alone() -> None:
-    stage = Stage(max_samples=4)
-    stage.add("a", 3)
-    assert refused(stage.add, "b", 2) == 429
-    stage.add("c", 1)
-    stage.finish("a", 3)
-    stage.add("d", 3)
-    stage.finish("c")
-    stage.finish("d", 3)
-    stage.add("e", 9)
-    assert (stage.submitted, stage.table.num_samples) == (["a", "c", "d", "e"], 9)
+    async def scenario() -> None:
+        stage = await Stage.started(max_samples=4)
+        await stage.add("a", 3)
+        assert await refused(stage.add("b", 2)) == 429
+        await stage.add("c", 1)
+        await stage.finish("a", 3)
+        await stage.add("d", 3)
+        await stage.finish("c")
+        await stage.finish("d", 3)
+        await stage.add("e", 9)
+        assert (stage.submitted, stage.table.num_samples) == (["a", "c", "d", "e"], 9)
+
+    asyncio.run(scenario())
 
 
 def test_memory_of_requests_and_results_is_limited_and_free_again_when_they_expire() -> None:
-    stage = Stage(max_memory_mb=1, max_body_mb=1, result_ttl_s=10.0)
-    stage.add("a", num_bytes=700_000)
-    assert refused(stage.add, "b", 1, 400_000) == 429
-    assert refused(stage.table.check_room, 400_000) == 429
-    stage.finish("a")
-    stage.add("b", num_bytes=400_000)
-    stage.now = 9.9
-    assert stage.fetch("a") is not None
-    stage.now = 10.0
-    assert refused(stage.fetch, "a") == 404
-    assert stage.fetch("b") is None
-    stage.table.remove("b")
-    assert (stage.cancelled, stage.table.num_samples, stage.table.size_bytes, len(stage.table)) == (["b"], 0, 0, 0)
-    stage.finish("b")
-    assert len(stage.table) == 0, "the result of a removed request is dropped"
+    async def scenario() -> None:
+        stage = await Stage.started(max_memory_mb=1, max_body_mb=1, result_ttl_s=10.0)
+        await stage.add("a", num_bytes=700_000)
+        assert await refused(stage.add("b", 1, 400_000)) == 429
+        with pytest.raises(HttpError, match="max_memory_mb"):
+            stage.table.check_room(400_000)
+        await stage.finish("a")
+        await stage.add("b", num_bytes=400_000)
+        stage.now = 9.9
+        assert await stage.fetch("a") is not None
+        stage.now = 10.0
+        assert await refused(stage.fetch("a")) == 404
+        assert await stage.fetch("b") is None
+        await stage.table.remove("b")
+        counts = stage.cancelled, stage.table.num_samples, stage.table.held_bytes, len(stage.table)
+        assert counts == (["b"], 0, 0, 0)
+        await stage.finish("b")
+        assert len(stage.table) == 0, "the result of a removed request is dropped"
+
+    asyncio.run(scenario())
 
 
-def test_waiting_client_gets_the_result_when_it_comes() -> None:
-    async def scenario() -> tuple[bytes | None, bytes | None]:
-        stage = Stage()
-        stage.add("a")
+def test_waiting_client_gets_the_result_when_it_comes_with_what_was_given_with_the_request() -> None:
+    async def scenario() -> None:
+        stage = await Stage.started()
+        await stage.add("a", info={"shape": [1, 2]})
         waiting = asyncio.ensure_future(stage.table.result("a", 30.0))
-        early = await stage.table.result("a", 0.01)
-        stage.finish("a")
-        return early, await waiting
+        assert await stage.table.result("a", 0.01) is None
+        await stage.finish("a")
+        found = await waiting
+        assert found is not None
+        assert (found.result.id, found.result.rewards, found.result.statuses) == ("a", (1.0,), (Status.OK,))
+        assert found.info == {"shape": [1, 2]}
+        assert found.duration_s >= 0.01
+        await stage.finish("a", reward=2.0)
+        assert await stage.fetch("a") == found, "a result is never overwritten"
 
-    early, found = asyncio.run(scenario())
-    assert early is None
-    assert found is not None
-    assert found.startswith(b'{"id":"a","status":"done","rewards":[1.0]')
+    asyncio.run(scenario())
 
 
 def test_client_that_waits_is_told_when_its_request_is_removed_or_the_service_stops() -> None:
     async def scenario() -> list[int]:
-        stage = Stage()
-        stage.add("a")
-        stage.add("b")
+        stage = await Stage.started()
+        await stage.add("a")
+        await stage.add("b")
         waiting = [asyncio.ensure_future(stage.table.result(id, 30.0)) for id in ("a", "b")]
         await asyncio.sleep(0)
-        stage.table.remove("a")
+        await stage.table.remove("a")
         await asyncio.sleep(0)
-        stage.table.close()
+        await stage.table.close()
         found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20.0)
+        assert await refused(stage.add("c")) == 503
         return [error.status for error in found if isinstance(error, HttpError)]
 
     assert asyncio.run(scenario()) == [404, 503]
@@ -119,29 +144,30 @@ steps = st.lists(
 
 @given(steps)
 def test_counts_are_those_of_the_requests_that_are_held(steps: list[tuple[str, int, int]]) -> None:
-    stage = Stage(result_ttl_s=3.0)
-    held: dict[str, tuple[int, float | None]] = {}
-    for step, which, size in steps:
-        id = str(which)
+    async def scenario() -> None:
+        stage = await Stage.started(result_ttl_s=3.0)
+        held: dict[str, tuple[int, float | None]] = {}
+        for step, which, size in steps:
+            id = str(which)
+            held = {name: one for name, one in held.items() if one[1] is None or one[1] > stage.now}
+            match step:
+                case "add" if id not in held:
+                    await stage.add(id, size, num_bytes=100)
+                    held[id] = (size, None)
+                case "finish" if id in held and held[id][1] is None:
+                    await stage.finish(id, held[id][0])
+                    held[id] = (held[id][0], stage.now + 3.0)
+                case "remove" if id in held:
+                    await stage.table.remove(id)
+                    del held[id]
+                case "pass":
+                    stage.now += size
         held = {name: one for name, one in held.items() if one[1] is None or one[1] > stage.now}
-        match step:
-            case "add" if id not in held:
-                stage.add(id, size, num_bytes=100)
-                held[id] = (size, None)
-            case "finish" if id in held and held[id][1] is None:
-                stage.finish(id, held[id][0])
-                held[id] = (held[id][0], stage.now + 3.0)
-            case "remove" if id in held:
-                stage.table.remove(id)
-                del held[id]
-            case "pass":
-                stage.now += size
-    stage.table.check_room(0)
-    held = {name: one for name, one in held.items() if one[1] is None or one[1] > stage.now}
-    assert len(stage.table) == len(held)
-    assert stage.table.num_samples == sum(num for num, end in held.values() if end is None)
-    stage.now += 3.0
-    for name in [name for name, one in held.items() if one[1] is None]:
-        stage.table.remove(name)
-    stage.table.check_room(0)
-    assert (len(stage.table), stage.table.size_bytes, stage.table._expiry) == (0, 0, {})
+        assert len(stage.table) == len(held)
+        assert stage.table.num_samples == sum(num for num, end in held.values() if end is None)
+        stage.now += 3.0
+        for name in [name for name, one in held.items() if one[1] is None]:
+            await stage.table.remove(name)
+        assert (len(stage.table), stage.table.held_bytes, stage.table.size_bytes) == (0, 0, 0)
+
+    asyncio.run(scenario())

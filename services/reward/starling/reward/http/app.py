@@ -15,9 +15,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starling.reward.http.body import Application, LimitedBodies
 from starling.reward.http.errors import HttpError
 from starling.reward.http.metrics import render
-from starling.reward.http.schema import RewardsBody, Wait, memory_of, read_rewards, reward_request
+from starling.reward.http.schema import RewardsBody, Wait, memory_of, read_rewards, render_result, reward_request
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.status import ServiceStatus
+from starling.reward.http.stores.store import RequestBody
 from starling.reward.http.table import RequestTable
 
 log = structlog.get_logger(__name__)
@@ -35,6 +36,7 @@ _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
         (413, "the body is too large"),
         (422, "the body is not valid; `detail` says why"),
         (429, "a limit is reached; try again after `retry-after` seconds"),
+        (503, "the service starts or stops, or cannot reach its store; try again after `retry-after` seconds"),
     )
 }
 
@@ -86,7 +88,7 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
         table.check_room(num_bytes)
         body = read_rewards(data)
         asked, wait_s = reward_request(body), body.wait_s
-        table.add(asked, num_bytes)
+        await table.add(asked, num_bytes, RequestBody("v1", data))
         del data, body  # not kept while the client waits
         return await _answer(request, table, asked.id, wait_s)
 
@@ -98,7 +100,7 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
     @app.delete("/v1/rewards/{id}", status_code=204, responses={404: {"description": "no such id"}})
     async def forget(id: RequestId) -> Response:
         """Stop scoring a request, and forget its result."""
-        table.remove(id)
+        await table.remove(id)
         return Response(status_code=204)
 
     @app.get("/v1/scorers")
@@ -138,7 +140,7 @@ async def _answer(request: Request, table: RequestTable, id: str, wait_s: float)
         gone.cancel()
     if found is None:
         return JSONResponse({"id": id, "status": "pending"}, 202)
-    return Response(found, 200, media_type=JSON)
+    return Response(render_result(found), 200, media_type=JSON)
 
 
 async def _disconnected(request: Request) -> None:

@@ -37,3 +37,15 @@ class HttpError(StarlingError):
         if self.status in (408, 413):  # the rest of the body must not be read as the next request
             headers["connection"] = "close"
         return headers
+
+
+class StoreUnavailable(HttpError):
+    """The store of requests cannot be reached, or does not answer in time; nothing is known of what it did.
+
+    Args:
+        reason: for the log; clients are not told.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(503, "the store of requests cannot be reached; try again", retry_after_s=1)
+        self.reason = reason

@@ -12,6 +12,7 @@ from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.requests import RewardRequest
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
+from starling.reward.http.stores.store import FinishedRequest
 
 MAX_SAMPLES: Final = 4096
 """Of one request."""
@@ -98,15 +99,39 @@ def read_rewards(data: bytes) -> RewardsBody:
         raise HttpError(422, f"the body is not JSON: {error}") from None
 
 
-def reward_request(body: RewardsBody) -> RewardRequest:
-    """Return the request of a body, under a new id. Raises HttpError when its contents cannot be sent to workers."""
+def reward_request(body: RewardsBody, id: str | None = None) -> RewardRequest:
+    """Return the request of a body, under `id` or a new one.
+
+    Raises:
+        HttpError: its contents cannot be sent to workers.
+    """
     try:
-        return _request(body)
+        return _request(body, id or secrets.token_hex(16))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise HttpError(422, f"a prompt, its metadata or a completion cannot be encoded: {error}") from None
 
 
-def _request(body: RewardsBody) -> RewardRequest:
+def read_again(data: bytes, id: str) -> RewardRequest:
+    """Read a stored body. Raises HttpError for one that is not a request for rewards."""
+    return reward_request(read_rewards(data), id)
+
+
+def render_result(finished: FinishedRequest) -> bytes:
+    """Return the result of a request as JSON."""
+    result = finished.result
+    return msgspec.json.encode(
+        {
+            "id": result.id,
+            "status": "done",
+            "rewards": result.rewards,
+            "statuses": result.statuses,
+            "problems": result.problems,
+            "scores": result.scores,
+        }
+    )
+
+
+def _request(body: RewardsBody, id: str) -> RewardRequest:
     prompts: dict[tuple[str, bytes], int] = {}
     texts: list[PromptText] = []
     samples = []
@@ -126,7 +151,7 @@ def _request(body: RewardsBody) -> RewardRequest:
         )
         msgspec.msgpack.encode(completion)
         samples.append(Sample(index, number, completion))
-    return RewardRequest(secrets.token_hex(16), tuple(texts), tuple(samples))
+    return RewardRequest(id, tuple(texts), tuple(samples))
 
 
 def is_deeper(value: Any, depth: int) -> bool:

@@ -1,77 +1,146 @@
-"""Requests of HTTP clients and their results, in the server's event loop."""
+"""Requests of HTTP clients that this instance scores, within its limits, in the server's event loop.
+
+    add --> stored --> scoring --> result stored --> (only in the store)
+
+A request is accepted or refused, and an accepted one is answered: it is stored before its client is told its id, and
+its client is told its result once that is stored. What the store still holds from an instance that has gone is read
+from its body again, and scored.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+import structlog
 
+from starling.common.wire.messages import Status
 from starling.reward.core.requests import RequestResult, RewardRequest
-from starling.reward.http.errors import HttpError
+from starling.reward.http.errors import HttpError, StoreUnavailable
 from starling.reward.http.settings import HttpSettings
+from starling.reward.http.stores.store import (
+    ENTRY_BYTES,
+    FinishedRequest,
+    RequestBody,
+    RequestStore,
+    StoredRequest,
+    decode_result,
+    encode_result,
+)
+
+log = structlog.get_logger(__name__)
 
 RETRY_AFTER_S: Final = 1
-ENTRY_BYTES: Final = 1024
-"""What an entry takes besides the bytes of its request or result."""
+CLOSE_S: Final = 2.0
+"""How long the last results may take to be stored when the service stops."""
+MAX_DEATHS: Final = 3
+"""A request whose scoring has ended so many instances is answered as failed, or it would end all others, too."""
+POLL_INTERVALS_S: Final = (0.02, 0.05, 0.1, 0.25)
+"""How often the store is asked for the result of another instance: the last one again and again."""
+
+Reader = Callable[[bytes, str], RewardRequest]
+"""Reads the body of a request with an id. Raises ValueError or HttpError for one that this service cannot score."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    num_samples: int
+    """A request that this instance scores."""
+
+    stored: StoredRequest
+    """Without its body."""
     size_bytes: int
     """Of the request; of the result, once there is one."""
-    result: bytes | None = None
+    began: float
+    is_finished: bool = False
+    """Whether it has all scores; its result may still be on its way to the store."""
+    result: FinishedRequest | None = None
+    """Set once it is stored."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RequestTable:
-    """Table of the requests of HTTP clients and their results, within the limits of the settings.
-
-    A request is accepted or refused, and an accepted one is never dropped: its result is kept for `result_ttl_s`.
+    """Table of the requests that this instance scores, within the limits of the settings.
 
     Args:
         settings: the limits.
+        store: keeps requests and results.
         submit: passes a request to the scorers.
         cancel: stops scoring the request of an id.
+        readers: of stored bodies, by their forms.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         settings: HttpSettings,
+        store: RequestStore,
         submit: Callable[[RewardRequest], None],
         cancel: Callable[[str], None],
+        readers: Mapping[str, Reader],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._submit, self._cancel, self._clock = settings, submit, cancel, clock
+        self._settings, self._store, self._clock = settings, store, clock
+        self._submit, self._cancel, self._readers = submit, cancel, readers
         self._max_bytes = settings.max_memory_mb << 20
         self._entries: dict[str, _Entry] = {}
-        self._is_closed = False
-        self._expiry: dict[str, float] = {}
-        """When each result expires, in order."""
+        self._keeping: set[asyncio.Task[None]] = set()
+        """Tasks that store results."""
+        self._tending: asyncio.Task[None] | None = None
+        self._is_open = self._is_closed = False
+        self._closed = asyncio.Event()
         self.num_samples = self.size_bytes = 0
-        """Samples that are being scored, and memory of requests and results."""
+        """Samples that are being scored, and memory of requests, of bodies that are being read, and of results that are
+        not stored yet."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + self._store.num_results
+
+    @property
+    def held_bytes(self) -> int:
+        """What requests and results take."""
+        return self.size_bytes + self._store.size_bytes
+
+    async def start(self) -> None:
+        """Open the store, and begin to score the requests that it holds. Raises ConfigError."""
+        await self._store.open()
+        self._is_open = True
+        self._tending = asyncio.create_task(self._tend())
 
     def check_room(self, num_bytes: int) -> None:
         """Raise HttpError if a body of `num_bytes` would exceed the limit on memory."""
-        self._drop_expired()
-        if self.size_bytes + num_bytes > self._max_bytes:
+        held = self.held_bytes
+        if held + num_bytes > self._max_bytes:
             raise HttpError(
                 429,
-                f"requests and results take {self.size_bytes >> 20} MiB of reward.http.max_memory_mb; remove results "
+                f"requests and results take {held >> 20} MiB of reward.http.max_memory_mb; remove results "
                 "that you have fetched, or try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def add(self, request: RewardRequest, num_bytes: int) -> None:
-        """Accept a request, whose body had `num_bytes`. Raises HttpError when it would exceed a limit."""
+    async def add(
+        self,
+        request: RewardRequest,
+        num_bytes: int,
+        body: RequestBody | None = None,
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        """Accept a request under a new id: once this returns, it will be answered.
+
+        Args:
+            request: what is to be scored.
+            num_bytes: about what it takes in memory.
+            body: as it arrived; its form has a reader, which makes an equal request of it.
+            info: what the routes want to know of it with its result; values of MessagePack.
+
+        Raises:
+            HttpError: it would exceed a limit, or the store cannot be reached. It is not scored.
+        """
+        self._check_open()
         self.check_room(num_bytes + ENTRY_BYTES)
         num = len(request.samples)
         if self.num_samples and self.num_samples + num > self._settings.max_samples:
@@ -81,73 +150,184 @@ class RequestTable:
                 f"{self._settings.max_samples}; try again",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._entries[request.id] = _Entry(num, num_bytes + ENTRY_BYTES)
-        self.num_samples += num
-        self.size_bytes += num_bytes + ENTRY_BYTES
+        stored = StoredRequest(
+            id=request.id, body=body or RequestBody(), num_samples=num, num_bytes=num_bytes, info=info or {}
+        )
+        self._hold(stored)
+        try:
+            await self._store.put(stored)
+        except BaseException:
+            self._drop(request.id)
+            raise
         self._submit(request)
 
     def finish(self, result: RequestResult) -> None:
-        """Keep the result of a request, and wake those who wait for it."""
+        """Store the result of a request, and then wake those who wait for it. Called in the event loop."""
         entry = self._entries.get(result.id)
-        if entry is None or entry.result is not None:
+        if entry is None or entry.is_finished:
             return
-        entry.result = msgspec.json.encode(
-            {
-                "id": result.id,
-                "status": "done",
-                "rewards": result.rewards,
-                "statuses": result.statuses,
-                "problems": result.problems,
-                "scores": result.scores,
-            }
-        )
-        self.num_samples -= entry.num_samples
-        self._resize(entry, len(entry.result) + ENTRY_BYTES)
-        self._expiry[result.id] = self._clock() + self._settings.result_ttl_s
-        entry.done.set()
+        entry.is_finished = True
+        self.num_samples -= entry.stored.num_samples
+        duration_s = self._clock() - entry.began
+        data = encode_result(FinishedRequest(result=result, info=entry.stored.info, duration_s=duration_s))
+        self._resize(entry, len(data) + ENTRY_BYTES)
+        task = asyncio.get_running_loop().create_task(self._keep(entry, data))
+        self._keeping.add(task)  # the event loop alone would not keep it alive
+        task.add_done_callback(self._keeping.discard)
 
-    async def result(self, id: str, wait_s: float) -> bytes | None:
-        """Return the result of a request as JSON; None if it does not come within `wait_s`.
+    async def result(self, id: str, wait_s: float) -> FinishedRequest | None:
+        """Return the result of a request; None if it does not come within `wait_s`.
 
         Raises:
-            HttpError: there is no such request, or no more.
+            HttpError: there is no such request, or no more; or the store cannot be reached.
         """
-        entry = self._entry(id)
-        if entry.result is None and wait_s > 0:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await entry.done.wait()
-            except TimeoutError:
+        end = self._clock() + wait_s
+        num_polls = 0
+        while True:
+            self._check_open()
+            entry = self._entries.get(id)
+            if entry is None:
+                found = await self._store.find(id)
+                if found is None:
+                    raise self._unknown(id)
+                if isinstance(found, bytes):
+                    return self._decoded(id, found)
+            left_s = end - self._clock()
+            if left_s <= 0:
                 return None
-            if self._is_closed:
-                raise HttpError(503, "the service is stopping; ask another one")
-            if entry.result is None:
-                raise self._unknown(id)
-        return entry.result
+            if entry is None:  # another instance scores it, or none does yet
+                pause_s = POLL_INTERVALS_S[min(num_polls, len(POLL_INTERVALS_S) - 1)]
+                num_polls += 1
+                await self._wait(self._closed, min(pause_s, left_s))
+            elif not await self._wait(entry.done, left_s):
+                return None
+            elif entry.result is not None:
+                return entry.result
 
-    def remove(self, id: str) -> None:
+    async def remove(self, id: str) -> None:
         """Forget a request, and stop scoring it. Raises HttpError when there is no such request."""
-        entry = self._entry(id)
-        del self._entries[id]
-        entry.done.set()
-        self.size_bytes -= entry.size_bytes
-        self._expiry.pop(id, None)
-        if entry.result is None:
-            self.num_samples -= entry.num_samples
-            self._cancel(id)
+        self._check_open()
+        if not await self._store.remove(id) and id not in self._entries:
+            raise self._unknown(id)
+        self._give_up(id)
 
-    def close(self) -> None:
-        """End the waiting of all clients: the service stops."""
+    def end_waiting(self) -> None:
+        """End the waiting of all clients, and accept nothing more: the service stops."""
         self._is_closed = True
+        self._closed.set()
         for entry in self._entries.values():
             entry.done.set()
 
-    def _entry(self, id: str) -> _Entry:
-        self._drop_expired()
+    async def close(self) -> None:
+        """Store the last results, and give the requests that have none to another instance or the next process."""
+        self.end_waiting()
+        if self._tending is not None:
+            self._tending.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*self._keeping)
+        if self._is_open:
+            await self._store.close()
+
+    async def _tend(self) -> None:
+        """Score the requests that the store holds for nobody, at the start and, if it is shared, as long as we live."""
+        while True:
+            try:
+                for id in await self._store.renew(self._entries.keys()):
+                    self._give_up(id)
+                await self._take_all()
+            except StoreUnavailable as error:
+                log.warning("store_unavailable", reason=error.reason)
+            else:
+                if self._store.renew_interval_s is None:
+                    return
+            await asyncio.sleep(self._store.renew_interval_s or RETRY_AFTER_S)
+
+    async def _take_all(self) -> None:
+        """Take requests as long as there are some, and room for them."""
+        while True:
+            num = self._settings.max_samples - self.num_samples
+            room = self._max_bytes - self.held_bytes
+            if self.num_samples and (num <= 0 or room <= 0):
+                if self._store.renew_interval_s is not None:
+                    return
+                await asyncio.sleep(RETRY_AFTER_S)
+                continue
+            taken = await self._store.take(num, room)
+            if not taken:
+                return
+            for stored in taken:
+                self._score_again(stored)
+                await asyncio.sleep(0)  # reading bodies must not delay other clients
+
+    def _score_again(self, stored: StoredRequest) -> None:
+        """Score a request of an instance that has gone, or answer it as failed where that cannot be done."""
+        self._hold(stored)
+        if stored.num_deaths > MAX_DEATHS:
+            problem = f"{stored.num_deaths} processes of the service ended while this request was scored."
+        else:
+            try:
+                self._submit(self._readers[stored.body.form](stored.body.data, stored.id))
+            except (HttpError, ValueError, KeyError) as error:
+                problem = f"the request could not be read again after a restart: {error}"
+            else:
+                return
+        log.warning("stored_request_failed", id=stored.id, reason=problem)
+        self.finish(_failed(stored, problem))
+
+    async def _keep(self, entry: _Entry, data: bytes) -> None:
+        """Store a result, however long it takes; then only the store holds it."""
+        id = entry.stored.id
+        while True:
+            try:
+                first = await self._store.finish(entry.stored, data)
+                break
+            except StoreUnavailable as error:
+                log.warning("store_unavailable", reason=error.reason, id=id)
+                await asyncio.sleep(RETRY_AFTER_S)
+        if self._entries.get(id) is not entry:  # removed
+            return
+        if first is not None:
+            with contextlib.suppress(HttpError):  # another instance's, which those who wait are told
+                entry.result = self._decoded(id, first)
+        self._drop(id)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise HttpError(503, "the service is stopping; ask another one")
+        if not self._is_open:
+            raise HttpError(503, "the service is starting; try again", retry_after_s=RETRY_AFTER_S)
+
+    def _hold(self, stored: StoredRequest) -> None:
+        """Count a request that is scored from now on."""
+        size_bytes = stored.num_bytes + ENTRY_BYTES
+        without_body = msgspec.structs.replace(stored, body=RequestBody(stored.body.form))
+        self._entries[stored.id] = _Entry(without_body, size_bytes, self._clock())
+        self.num_samples += stored.num_samples
+        self.size_bytes += size_bytes
+
+    def _give_up(self, id: str) -> None:
+        """Stop scoring a request, which was removed or is another instance's."""
         entry = self._entries.get(id)
         if entry is None:
-            raise self._unknown(id)
-        return entry
+            return
+        if not entry.is_finished:
+            self._cancel(id)
+        self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        entry = self._entries.pop(id)
+        self.size_bytes -= entry.size_bytes
+        if not entry.is_finished:
+            self.num_samples -= entry.stored.num_samples
+        entry.done.set()
+
+    def _decoded(self, id: str, data: bytes) -> FinishedRequest:
+        try:
+            return decode_result(data)
+        except ValueError as error:
+            log.warning("stored_result_refused", id=id, reason=str(error))
+            raise HttpError(404, f"the result of request {id!r} cannot be read; ask again") from None
 
     def _unknown(self, id: str) -> HttpError:
         return HttpError(404, f"there is no request {id[:100]!r}, or its result has expired; ask again")
@@ -156,11 +336,16 @@ class RequestTable:
         self.size_bytes += size_bytes - entry.size_bytes
         entry.size_bytes = size_bytes
 
-    def _drop_expired(self) -> None:
-        now = self._clock()
-        while self._expiry:
-            id, expires_at = next(iter(self._expiry.items()))
-            if expires_at > now:
-                return
-            del self._expiry[id]
-            self.size_bytes -= self._entries.pop(id).size_bytes
+    async def _wait(self, event: asyncio.Event, timeout_s: float) -> bool:
+        """Wait for an event; return False when it does not come in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await event.wait()
+        except TimeoutError:
+            return False
+
+
+def _failed(stored: StoredRequest, problem: str) -> RequestResult:
+    """Return a result in which every sample has failed."""
+    num = stored.num_samples
+    return RequestResult(stored.id, (None,) * num, (Status.REWARD_ERROR,) * num, ((problem,),) * num, {})

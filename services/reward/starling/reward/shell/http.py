@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -16,13 +19,18 @@ from starling.reward.core import requests as core
 from starling.reward.core.groups import CancelTask, SubmitTask
 from starling.reward.core.samples import Score
 from starling.reward.http.app import make_application
+from starling.reward.http.schema import read_again
 from starling.reward.http.settings import TOKEN_VARIABLES
 from starling.reward.http.status import ServiceStatus
+from starling.reward.http.stores.memory import MemoryStore
 from starling.reward.http.table import RequestTable
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
+
+STORE_OPEN_S: Final = 30.0
+STORE_CLOSE_S: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,13 @@ class HttpFrontEnd:
         self._wakeup = Wakeup()
         self._status = ServiceStatus()
         self._answered: Counter[str] = Counter()
-        self._table = RequestTable(http, self._arrive, lambda id: self._arrive(CancelRequest(id)))
+        self._table = RequestTable(
+            http,
+            MemoryStore(http.result_ttl_s),
+            self._arrive,
+            lambda id: self._arrive(CancelRequest(id)),
+            readers={"v1": read_again},
+        )
         self._server = HttpServer(
             make_application(http, token, self._table, lambda: self._status),
             HttpAddress(http.host, replica_port(http.port, replica), "reward.http"),
@@ -74,6 +88,7 @@ class HttpFrontEnd:
         """Accept requests."""
         self._server.start()
         self._server.wait_started()
+        asyncio.run_coroutine_threadsafe(self._table.start(), self._server.loop).result(STORE_OPEN_S)
         log.info("listening", base_url=self._server.url)
 
     def receive(self, pool: ScoringPool) -> bool:
@@ -105,7 +120,9 @@ class HttpFrontEnd:
 
     def close(self, reason: str) -> None:
         """Stop within a few seconds; clients that wait are told."""
-        self._server.loop.call_soon_threadsafe(self._table.close)
+        closing = asyncio.run_coroutine_threadsafe(self._table.close(), self._server.loop)
+        with suppress(TimeoutError):
+            closing.result(STORE_CLOSE_S)
         self._server.close()
         self._wakeup.close()
 

@@ -1,0 +1,1 @@
+"""Stores of requests and results: in memory, in an SQLite file, in Redis."""
