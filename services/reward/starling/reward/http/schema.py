@@ -12,10 +12,8 @@ from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.requests import RewardRequest
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
-from starling.reward.http.stores.store import FinishedRequest
+from starling.reward.http.stores.store import MAX_SAMPLES, FinishedRequest
 
-MAX_SAMPLES: Final = 4096
-"""Of one request."""
 MAX_WAIT_S: Final = 60.0
 MAX_GROUP_CHARACTERS: Final = 200
 MAX_DEPTH: Final = 64

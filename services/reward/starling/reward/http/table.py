@@ -105,6 +105,11 @@ class RequestTable:
         """What requests and results take."""
         return self.size_bytes + self._store.size_bytes
 
+    @property
+    def problem(self) -> str:
+        """Why no request would be accepted; empty if one would."""
+        return self._store.problem
+
     async def start(self) -> None:
         """Open the store, and begin to score the requests that it holds. Raises ConfigError."""
         await self._store.open()
@@ -230,18 +235,13 @@ class RequestTable:
             await self._store.close()
 
     async def _tend(self) -> None:
-        """Score the requests that the store holds for nobody, at the start and, if it is shared, as long as we live."""
+        """Keep what is ours, and score the requests that the store holds for nobody, as long as we live."""
         while True:
-            try:
-                for id in await self._store.renew(self._entries.keys()):
+            with contextlib.suppress(StoreUnavailable):  # it says so itself
+                for id in await self._store.renew():
                     self._give_up(id)
                 await self._take_all()
-            except StoreUnavailable as error:
-                log.warning("store_unavailable", reason=error.reason)
-            else:
-                if self._store.renew_interval_s is None:
-                    return
-            await asyncio.sleep(self._store.renew_interval_s or RETRY_AFTER_S)
+            await asyncio.sleep(self._store.renew_interval_s)
 
     async def _take_all(self) -> None:
         """Take requests as long as there are some, and room for them."""
@@ -249,15 +249,13 @@ class RequestTable:
             num = self._settings.max_samples - self.num_samples
             room = self._max_bytes - self.held_bytes
             if self.num_samples and (num <= 0 or room <= 0):
-                if self._store.renew_interval_s is not None:
-                    return
-                await asyncio.sleep(RETRY_AFTER_S)
-                continue
+                return
             taken = await self._store.take(num, room)
             if not taken:
                 return
             for stored in taken:
-                self._score_again(stored)
+                if stored.id not in self._entries:
+                    self._score_again(stored)
                 await asyncio.sleep(0)  # reading bodies must not delay other clients
 
     def _score_again(self, stored: StoredRequest) -> None:
@@ -268,8 +266,10 @@ class RequestTable:
         else:
             try:
                 self._submit(self._readers[stored.body.form](stored.body.data, stored.id))
-            except (HttpError, ValueError, KeyError) as error:
-                problem = f"the request could not be read again after a restart: {error}"
+            except KeyError:
+                problem = "the stored request cannot be read: it is damaged, or of another version of the service."
+            except (HttpError, ValueError) as error:
+                problem = f"the request cannot be read again after a restart: {error}"
             else:
                 return
         log.warning("stored_request_failed", id=stored.id, reason=problem)
@@ -282,8 +282,7 @@ class RequestTable:
             try:
                 first = await self._store.finish(entry.stored, data)
                 break
-            except StoreUnavailable as error:
-                log.warning("store_unavailable", reason=error.reason, id=id)
+            except StoreUnavailable:  # it says so itself
                 await asyncio.sleep(RETRY_AFTER_S)
         if self._entries.get(id) is not entry:  # removed
             return

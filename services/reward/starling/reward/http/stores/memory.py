@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from starling.reward.http.stores.store import ENTRY_BYTES, PENDING, Pending, StoredRequest
 
@@ -16,7 +16,8 @@ class MemoryStore:
         clock: monotonic seconds.
     """
 
-    renew_interval_s: float | None = None
+    renew_interval_s = 60.0
+    problem = ""
 
     def __init__(self, result_ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._result_ttl_s, self._clock = result_ttl_s, clock
@@ -72,7 +73,7 @@ class MemoryStore:
         """Return nothing: requests end with the process."""
         return []
 
-    async def renew(self, ids: Collection[str]) -> set[str]:
+    async def renew(self) -> set[str]:
         """Return nothing: there is no other instance."""
         return set()
 

@@ -1,14 +1,13 @@
 """Interface of the stores, and the records that they keep.
 
-A request is *pending* until it has a result. It is put into the store before its client is told its id. Its first result
-is the one that counts: `finish` returns that one to whoever comes later. A pending request belongs to the instance that
-scores it; one whose instance has gone is passed to another by `take`.
+A request is *pending* until it has a result. It is put into the store before its client is told its id. Its first
+result is the one that counts: `finish` returns that one to whoever comes later. A pending request belongs to the
+instance that scores it; one whose instance has gone is passed to another by `take`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -17,6 +16,8 @@ from starling.reward.core.requests import RequestResult
 
 ENTRY_BYTES: Final = 1024
 """What a request or a result takes besides its bytes."""
+MAX_SAMPLES: Final = 4096
+"""Of one request."""
 
 
 class RequestBody(msgspec.Struct, frozen=True):
@@ -66,12 +67,20 @@ class RequestStore(Protocol):
     All but `close` raise StoreUnavailable where the store cannot be reached in time.
     """
 
-    num_results: int
-    """Results that this instance holds, in memory or on its disk."""
-    size_bytes: int
-    """What they take."""
-    renew_interval_s: float | None
-    """How often `renew` and `take` must be called; None for a store whose requests no other instance can take."""
+    renew_interval_s: float
+    """How often `renew`, and then `take`, must be called."""
+
+    @property
+    def num_results(self) -> int:
+        """Results that this instance holds, in memory or on its disk."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What they take."""
+
+    @property
+    def problem(self) -> str:
+        """Why the store cannot be reached; empty if it can."""
 
     async def open(self) -> None:
         """Begin. Raises ConfigError when the store cannot be used."""
@@ -94,24 +103,51 @@ class RequestStore(Protocol):
         """Forget a request and its result. Returns False if it was unknown."""
 
     async def take(self, max_samples: int, max_bytes: int) -> list[StoredRequest]:
-        """Make pending requests that belong to no instance those of this one: at least one, and few beyond the limits."""
+        """Make pending requests of no instance those of this one: at least one, and few beyond the limits."""
 
-    async def renew(self, ids: Collection[str]) -> set[str]:
-        """Say that this instance is alive. Returns those of `ids` that no longer belong to it."""
+    async def renew(self) -> set[str]:
+        """Say that this instance is alive. Returns the requests that no longer belong to it."""
 
     async def close(self) -> None:
         """Give pending requests back, so that another instance, or the next process, takes them at once."""
 
 
+REQUEST, RESULT = b"SQ\x01", b"SR\x01"
+"""How stored requests and results begin: what they are, and the version of their form."""
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(FinishedRequest)
+_requests: Final = msgspec.msgpack.Decoder(StoredRequest)
+_results: Final = msgspec.msgpack.Decoder(FinishedRequest)
+
+
+def encode_request(request: StoredRequest) -> bytes:
+    """Return a request in the form of the stores."""
+    return REQUEST + _encoder.encode(request)
+
+
+def decode_request(data: object) -> StoredRequest:
+    """Return a stored request. Raises ValueError for something else."""
+    return _requests.decode(_contents(data, REQUEST))
 
 
 def encode_result(finished: FinishedRequest) -> bytes:
-    """Return the result in the form of the stores."""
-    return _encoder.encode(finished)
+    """Return a result in the form of the stores."""
+    return RESULT + _encoder.encode(finished)
 
 
-def decode_result(data: bytes) -> FinishedRequest:
-    """Return an encoded result. Raises ValueError (msgspec's) for another one."""
-    return _decoder.decode(data)
+def decode_result(data: object) -> FinishedRequest:
+    """Return a stored result. Raises ValueError for something else."""
+    return _results.decode(_contents(data, RESULT))
+
+
+def unreadable_request(id: str, num_samples: object) -> StoredRequest:
+    """Return a request that no reader knows, in place of one that cannot be decoded: it is answered as failed."""
+    num = num_samples if isinstance(num_samples, int) and 0 < num_samples <= MAX_SAMPLES else 1
+    return StoredRequest(id=id, body=RequestBody("unreadable"), num_samples=num, num_bytes=0, info={})
+
+
+def _contents(data: object, begin: bytes) -> memoryview:
+    if not isinstance(data, bytes) or data[:2] != begin[:2]:
+        raise ValueError("it is no record of this service")
+    if data[2:3] != begin[2:]:
+        raise ValueError(f"it is of version {data[2] if len(data) > 2 else None}, and this service knows {begin[2]}")
+    return memoryview(data)[len(begin) :]
