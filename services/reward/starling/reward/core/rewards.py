@@ -116,7 +116,7 @@ def _clipped(value: float, bounds: WeightedScorer | RewardBounds) -> float:
 def components(
     scorers: Sequence[WeightedScorer], rows: Sequence[Sequence[Score | None]]
 ) -> dict[str, tuple[float | None, ...]]:
-    """Return the scores of completions by the scorers' labels, followed by ``label/key`` of those that name their scores.
+    """Return the scores of completions by the scorers' labels, and by ``label/key`` of those that name their scores.
 
     Args:
         scorers: all of them.
