@@ -14,6 +14,7 @@ from itertools import takewhile
 from starling.common.counts import counted
 from starling.common.wire.messages import Status
 from starling.reward.core.groups import CancelTask, SubmitTask
+from starling.reward.core.media import MediaTensor
 from starling.reward.core.rewards import CombinedScores, RewardBounds, WeightedScorer, combine, components
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 
@@ -28,6 +29,8 @@ class RewardRequest:
     """Their indices count from 0; those of one prompt are a group."""
     only: tuple[int, ...] | None = None
     """Indices of the scorers that score them; None for all."""
+    media: tuple[MediaTensor, ...] = ()
+    """Media of the samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,4 +208,4 @@ def _task_of(
 ) -> ScoreTask:
     """Return the task of the samples whose prompts the scorers `scored_by` score."""
     samples = tuple(sample for sample in request.samples if wanted[sample.prompt] == scored_by)
-    return ScoreTask(id, request.prompts, samples, scored_by)
+    return ScoreTask(id, request.prompts, samples, scored_by, request.media)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from starling.common.wire.messages import CompletionText, Status
+from starling.reward.core.media import MediaKind, MediaRow, MediaTensor
 
 
 class PromptText(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -27,6 +28,8 @@ class Sample(msgspec.Struct, frozen=True):
     prompt: int
     """Index of its prompt in the task."""
     completion: CompletionText
+    media: MediaRow | None = None
+    """Where its media are among those of the task; None without media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,12 @@ class ScoreTask:
     samples: tuple[Sample, ...]
     scorers: tuple[int, ...]
     """Indices of the scorers in the settings."""
+    media: tuple[MediaTensor, ...] = ()
+    """Media of the samples."""
+
+    def media_kind(self, sample: Sample) -> MediaKind | None:
+        """Return what the media of one of its samples are; None if that has none."""
+        return None if sample.media is None else self.media[sample.media.tensor].form.kind
 
 
 def group_task(
@@ -76,3 +85,5 @@ class LostSample:
     completion: CompletionText
     problem: str
     """One sentence on the last try."""
+    media: tuple[MediaTensor, int] | None = None
+    """Where its media are, if the scorer reads them: the tensor and the row."""

@@ -4,6 +4,7 @@ class Brevity:
     keys = ("brevity", "length")          # names of its scores; by default one, "score"
     scope = "pointwise"                   # or "groupwise": a batch is all completions of one prompt
     batch_size = 16                       # most samples of a batch, if pointwise; by default 1
+    media = "text"                        # or "pixels", "latents": what it reads of the samples, besides the texts
 
     def __init__(self, limit=256): ...    # the options of the recipe
     def setup(self): ...                  # once in each worker, before the first batch
@@ -14,16 +15,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from starling.common.errors import ConfigError
 from starling.common.raised import describe_raised
 from starling.common.wire.messages import CompletionText
+from starling.reward.core.media import INPUTS, Input
 from starling.reward.core.samples import PromptText
+
+if TYPE_CHECKING:  # a worker imports numpy only for scorers that read media
+    import numpy as np
+    import numpy.typing as npt
 
 Scope = Literal["pointwise", "groupwise"]
 SCORE: Final = "score"
@@ -47,6 +53,12 @@ class Batch:
     """``ok``, or ``truncated`` where the length limit ended it."""
     rewards: tuple[float | None, ...]
     """The environment's reward; None without one."""
+    pixels: tuple[npt.NDArray[np.uint8], ...] = ()
+    """Of scorers that read pixels: each [T, H, W, 3], red, green, blue, read-only; an image has T = 1."""
+    latents: tuple[npt.NDArray[np.float32], ...] = ()
+    """Of scorers that read latents: each [C, T, H, W], read-only."""
+    fps: tuple[float, ...] = ()
+    """Of scorers that read pixels or latents: frames per second of the pixels; 0 if not known."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -67,13 +79,25 @@ class ScorerForm(NamedTuple):
     keys: tuple[str, ...] = (SCORE,)
     scope: Scope = "pointwise"
     batch_size: int = 1
+    media: Input = "text"
+    """What it reads of the samples, besides the texts."""
+
+
+class MediaArray(NamedTuple):
+    """Media of one sample."""
+
+    array: Any
+    """numpy's array, read-only."""
+    fps: float
+    """Frames per second of the pixels; 0 if not known."""
 
 
 class LoadedScorer(NamedTuple):
     """A scorer that is ready to score."""
 
     form: ScorerForm
-    score: Callable[[Sequence[tuple[PromptText, CompletionText]]], BatchScores]
+    score: Callable[[Sequence[tuple[PromptText, CompletionText]], Sequence[MediaArray]], BatchScores]
+    """From samples, and the media of each if it reads some, to their scores."""
 
 
 class _InvalidResultError(Exception):
@@ -81,6 +105,7 @@ class _InvalidResultError(Exception):
 
 
 Samples = Sequence[tuple[PromptText, CompletionText]]
+Media = Sequence[MediaArray]
 
 
 def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> LoadedScorer:
@@ -95,7 +120,7 @@ def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> 
         more = {name: getattr(completion, name) for name in fields}
         return _number(function(completion.text, prompt.reference, prompt.text, prompt.metadata, **more))
 
-    def score(samples: Samples) -> BatchScores:
+    def score(samples: Samples, media: Media = ()) -> BatchScores:
         values, problems = list[tuple[float | None, ...]](), list[str]()
         for sample in samples:
             try:
@@ -121,9 +146,12 @@ def class_scorer(name: str, scorer: Any) -> LoadedScorer:
     """
     form = _form_of(name, scorer)
 
-    def score(samples: Samples) -> BatchScores:
+    def score(samples: Samples, media: Media = ()) -> BatchScores:
         try:
-            columns = _columns(scorer.score(_batch(samples)), form.keys, len(samples))
+            batch = _batch(samples)
+            if media:
+                batch = _with_media(batch, form.media, media)
+            columns = _columns(scorer.score(batch), form.keys, len(samples))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
             return BatchScores(((None,) * len(form.keys),) * len(samples), (_problem(error),) * len(samples))
         return BatchScores(tuple(zip(*columns, strict=True)), tuple(map(_missing, zip(*columns, strict=True))))
@@ -137,7 +165,7 @@ def _form_of(name: str, scorer: Any) -> ScorerForm:
     return checked_form(name, *(getattr(scorer, field, getattr(default, field)) for field in ScorerForm._fields))
 
 
-def checked_form(name: str, keys: Any, scope: Any, batch_size: Any) -> ScorerForm:
+def checked_form(name: str, keys: Any, scope: Any, batch_size: Any, media: Any) -> ScorerForm:
     """Return the form of scorer `name`, if what it declares is one. Raises ConfigError."""
     if isinstance(keys, str) or not isinstance(keys, Sequence) or not 0 < len(keys) <= MAX_KEYS:
         raise ConfigError(f"Scorer {name!r}: its `keys` must be 1 to {MAX_KEYS} names, not {keys!r}.")
@@ -150,7 +178,10 @@ def checked_form(name: str, keys: Any, scope: Any, batch_size: Any) -> ScorerFor
         raise ConfigError(f"Scorer {name!r}: its `scope` must be 'pointwise' or 'groupwise', not {scope!r}.")
     if type(batch_size) is not int or not 1 <= batch_size <= MAX_BATCH:
         raise ConfigError(f"Scorer {name!r}: its `batch_size` must be 1 to {MAX_BATCH}, not {batch_size!r}.")
-    return ScorerForm(tuple(keys), scope, batch_size)
+    if media not in INPUTS:
+        known = ", ".join(map(repr, INPUTS))
+        raise ConfigError(f"Scorer {name!r}: its `media` must be one of {known}, not {media!r}.")
+    return ScorerForm(tuple(keys), scope, batch_size, media)
 
 
 def _batch(samples: Samples) -> Batch:
@@ -164,6 +195,11 @@ def _batch(samples: Samples) -> Batch:
         statuses=tuple(str(one.status) for one in completions),
         rewards=tuple(one.reward for one in completions),
     )
+
+
+def _with_media(batch: Batch, kind: Input, media: Media) -> Batch:
+    arrays, fps = tuple(one.array for one in media), tuple(one.fps for one in media)
+    return replace(batch, pixels=arrays, fps=fps) if kind == "pixels" else replace(batch, latents=arrays, fps=fps)
 
 
 def _columns(returned: object, keys: tuple[str, ...], num: int) -> list[list[float | None]]:

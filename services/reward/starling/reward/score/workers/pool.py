@@ -39,6 +39,7 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import choose, report
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.wire.messages import Status, Wait
+from starling.reward.core.media import lacks
 from starling.reward.core.samples import LostSample, Sample, Score, ScoreTask
 from starling.reward.score.scorers.batch import SCORE, BatchScores, ScorerForm, checked_form
 from starling.reward.score.workers.process import WorkerProcess
@@ -47,10 +48,12 @@ from starling.reward.score.workers.protocol import (
     CallChunk,
     CallReport,
     FromWorker,
+    PlacedMedia,
     ScorerSpec,
     WorkerReady,
     WorkerStartFailed,
 )
+from starling.reward.score.workers.shared import MAX_BUFFERS, SharedBuffer
 from starling.reward.settings import RewardSettings, ScorerSettings
 
 _CHUNK_S: Final = 0.004
@@ -165,6 +168,7 @@ class ScoringPool:
         """Start to score a task. Raises ValueError when its id is being scored already."""
         if task.id in self._tasks:
             raise ValueError(f"task {task.id!r} is being scored already")
+        assert not task.media or len({id(tensor.buffer) for tensor in task.media}) <= MAX_BUFFERS
         state = _TaskState(task, num_left=len(task.samples) * len(task.scorers))
         if not state.num_left:
             return
@@ -179,9 +183,29 @@ class ScoringPool:
         if form is None:
             self._undivided.append((state, scorer))
             return
+        positions: Sequence[int] = range(len(state.task.samples))
+        if form.media != "text":
+            positions = self._with_media(state, scorer, form)
         size = self._settings.scorers[scorer].batch_size or form.batch_size
         queue = self._queues[self._kind_of[scorer]]
-        queue.extend(_Call(state, positions, scorer) for positions in _divided(state.task, form, size))
+        queue.extend(_Call(state, some, scorer) for some in _divided(state.task, positions, form, size))
+
+    def _with_media(self, state: _TaskState, scorer: int, form: ScorerForm) -> list[int]:
+        """Return the indices of the samples that a scorer of media can score; the others fail."""
+        task = state.task
+        lacking = [lacks(form.media, task.media_kind(sample)) for sample in task.samples]
+        groups = {sample.prompt for sample, lacks_media in zip(task.samples, lacking, strict=True) if lacks_media}
+        able = []
+        for position, sample in enumerate(task.samples):
+            if lacking[position]:
+                problem = f"reads {form.media}, and the completion has none; send them as its media"
+            elif form.scope == "groupwise" and sample.prompt in groups:
+                problem = f"reads {form.media} of whole groups, and another completion of its group has none"
+            else:
+                able.append(position)
+                continue
+            self._settle(_Call(state, (position,), scorer), position, None, Status.REWARD_ERROR, problem)
+        return able
 
     def cancel(self, task_id: str) -> None:
         """Drop a task and its further scores. A running call continues, up to its time limit."""
@@ -221,9 +245,15 @@ class ScoringPool:
 
     def next_deadline(self) -> float | None:
         """When `poll` must be called at the latest, in monotonic seconds; None without such a time."""
+        if self._scores:  # of samples that no worker is needed for
+            return self._clock()
         deadlines = [d for worker in self._workers if (d := self._deadline(worker)) is not None]
         deadlines += [self._start_at[kind] for kind in range(len(self._kinds)) if self._num_lacking(kind)]
         return min(deadlines, default=None)
+
+    def form_of(self, scorer: int) -> ScorerForm | None:
+        """Return how a scorer is called; None before a worker has loaded it."""
+        return self._forms.get(scorer)
 
     @property
     def is_ready(self) -> bool:
@@ -455,8 +485,14 @@ class ScoringPool:
             return
         for position, sample in zip(failed.positions, failed.samples, strict=True):
             self._settle(failed, position, None, status, problem)
-            prompt = failed.state.task.prompts[sample.prompt]
-            self._lost.append(LostSample(failed.scorer, prompt, sample.completion, self._scores[-1].problem))
+            task = failed.state.task
+            media = None
+            if sample.media is not None and self._forms[failed.scorer].media != "text":
+                media = task.media[sample.media.tensor], sample.media.row
+            lost = LostSample(
+                failed.scorer, task.prompts[sample.prompt], sample.completion, self._scores[-1].problem, media
+            )
+            self._lost.append(lost)
 
     def _start_failed(self, worker: _Worker, problem: str) -> None:
         self._num_failed_starts[worker.kind] += 1
@@ -527,7 +563,12 @@ class ScoringPool:
         sent = [task.samples[position] for position in places]
         prompts: dict[int, int] = {}
         samples = tuple([(prompts.setdefault(one.prompt, len(prompts)), one.completion) for one in sent])
-        worker.process.send(CallChunk(tuple([task.prompts[one] for one in prompts]), samples, tuple(calls)))
+        media: tuple[PlacedMedia | None, ...] = ()
+        buffers: tuple[SharedBuffer, ...] = ()
+        if task.media and any(self._forms[call.scorer].media != "text" for call in chunk):
+            media, buffers = _placed(task, sent)
+        sent_prompts = tuple([task.prompts[one] for one in prompts])
+        worker.process.send(CallChunk(sent_prompts, samples, tuple(calls), media, len(buffers)), buffers)
         if not worker.is_writing and not worker.process.flush():
             worker.is_writing = True
             self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
@@ -554,16 +595,33 @@ def columns_of(scorer: ScorerSettings, form: ScorerForm) -> tuple[int, ...]:
     return tuple(form.keys.index(key) for key in scorer.key.split("+"))
 
 
-def _divided(task: ScoreTask, form: ScorerForm, batch_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of the samples of each call."""
+def _divided(task: ScoreTask, positions: Sequence[int], form: ScorerForm, batch_size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of the samples of each call, from those of all samples."""
     if form.scope == "pointwise":
-        everything = range(len(task.samples))
-        yield from (tuple(everything[begin : begin + batch_size]) for begin in everything[::batch_size])
+        begins = range(0, len(positions), batch_size)
+        yield from (tuple(positions[begin : begin + batch_size]) for begin in begins)
         return
     groups: dict[int, list[int]] = {}
-    for position, sample in enumerate(task.samples):
-        groups.setdefault(sample.prompt, []).append(position)
+    for position in positions:
+        groups.setdefault(task.samples[position].prompt, []).append(position)
     yield from map(tuple, groups.values())
+
+
+def _placed(
+    task: ScoreTask, samples: Sequence[Sample]
+) -> tuple[tuple[PlacedMedia | None, ...], tuple[SharedBuffer, ...]]:
+    """Return where the media of samples are, and the buffers that have them."""
+    buffers: dict[SharedBuffer, int] = {}
+    placed = list[PlacedMedia | None]()
+    for sample in samples:
+        if sample.media is None:
+            placed.append(None)
+            continue
+        tensor = task.media[sample.media.tensor]
+        assert isinstance(tensor.buffer, SharedBuffer)
+        number = buffers.setdefault(tensor.buffer, len(buffers))
+        placed.append(PlacedMedia(number, tensor.offset_of(sample.media.row), tensor.form))
+    return tuple(placed), tuple(buffers)
 
 
 def _has_room(worker: _Worker) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import socket
 import sys
+from collections import deque
 from typing import Final
 
 import msgspec
@@ -23,6 +25,7 @@ from starling.reward.score.workers.protocol import (
     decode_from_worker,
     frame,
 )
+from starling.reward.score.workers.shared import SharedBuffer
 
 _RECEIVE_BYTES: Final = 1 << 18
 _EXIT_S: Final = 0.2
@@ -56,6 +59,8 @@ class WorkerProcess:
         self._sock.setblocking(False)
         self._reader = FrameReader(REPORT_LIMIT_BYTES)
         self._unsent = bytearray()
+        self._queued: deque[tuple[bytes, tuple[SharedBuffer, ...]]] = deque()
+        """Frames to send after `_unsent`: the first that goes with buffers, and those after it."""
         self.ended = False
         """Whether the worker sends nothing more."""
         self._exit = ""
@@ -72,21 +77,38 @@ class WorkerProcess:
         """The socket's file descriptor: readable when the worker has sent something, or ended."""
         return self._sock.fileno()
 
-    def send(self, message: ToWorker) -> None:
-        """Send a message, as much of it as the socket takes now; `flush` sends the rest."""
-        self._unsent += frame(message)
+    def send(self, message: ToWorker, buffers: tuple[SharedBuffer, ...] = ()) -> None:
+        """Send a message with buffers, as much of it as the socket takes now; `flush` sends the rest."""
+        if buffers or self._queued:
+            self._queued.append((frame(message), buffers))
+        else:
+            self._unsent += frame(message)
         self.flush()
 
     def flush(self) -> bool:
         """Send what is left. Returns whether everything was sent."""
         try:
-            while self._unsent:
-                del self._unsent[: self._sock.send(self._unsent)]
+            while self._unsent or self._queued:
+                if self._unsent:
+                    del self._unsent[: self._sock.send(self._unsent)]
+                else:
+                    self._begin_queued()
         except BlockingIOError:
             return False
-        except OSError:  # the worker has ended, which `receive` reports
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # another process of the user has sent too many descriptors
+                return False
+            # The worker has ended, which `receive` reports.
             self._unsent.clear()
+            self._queued.clear()
         return True
+
+    def _begin_queued(self) -> None:
+        """Send the descriptors of the first queued frame, with the bytes that the socket takes. Raises OSError."""
+        data, buffers = self._queued[0]
+        sent = socket.send_fds(self._sock, [data], [buffer.fileno() for buffer in buffers])
+        self._queued.popleft()
+        self._unsent += data[sent:]
 
     def receive(self) -> list[FromWorker]:
         """Return the worker's new messages, as far as they have arrived; the socket is readable while there are more.

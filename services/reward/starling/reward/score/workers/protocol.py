@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from starling.common.wire.messages import CompletionText
+from starling.reward.core.media import MediaForm
 from starling.reward.core.samples import PromptText
 from starling.reward.score.scorers.batch import BatchScores, ScorerForm
 
@@ -47,6 +48,16 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Whether its scorers may reach the network."""
 
 
+class PlacedMedia(msgspec.Struct, frozen=True, array_like=True):
+    """Media of one sample."""
+
+    buffer: int
+    """Index among the buffers of the chunk."""
+    offset: int
+    """Where they begin in it, in bytes."""
+    form: MediaForm
+
+
 class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Calls for one task, to be made in order."""
 
@@ -55,6 +66,10 @@ class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Index in `prompts`, and the completion."""
     calls: tuple[tuple[int, int, tuple[int, ...]], ...]
     """Serial number of the call, number of the scorer, indices in `samples`."""
+    media: tuple[PlacedMedia | None, ...] = ()
+    """Of each of `samples` its media; empty if no scorer of the chunk reads media."""
+    num_buffers: int = 0
+    """Descriptors of so many buffers are sent along with the chunk."""
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

@@ -8,12 +8,14 @@ every call, so that the service knows the current one, and may kill the worker a
 
 from __future__ import annotations
 
+import array
 import faulthandler
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from setproctitle import setproctitle
@@ -21,7 +23,7 @@ from setproctitle import setproctitle
 from starling.common.errors import ConfigError
 from starling.common.sandbox.execution import start_executor
 from starling.common.sandbox.inside import give_up_privileges, settle
-from starling.reward.score.scorers.batch import BatchScores, LoadedScorer
+from starling.reward.score.scorers.batch import BatchScores, LoadedScorer, MediaArray
 from starling.reward.score.scorers.registry import check_executor, load_scorer
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
@@ -36,6 +38,7 @@ from starling.reward.score.workers.protocol import (
     decode_to_worker,
     frame,
 )
+from starling.reward.score.workers.shared import MAX_BUFFERS
 
 _RECEIVE_BYTES: Final = 1 << 18
 
@@ -56,21 +59,51 @@ def main(argv: list[str]) -> None:
 
 def _serve(sock: socket.socket) -> None:
     scorers: dict[int, LoadedScorer] = {}
-    for body in _frames(sock):
+    receiver = _Receiver(sock)
+    for body in receiver.frames():
         message = decode_to_worker.decode(body)
         if isinstance(message, CallChunk):
-            _run(sock, scorers, message)
+            _run(sock, scorers, message, receiver.take_descriptors(message.num_buffers))
             continue
         reply = _set_up(message, scorers)
+        receiver.with_descriptors = any(scorer.form.media != "text" for scorer in scorers.values())
         sock.sendall(frame(reply))
         if isinstance(reply, WorkerStartFailed):
             return
 
 
-def _frames(sock: socket.socket) -> Iterator[bytes]:
-    reader = FrameReader()
-    while data := sock.recv(_RECEIVE_BYTES):
-        yield from reader.feed(data)
+class _Receiver:
+    """Frames from the service, and the descriptors of buffers that come with them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._descriptors: deque[int] = deque()
+        """In the order of the frames."""
+        self.with_descriptors = False
+        """Whether any may come; the messages of a worker that reads texts only cost less."""
+
+    def frames(self) -> Iterator[bytes]:
+        """Yield frames until the service closes the socket."""
+        reader = FrameReader()
+        while data := self._receive() if self.with_descriptors else self._sock.recv(_RECEIVE_BYTES):
+            yield from reader.feed(data)
+
+    def take_descriptors(self, num: int) -> list[int]:
+        """Return the descriptors of the last frame. Raises RuntimeError when this process could not receive them."""
+        if len(self._descriptors) < num:
+            raise RuntimeError("the media of a sample cannot be received: this worker has too many files open")
+        return [self._descriptors.popleft() for _ in range(num)]
+
+    def _receive(self) -> bytes:
+        # The kernel ends what it returns before the next frame that has descriptors.
+        space = socket.CMSG_SPACE(MAX_BUFFERS * array.array("i").itemsize)
+        data, ancillary, _, _ = self._sock.recvmsg(_RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found = array.array("i")
+                found.frombytes(content[: len(content) - len(content) % found.itemsize])
+                self._descriptors.extend(found)
+        return data
 
 
 def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
@@ -87,13 +120,32 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
     return WorkerReady(tuple((index, scorer.form) for index, scorer in scorers.items()))
 
 
-def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk) -> None:
+def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk, descriptors: Sequence[int]) -> None:
     samples = [(chunk.prompts[prompt], completion) for prompt, completion in chunk.samples]
+    array_of = _arrays(chunk, descriptors) if descriptors else None
     for serial, scorer, indices in chunk.calls:
-        found = scorers[scorer].score([samples[index] for index in indices])
+        loaded = scorers[scorer]
+        media: tuple[MediaArray, ...] = ()
+        if array_of is not None and loaded.form.media != "text":
+            media = tuple(map(array_of, indices))
+        found = loaded.score([samples[index] for index in indices], media)
         limit = min(PROBLEM_CHARS, PROBLEMS_CHARS // len(indices))
         scores = BatchScores(found.values, tuple([_bounded(one, limit) for one in found.problems]))
         sock.sendall(frame(CallReport(serial, scores, time.monotonic())))
+
+
+def _arrays(chunk: CallChunk, descriptors: Sequence[int]) -> Callable[[int], MediaArray]:
+    """Return a function from the index of a sample of the chunk to its media."""
+    from starling.reward.score.workers.arrays import map_buffers, media_array  # imports numpy
+
+    buffers = map_buffers(descriptors)
+
+    def array_of(index: int) -> MediaArray:
+        placed = chunk.media[index]
+        assert placed is not None  # the service calls no scorer without the media that it reads
+        return media_array(placed, buffers)
+
+    return array_of
 
 
 def _bounded(text: str, limit: int = PROBLEM_CHARS) -> str:

@@ -1,0 +1,145 @@
+"""Memory for media that worker processes read: anonymous files (memfd), written once, then sealed.
+
+The service writes a request's media into one buffer and passes its descriptor to the workers that score it
+(SCM_RIGHTS). They map it. The seals keep every process, the service too, from changing or truncating what others read,
+which would end them (SIGBUS).
+
+A buffer is closed when nothing refers to it: requests, tasks, queued and sent calls do. So a call that returns to its
+queue still has its media, and there is no count that could be wrong. A worker that has mapped it keeps the memory until
+it has made its calls; calls are limited in time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import stat
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+ALIGNMENT: Final = 64
+"""Tensors begin at multiples of it."""
+MAX_BUFFERS: Final = 16
+"""Of one task."""
+_SHARE_OF_DESCRIPTORS: Final = 0.5
+"""Of what the process may open, for media; the rest is for connections and workers."""
+
+
+class TooManyBuffersError(Exception):
+    """The process may not open more buffers, or its memory is used up, before others are closed."""
+
+
+class MediaMemory:
+    """The buffers of a service, and how much memory they take. May be used in any thread.
+
+    Args:
+        max_buffers: limit on their number; without it, half of the descriptors that the process may open.
+    """
+
+    def __init__(self, max_buffers: int | None = None) -> None:
+        if max_buffers is None:
+            max_buffers = int(_SHARE_OF_DESCRIPTORS * resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self.max_buffers = max_buffers
+        # A buffer may be closed by the garbage collector, in a thread that has the lock.
+        self._lock = threading.RLock()
+        self.num_buffers = self.size_bytes = 0
+        """Of the buffers that are open."""
+
+    def share(self, parts: Iterable[bytes | memoryview]) -> SharedBuffer:
+        """Return a buffer with these bytes.
+
+        Raises:
+            TooManyBuffersError: there are `max_buffers` already, or the system refuses one more, or memory for it.
+        """
+        return SharedBuffer(self, parts)
+
+    def adopt(self, fd: int, size_bytes: int) -> SharedBuffer:
+        """Return the buffer of a descriptor that another process has sent, which is closed if that fails.
+
+        Raises:
+            ValueError: it is no sealed memory of `size_bytes`.
+            TooManyBuffersError: there are `max_buffers` already.
+        """
+        return SharedBuffer(self, (), fd=fd, size_bytes=size_bytes)
+
+    def _count(self, buffers: int, size_bytes: int) -> None:
+        with self._lock:
+            self.num_buffers += buffers
+            self.size_bytes += size_bytes
+
+
+class SharedBuffer:
+    """A sealed buffer; `MediaMemory` makes it."""
+
+    __slots__ = ("_fd", "_memory", "size_bytes")
+
+    def __init__(
+        self, memory: MediaMemory, parts: Iterable[bytes | memoryview], *, fd: int = -1, size_bytes: int = 0
+    ) -> None:
+        self._memory, self._fd, self.size_bytes = memory, fd, 0
+        memory._count(1, 0)
+        if memory.num_buffers > memory.max_buffers:
+            raise TooManyBuffersError(f"{memory.max_buffers} requests with media are held")
+        if fd >= 0:
+            _check_sealed(fd, size_bytes)
+            self._grow(size_bytes)
+            return
+        try:
+            self._fd = os.memfd_create("starling-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            for part in parts:
+                self._write(memoryview(part).cast("B"))
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as error:
+            raise TooManyBuffersError(f"the system has no memory for media: {error.strerror}") from error
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._memory._count(-1, -self.size_bytes)
+
+    def fileno(self) -> int:
+        """Its descriptor, which is open as long as this object is."""
+        return self._fd
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return a copy of some of its bytes."""
+        data = os.pread(self._fd, num_bytes, offset)
+        assert len(data) == num_bytes
+        return data
+
+    def _write(self, part: memoryview) -> None:
+        while part:
+            written = os.write(self._fd, part)
+            self._grow(written)
+            part = part[written:]
+
+    def _grow(self, num_bytes: int) -> None:
+        self.size_bytes += num_bytes
+        self._memory._count(0, num_bytes)
+
+
+def aligned(offset: int) -> int:
+    """Return the first offset from `offset` on at which a tensor may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as the system allows: each request with media has one open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _check_sealed(fd: int, size_bytes: int) -> None:
+    """Raise ValueError unless a descriptor is of sealed memory of `size_bytes`."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise ValueError("a descriptor of something else than memory was sent") from None
+    if seals & SEALS != SEALS:
+        raise ValueError("memory was sent that is not sealed, and could be changed")
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
+        raise ValueError(f"memory of {found.st_size} bytes was sent, not of {size_bytes}")
