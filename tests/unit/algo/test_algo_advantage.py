@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.algo.advantage import batch_normalised, group_normalised, group_relative, leave_one_out
+from starling.algo.advantage import (
+    batch_normalised,
+    decoupled_normalised,
+    group_normalised,
+    group_relative,
+    leave_one_out,
+)
+from starling.common.wire.messages import ScorerScores
 
 REWARDS = st.lists(st.floats(-100.0, 100.0), min_size=2, max_size=16)
 
@@ -203,3 +210,148 @@ def test_advantages_of_any_finite_rewards_are_finite(rewards: list[float], epsil
         *leave_one_out(groups),
     ]
     assert all(math.isfinite(value) for row in advantages for value in row)
+
+
+# --- each scorer by itself: GDPO --------------------------------------------------------------------------------------
+
+
+def scorer(*values: float | None, weight: float = 1.0, label: str = "judge") -> ScorerScores:
+    return ScorerScores(label=label, weight=weight, values=values)
+
+
+def decoupled(*groups: list[ScorerScores], epsilon: float = 0.0) -> list[list[float]]:
+    return decoupled_normalised([[0.0] * len(own[0].values) for own in groups], groups, epsilon=epsilon)
+
+
+def test_decoupled_advantages_of_known_values() -> None:
+    """Deviations: sqrt(1/3) and 10 sqrt(1/3) in the first group, sqrt(8/3) in the second, sqrt(1.5/7) of all sums."""
+    first = [scorer(1.0, 0.0, 0.0, 1.0), scorer(0.0, 10.0, 10.0, 0.0, weight=0.5)]
+    second = [scorer(7.0, 7.0, 7.0, 7.0), scorer(4.0, 2.0, 2.0, 0.0, weight=0.5)]
+    a, b = math.sqrt(0.875), math.sqrt(1.75)
+    found = decoupled(first, second)
+    assert found[0] == pytest.approx([a, -a, -a, a])
+    assert found[1] == pytest.approx([b, 0.0, 0.0, -b])
+
+
+def test_decoupled_advantages_distinguish_what_the_sum_of_scores_does_not() -> None:
+    """The paper's example: one of two completions is better by one of two binary scorers, or by both."""
+    by_one = [scorer(0.0, 0.0), scorer(0.0, 1.0)]
+    by_both = [scorer(0.0, 1.0), scorer(0.0, 1.0)]
+    half = math.sqrt(0.5)
+    assert group_normalised([[0.0, 1.0], [0.0, 2.0]], epsilon=0.0) == [pytest.approx([-half, half])] * 2
+    one, both = decoupled(by_one, by_both)
+    assert both == pytest.approx([2 * value for value in one])
+    # The sum of the squares before the last division is 2 (1/2) + 2 (2), of 4 completions.
+    assert one == pytest.approx([-half / math.sqrt(5 / 3), half / math.sqrt(5 / 3)])
+
+
+SCORED = st.lists(
+    st.integers(2, 6).flatmap(
+        lambda num: st.lists(
+            st.lists(st.integers(-1600, 1600).map(lambda n: n / 16), min_size=num, max_size=num), min_size=2, max_size=2
+        )
+    ),
+    min_size=1,
+    max_size=5,
+)
+"""Of each group the scores by two scorers."""
+WEIGHTS = st.sampled_from([-2.0, 0.25, 1.0, 3.0])
+
+
+def of(groups: list[list[list[float]]], *weights: float) -> list[list[ScorerScores]]:
+    labels = [f"scorer {index}" for index in range(len(weights))]
+    return [
+        [scorer(*row, weight=w, label=label) for row, w, label in zip(rows, weights, labels, strict=True)]
+        for rows in groups
+    ]
+
+
+@given(SCORED, WEIGHTS, WEIGHTS)
+def test_decoupled_advantages_equal_the_equations_of_the_paper(
+    groups: list[list[list[float]]], first: float, second: float
+) -> None:
+    sums = []
+    for rows in groups:
+        a, b = ([(x - statistics.fmean(row)) / (statistics.stdev(row) + 1e-4) for x in row] for row in rows)
+        sums.append([first * x + second * y for x, y in zip(a, b, strict=True)])
+    flat = [value for row in sums for value in row]
+    mean, std = statistics.fmean(flat), statistics.stdev(flat)
+    found = decoupled(*of(groups, first, second), epsilon=1e-4)
+    for row, expected in zip(found, sums, strict=True):
+        assert row == pytest.approx([(value - mean) / (std + 1e-4) for value in expected], rel=1e-6, abs=1e-5)
+
+
+@given(SCORED, WEIGHTS)
+def test_decoupled_advantages_of_one_scorer_are_those_of_grpo_over_their_deviation(
+    groups: list[list[list[float]]], weight: float
+) -> None:
+    scores = [rows[0] for rows in groups]
+    expected = [[weight * value for value in row] for row in group_normalised(scores)]
+    flat = [value for row in expected for value in row]
+    std = statistics.stdev(flat, xbar=0.0)
+    found = decoupled(*[[scorer(*row, weight=weight)] for row in scores], epsilon=1e-4)
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx([value / (std + 1e-4) for value in wanted], rel=1e-9, abs=1e-9)
+
+
+@given(SCORED, WEIGHTS, st.floats(-1e3, 1e3))
+def test_scorer_with_constant_scores_adds_nothing(
+    groups: list[list[list[float]]], weight: float, constant: float
+) -> None:
+    without = of([[rows[0]] for rows in groups], 1.0)
+    constants = [[rows[0], [constant] * len(rows[0])] for rows in groups]
+    assert decoupled(*of(constants, 1.0, weight), epsilon=1e-4) == decoupled(*without, epsilon=1e-4)
+
+
+@given(SCORED, st.sampled_from([2.0**-20, 0.5, 64.0, 2.0**20]))
+def test_scale_of_a_scorer_changes_nothing(groups: list[list[list[float]]], factor: float) -> None:
+    """Powers of two, so that the scores are scaled exactly."""
+    scaled = [[[factor * value for value in rows[0]], rows[1]] for rows in groups]
+    for found, expected in zip(decoupled(*of(scaled, 1.0, 0.5)), decoupled(*of(groups, 1.0, 0.5)), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_groups_of_equal_scores_have_advantages_of_exactly_zero() -> None:
+    equal = [scorer(0.1, 0.1, 0.1), scorer(0.3, 0.3, 0.3, weight=0.7)]
+    other = [scorer(0.1, 0.7, 0.4), scorer(0.3, 0.1, 0.9, weight=0.7)]
+    assert decoupled(equal, other, epsilon=1e-4)[0] == [0.0] * 3
+    assert decoupled(equal, equal) == [[0.0] * 3] * 2
+    assert decoupled_normalised([], []) == []
+    assert decoupled([scorer(1.0)], [scorer(2.0)]) == [[0.0], [0.0]]
+
+
+def test_scores_that_are_none_are_left_out() -> None:
+    whole = [scorer(1.0, 0.0, 0.5), scorer(None, None, None)]
+    assert decoupled(whole, [scorer(0.0, 2.0)]) == decoupled([scorer(1.0, 0.0, 0.5)], [scorer(0.0, 2.0)])
+    assert decoupled([scorer(None, None)]) == [[0.0, 0.0]]
+    half = math.sqrt(0.5)  # of the two scores that there are; the third completion has none
+    assert decoupled([scorer(0.0, 1.0, None), scorer(0.0, 0.0, 0.0)]) == [
+        pytest.approx([-half / math.sqrt(0.5), half / math.sqrt(0.5), 0.0])
+    ]
+
+
+def test_weight_zero_adds_nothing() -> None:
+    assert decoupled([scorer(1.0, 0.0), scorer(0.0, 9.0, weight=0.0)]) == decoupled([scorer(1.0, 0.0)])
+
+
+def test_invalid_scores_are_rejected_with_their_scorer_and_group() -> None:
+    with pytest.raises(ValueError, match="2 scores of scorer 'judge' in group 1 came for 3 completions"):
+        decoupled_normalised([[1.0], [0.0] * 3], [[scorer(1.0)], [scorer(1.0, 2.0)]])
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="a score of scorer 'judge' in group 0, or its weight, is not finite"):
+            decoupled([scorer(1.0, bad)])
+        with pytest.raises(ValueError, match="or its weight, is not finite"):
+            decoupled([scorer(1.0, 0.0, weight=bad)])
+    with pytest.raises(ValueError, match="2 groups have scores of 1: give those of each group"):
+        decoupled_normalised([[1.0], [2.0]], [[scorer(1.0)]])
+    with pytest.raises(ValueError, match="group 0 has no rewards"):
+        decoupled_normalised([[]], [[scorer()]])
+    with pytest.raises(ValueError, match="epsilon is -1"):
+        decoupled([scorer(1.0)], epsilon=-1.0)
+
+
+@pytest.mark.parametrize("values", [(0.0, 5e-324), (1e-170, -1e-170), (1e15, -1e15), (-0.0, 0.0)])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
+def test_decoupled_advantages_of_any_finite_scores_are_finite(values: tuple[float, float], epsilon: float) -> None:
+    found = decoupled([scorer(*values), scorer(0.0, 0.0)], [scorer(0.0, 1.0), scorer(*values)], epsilon=epsilon)
+    assert all(math.isfinite(value) for row in found for value in row)

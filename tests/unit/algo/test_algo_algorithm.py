@@ -10,12 +10,22 @@ import torch
 from algo_batches import gradient, make_tokens
 
 from starling.algo.advantage import group_normalised, leave_one_out
-from starling.algo.algorithm import ALGORITHMS, Algorithm, Correction, bind, find, functions
+from starling.algo.algorithm import (
+    ALGORITHMS,
+    Algorithm,
+    Correction,
+    bind,
+    compares_scores,
+    find,
+    functions,
+    takes_scores,
+)
 from starling.algo.loss.aggregate import token_weights
 from starling.algo.loss.correct import correct
 from starling.algo.loss.ppo import ppo_clip
 from starling.algo.loss.terms import LossTerms, Tokens
 from starling.common.errors import ConfigError
+from starling.common.wire.messages import ScorerScores
 
 OWN = """
 from starling.algo.algorithm import Algorithm
@@ -48,7 +58,9 @@ def test_built_in_algorithm_has_useful_gradients(name: str) -> None:
     algorithm = find(name)
     loss, advantage = functions(algorithm, {})
     lengths = [3, 1, 5, 2]
-    credit = [value for group in advantage([[1.0, 0.0], [0.0, 0.5]]) for value in group]
+    rewards = [[1.0, 0.0], [0.0, 0.5]]
+    scores = [[ScorerScores(label="judge", weight=1.0, values=tuple(group))] for group in rewards]
+    credit = [value for group in advantage(rewards, *([scores] if takes_scores(advantage) else [])) for value in group]
     tokens = make_tokens(lengths, seed=1)
     tokens = Tokens(
         logprobs=tokens.logprobs,
@@ -65,6 +77,20 @@ def test_built_in_algorithm_has_useful_gradients(name: str) -> None:
     assert slopes.abs().sum() > 0.0
     moved = slopes * torch.sign(tokens.advantages)
     assert (moved <= 0.0).all(), "tokens of good completions must become more likely, those of bad ones less likely"
+
+
+def test_advantage_that_takes_scores_is_known_by_its_parameter() -> None:
+    def positional(groups: object, scores: object, *, factor: float = 1.0) -> list[list[float]]:
+        return []
+
+    def option(groups: object, *, scores: float = 1.0) -> list[list[float]]:
+        return []
+
+    assert takes_scores(positional)
+    assert takes_scores(bind(positional, {"factor": 2.0}))
+    assert not takes_scores(option)
+    assert {name for name in ALGORITHMS if compares_scores(name)} == {"gdpo"}
+    assert compares_scores("mine.py:own") is None, "it is not imported for the answer"
 
 
 def test_options_are_passed_to_the_function_that_has_them() -> None:

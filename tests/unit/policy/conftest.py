@@ -10,6 +10,7 @@ import pytest
 import torch
 from vocabulary import VOCABULARY
 
+from starling.common.wire.messages import ScorerScores
 from starling.policy.train.data.groups import ScoredGroup
 
 
@@ -50,7 +51,11 @@ def make_groups() -> Callable[..., list[ScoredGroup]]:
     """Make random groups with the given lengths of prompts and completions."""
 
     def make(shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int = 0, version: int = 0) -> list[ScoredGroup]:
-        generator = np.random.default_rng(seed)
+        generator, of_scores = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+
+        def scored(label: str, weight: float, num: int) -> ScorerScores:
+            return ScorerScores(label=label, weight=weight, values=tuple(of_scores.standard_normal(num).tolist()))
+
         return [
             ScoredGroup(
                 prompt_ids=generator.integers(VOCABULARY, size=prompt).astype(np.int32),
@@ -60,6 +65,7 @@ def make_groups() -> Callable[..., list[ScoredGroup]]:
                 lengths=tuple(lengths),
                 rewards=tuple(generator.standard_normal(len(lengths)).tolist()),
                 prompt_id=f"train/0/{index}",
+                scores=(scored("right", 1.0, len(lengths)), scored("short", 0.5, len(lengths))),
             )
             for index, (prompt, lengths) in enumerate(shapes)
         ]

@@ -54,6 +54,8 @@ class Plain:
     aggregate: Aggregate
     noise: float = 0.2
     proximal: bool = False
+    by_scorer: bool = False
+    """`advantage` is GRPO's, of the scores of each scorer instead of the rewards."""
 
 
 def under(
@@ -272,10 +274,25 @@ ALGORITHMS = {
     "rloo_sequence": Plain(by_completion, leave_one_out, mean_of_sums),
     "reinforce_pp": Plain(ppo(), over_the_batch, token_mean),
     "reinforce_pp_baseline": Plain(ppo(), centred_over_the_batch, token_mean),
+    "gdpo": Plain(ppo(), normalised, mean_of_means, by_scorer=True),
     "aipo": Plain(aipo, normalised, token_mean, noise=0.8),
     "dual_clip": Plain(dual_clip, normalised, token_mean, noise=1.0),
     "decoupled_ppo": Plain(decoupled, normalised, token_mean, noise=1.5, proximal=True),
 }
+
+
+def rows_of(name: str, groups: Sequence[ScoredGroup]) -> list[list[float]]:
+    """Return the advantages of a step by group."""
+    plain = ALGORITHMS[name]
+    if not plain.by_scorer:
+        return plain.advantage([group.rewards for group in groups])
+    sums = []
+    for group in groups:
+        own = [(scorer.weight, plain.advantage([scorer.values])[0]) for scorer in group.scores]
+        sums.append([sum(weight * row[index] for weight, row in own) for index in range(len(group.lengths))])
+    flat = [value for row in sums for value in row]
+    mean, deviation = statistics.fmean(flat), statistics.stdev(flat)
+    return [[(value - mean) / (deviation + 1e-4) for value in row] for row in sums]
 
 
 def plain_loss(
@@ -309,7 +326,7 @@ def plain_loss(
     """
     plain = ALGORITHMS[name]
     if rows is None:
-        rows = plain.advantage([group.rewards for group in groups])
+        rows = rows_of(name, groups)
     if old is None and plain.proximal:
         old = logprobs_of(model, groups, temperature)
     losses = []

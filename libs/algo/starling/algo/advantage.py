@@ -4,6 +4,9 @@ An advantage is a function ``advantage(groups, *, option=default, ...)``: the re
 advantages out, one list per group in the same order. In all of them equal rewards have advantages of exactly 0, an
 empty group or a reward that is not finite is an error, and a step without groups has no advantages.
 
+One with a second parameter, ``advantage(groups, scores, *, option=default, ...)``, also gets of each group the scores
+of each scorer. Equal scores of each scorer, and not equal rewards, then have advantages of exactly 0.
+
 Pure Python in double precision; no torch, no numpy.
 """
 
@@ -12,7 +15,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from starling.common.wire.messages import ScorerScores
 
 Scale = Literal["std", "batch", "none"]
 Baseline = Literal["none", "group"]
@@ -120,6 +126,63 @@ def batch_normalised(
         return []
     normalised = iter(group_relative(flat, epsilon=epsilon))
     return [[next(normalised) for _ in group] for group in values]
+
+
+def decoupled_normalised(
+    groups: Sequence[Sequence[float]], scores: Sequence[Sequence[ScorerScores]], *, epsilon: float = EPSILON
+) -> list[list[float]]:
+    """Return the advantages of GDPO (arXiv:2601.05242, equations 4 to 7): each scorer is normalised by itself.
+
+    With ``s_k(i, j)`` the score of completion j of group i by scorer k, and its weight ``w_k``::
+
+        A_k(i, j) = (s_k(i, j) - mean of s_k(i, .)) / (std of s_k(i, .) + epsilon)    as GRPO, see `group_relative`
+        A(i, j)   = sum over k of w_k A_k(i, j)
+        result    = A(i, j) / (std of all A of the step + epsilon)
+
+    Both deviations have the divisor n - 1. The paper also subtracts the mean of all A of the step, which is 0, because
+    each A_k has the mean 0 in each group. It is not subtracted here, so that its rounding error cannot turn an
+    advantage of exactly 0 into another number.
+
+    So two scorers have the influence that their weights say, whatever the scales of their scores. The weighted sum of
+    the scores lets the one with the greater deviation decide, and gives completions with equal sums the same advantage.
+
+    A scorer whose scores of a group are equal adds nothing to it. A score that is None is left out: mean and deviation
+    are those of the others of its group, and the scorer adds nothing to that completion.
+
+    Args:
+        groups: the rewards of each group, which only say how many completions it has.
+        scores: of each group the scores by each scorer; may be of other scorers in each group.
+        epsilon: added to both deviations.
+
+    Raises:
+        ValueError: as `group_normalised`; or scores are not one for each completion, or not finite.
+    """
+    _check(groups, epsilon)
+    if len(scores) != len(groups):
+        raise ValueError(f"{len(groups)} groups have scores of {len(scores)}: give those of each group")
+    sums = [
+        _decoupled_sum(len(group), own, epsilon, position)
+        for position, (group, own) in enumerate(zip(groups, scores, strict=True))
+    ]
+    flat = [value for group in sums for value in group]
+    deviation = math.sqrt(math.fsum(value * value for value in flat) / (len(flat) - 1)) if len(flat) > 1 else 0.0
+    return [_scaled(group, deviation + epsilon) for group in sums]
+
+
+def _decoupled_sum(num: int, scorers: Sequence[ScorerScores], epsilon: float, position: int) -> list[float]:
+    """Return the weighted sum of the normalised scores of a group of `num` completions."""
+    columns = []
+    for scorer in scorers:
+        where = f"of scorer {scorer.label!r} in group {position}"
+        if len(scorer.values) != num:
+            raise ValueError(f"{len(scorer.values)} scores {where} came for {num} completions: give one for each")
+        known = {index: value for index, value in enumerate(scorer.values) if value is not None}
+        if not all(map(math.isfinite, (*known.values(), scorer.weight))):
+            raise ValueError(f"a score {where}, or its weight, is not finite: drop a completion whose scoring failed")
+        if known:
+            normalised = group_relative(list(known.values()), epsilon=epsilon)
+            columns.append({index: scorer.weight * one for index, one in zip(known, normalised, strict=True)})
+    return [math.fsum(column.get(index, 0.0) for column in columns) for index in range(num)]
 
 
 def _leave_one_out(rewards: Sequence[float]) -> list[float]:

@@ -6,7 +6,8 @@ two functions are
 
 - ``loss(tokens: Tokens, *, option=default, ...) -> LossTerms``, see `starling.algo.loss.terms`;
 - ``advantage(groups: Sequence[Sequence[float]], *, option=default, ...) -> list[list[float]]``: the rewards of each
-  group of a step in, the advantages out, see `starling.algo.advantage`.
+  group of a step in, the advantages out, see `starling.algo.advantage`. If it has a second parameter called
+  ``scores``, it also gets of each group a sequence of `ScorerScores`: the scores of each scorer.
 
 Their keyword-only parameters are the algorithm's options. No torch here: a loss is imported when it is first needed.
 """
@@ -39,6 +40,8 @@ Loss = Callable[..., "LossTerms"]
 Advantage = Callable[..., list[list[float]]]
 
 ENTRY_POINTS: Final = "starling.algorithms"
+SCORES: Final = "scores"
+"""Parameter of an advantage function that gets the scores of each scorer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,13 @@ class Functions(NamedTuple):
     loss: Callable[..., LossTerms]
     """Called with `Tokens`."""
     advantage: Callable[..., list[list[float]]]
-    """Called with the rewards of each group."""
+    """Called with the rewards of each group, and the scores of each if it takes them: see `takes_scores`."""
 
 
 _PPO: Final = "starling.algo.loss.ppo:ppo_clip"
 _LEAVE_ONE_OUT: Final = "starling.algo.advantage:leave_one_out"
 _BATCH: Final = "starling.algo.advantage:batch_normalised"
+_DECOUPLED: Final = "starling.algo.advantage:decoupled_normalised"
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {
     # DeepSeekMath, arXiv:2402.03300. Its divergence penalty is a separate setting.
@@ -115,6 +119,8 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
     # arXiv:2501.03262, without and with the mean of the group as a baseline.
     "reinforce_pp": Algorithm(_PPO, _BATCH),
     "reinforce_pp_baseline": Algorithm(_PPO, _BATCH, options={"baseline": "group"}),
+    # arXiv:2601.05242: each scorer is normalised by itself.
+    "gdpo": Algorithm(_PPO, _DECOUPLED, aggregate="sequence_mean_token_mean"),
     # LlamaRL, arXiv:2505.24034.
     "aipo": Algorithm("starling.algo.loss.aipo:aipo"),
     # arXiv:1912.09729.
@@ -172,6 +178,20 @@ def functions(
             known = f"{_described(loss, settings)}, and {_described(advantage, settings)}"
             raise ConfigError(f"there is no option {settings.get(key, key)!r}: {known}")
     return Functions(bind(loss, merged), bind(advantage, merged))
+
+
+def takes_scores(advantage: Callable[..., Any]) -> bool:
+    """Say whether an advantage function takes the scores of each scorer besides the rewards."""
+    parameter = inspect.signature(advantage).parameters.get(SCORES)
+    return parameter is not None and parameter.kind is not parameter.KEYWORD_ONLY
+
+
+def compares_scores(name: str) -> bool | None:
+    """Say whether the advantage of an algorithm takes the scores of each scorer; None if it is not one of `ALGORITHMS`.
+
+    Nothing is imported for the answer but the pure functions of this package.
+    """
+    return takes_scores(_function(ALGORITHMS[name].advantage)) if name in ALGORITHMS else None
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from starling.common.ranges import (
 from starling.common.settings import Seconds, ServiceSettings, SettingsSection, Temperature, TokenId
 from starling.common.wire.messages import Sampling
 from starling.controller.core.groups.recording import recording_problem
+from starling.controller.core.groups.scores import TrainedScorer
 from starling.controller.core.plan import LeaseTimeouts, RunPlan
 from starling.controller.core.training.train_groups import step_problem
 from starling.controller.data.settings import DataSettings
@@ -234,6 +235,25 @@ class LoggingSettings(SettingsSection):
     "replay"`. `run.kind = "generate"` always writes them; see `docs/how-to/replay.md`."""
 
 
+class TrainedScorerSettings(SettingsSection):
+    """A scorer that counts in the reward."""
+
+    label: str
+    """Its name in metrics."""
+    weight: float
+    """Its weight in the reward."""
+    clip_min: float | None = None
+    """A lower score counts as this one."""
+    clip_max: float | None = None
+    """A higher score counts as this one."""
+    tasks: tuple[str, ...] = ()
+    """Tasks whose prompts it scores; empty for all prompts."""
+
+    def to_core(self) -> TrainedScorer:
+        """Return the scorer in the form of the core."""
+        return TrainedScorer(self.label, self.weight, self.clip_min, self.clip_max, self.tasks)
+
+
 class ControllerSettings(SettingsSection):
     """Replicas, saved states, time limits and files of the controller."""
 
@@ -266,6 +286,12 @@ class ControllerSettings(SettingsSection):
     by `launch.fan_out`."""
     num_scorers: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Limit on the scores of a completion, if it is more than 64. Set by `reward.scorers`."""
+    trained_scorers: tuple[TrainedScorerSettings, ...] = ()
+    """Scorers whose scores the policies get one by one, besides the rewards; empty for none. Set by `reward.scorers`
+    where `policy.algorithm.name` may take them."""
+    compares_scores: bool = False
+    """`rl.dynamic_sampling` compares the scores of each of these scorers, and not the rewards. Set by
+    `policy.algorithm.name`."""
     start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long, or when the digest of the model folder of a run
     without a policy is not known this long after its replicas have joined."""
@@ -348,7 +374,9 @@ class ControllerProcess(ServiceSettings):
         rl, sampling = self.rl, self.sampling.to_wire()
         has_teacher = self.controller.num_teachers > 0
         return recording_problem(sampling, rl.group_size) or (
-            step_problem(rl.prompts_per_step, rl.group_size, sampling, has_teacher=has_teacher)
+            step_problem(
+                rl.prompts_per_step, rl.group_size, sampling, has_teacher=has_teacher, scorers=self.trained_scorers
+            )
             if self.kind.trains
             else ""
         )
@@ -406,6 +434,11 @@ class ControllerProcess(ServiceSettings):
     def kind(self) -> RunKind:
         """Kind of the run."""
         return KINDS[self.run.kind]
+
+    @property
+    def trained_scorers(self) -> tuple[TrainedScorer, ...]:
+        """Scorers whose scores the policies get one by one."""
+        return tuple(scorer.to_core() for scorer in self.controller.trained_scorers)
 
     @property
     def examples(self) -> SftSettings | PreferenceSettings:
@@ -470,6 +503,8 @@ class ControllerProcess(ServiceSettings):
             max_media_bytes=self.controller.max_media_bytes,
             teacher_top_k=self.controller.teacher_top_k,
             num_scorers=self.controller.num_scorers,
+            scorers=self.trained_scorers,
+            compares_scores=self.controller.compares_scores,
             fans_out=self.controller.fan_out and not kind.trains,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

@@ -119,6 +119,10 @@ class RewardSettings(SettingsSection):
             groups[scorer.needs] = (*groups.get(scorer.needs, ()), index)
         return groups
 
+    def trained_scorers(self) -> tuple[ScorerSettings, ...]:
+        """Return the scorers that count in the reward."""
+        return tuple(scorer for scorer in self.scorers if scorer.weight)
+
     def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
         """Return the scorers in the form of the core."""
         return tuple(

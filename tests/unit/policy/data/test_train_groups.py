@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from starling.common.errors import ConfigError, WireError
-from starling.common.wire.messages import ModelLimits, ScoredTrajectory, TensorMeta, TrainGroup
+from starling.common.wire.messages import ModelLimits, ScoredTrajectory, ScorerScores, TensorMeta, TrainGroup
 from starling.policy.train.data.groups import ScoredGroup, groups_from_wire
 from starling.policy.train.errors import RejectedGroupsError
 
@@ -80,6 +80,33 @@ def test_group_without_prompt_or_reward_is_refused() -> None:
         ScoredGroup(prompt[:0], ids, logprobs, versions, (2, 3), (1.0, 0.0), "p")
     with pytest.raises(ConfigError, match="2 completions but 1 rewards"):
         ScoredGroup(prompt, ids, logprobs, versions, (2, 3), (1.0,), "p")
+
+
+def test_groups_from_wire_have_the_scores_of_each_scorer() -> None:
+    scores = (
+        ScorerScores(label="math", weight=1.0, values=(1.0, 0.0)),
+        ScorerScores(label="code", weight=-0.5, values=(None, None)),
+    )
+    [group] = groups_from_wire([msgspec.structs.replace(message(), scores=scores)], buffers())
+    assert group.scores == scores
+    [without] = groups_from_wire([message()], buffers())
+    assert without.scores == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"values": (1.0,)}, "'train/0/0' has 2 completions and 1 scores of 'math': give one score per completion"),
+        ({"values": (1.0, float("nan"))}, "a score of 'math', or its weight, is nan"),
+        ({"values": (float("-inf"), None)}, "a score of 'math', or its weight, is -inf"),
+        ({"weight": float("inf")}, "a score of 'math', or its weight, is inf"),
+    ],
+)
+def test_groups_with_invalid_scores_are_named_in_the_refusal(changes: dict[str, Any], complaint: str) -> None:
+    scores = ScorerScores(**{"label": "math", "weight": 1.0, "values": (1.0, 0.0)} | changes)
+    with pytest.raises(RejectedGroupsError, match=complaint) as raised:
+        groups_from_wire([msgspec.structs.replace(message(), scores=(scores,))], buffers())
+    assert raised.value.prompts == ("train/0/0",)
 
 
 PIXELS = {

@@ -36,6 +36,10 @@ def test_check_objective_accepts_every_algorithm(name: str) -> None:
             "there is no option 'advantage_scale': ppo_clip takes clip_low",
         ),
         (
+            {"name": "gdpo", "advantage_scale": "none"},
+            "there is no option 'advantage_scale': ppo_clip .*, and decoupled_normalised takes epsilon",
+        ),
+        (
             {"options": {"scael": "std"}},
             "there is no option 'scael': ppo_clip .*, and group_normalised takes advantage_scale, epsilon",
         ),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from plain_rl import RAGGED
@@ -177,6 +178,26 @@ def test_non_finite_reward_names_group_and_index(tiny: Make, make_groups: Make, 
     with pytest.raises(ConfigError, match=f"group 'train/0/1' cannot be trained: reward 2 of the group is {bad}"):
         trainer.step(groups, step=2)
     assert_held(model, trainer, before)
+
+
+def test_groups_without_scores_are_refused_where_the_advantage_takes_them(tiny: Make, make_groups: Make) -> None:
+    groups = make_groups(RAGGED)
+    groups[1] = replace(groups[1], scores=())
+    model = tiny()
+    trainer = begun(model, make_groups(RAGGED))
+    before = held(model, trainer)
+    with pytest.raises(ConfigError, match=r"'train/0/1' cannot be trained: .* takes the scores of each scorer"):
+        trainer.step(groups, step=2, settings=settings(AlgorithmSettings(name="gdpo")))
+    assert_held(model, trainer, before)
+
+
+def test_equal_scores_have_no_gradient_whatever_the_rewards(tiny: Make, make_groups: Make) -> None:
+    [group] = make_groups([(4, [5, 5, 5])])
+    equal = tuple(msgspec.structs.replace(one, values=(0.1, 0.1, 0.1)) for one in group.scores)
+    trainer = RlTrainer(tiny(), settings(AlgorithmSettings(name="gdpo")), total_steps=9)
+    metrics = trainer.step([replace(group, scores=equal)], step=1)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["zero_advantage_share"]) == (0.0, 0.0, 1.0)
+    assert metrics["reward_std"] > 0.0
 
 
 NOTHING_FROM_ONE = ["grpo", "dr_grpo", "gspo", "rloo", "aipo", "reinforce_pp_baseline", "decoupled_ppo"]

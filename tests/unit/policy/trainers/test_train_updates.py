@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_rl import ALGORITHMS, Completion, assert_same_gradients, double, logprobs_of, near, plain_loss
+from plain_rl import Completion, assert_same_gradients, double, logprobs_of, near, plain_loss, rows_of
 
 from starling.common.errors import ConfigError
 from starling.policy.settings.algorithm import AlgorithmSettings, CorrectionSettings
@@ -62,7 +62,7 @@ def plain_step(
     factor: Factor | None = None,
 ) -> list[float]:
     """Make one version. Returns the losses of its updates."""
-    rows = ALGORITHMS[name].advantage([group.rewards for group in groups])
+    rows = rows_of(name, groups)
     first = logprobs_of(model, groups)
     optimizer.param_groups[0]["lr"] = rate
     losses = []
@@ -97,6 +97,7 @@ def assert_same_weights(model: torch.nn.Module, plain: torch.nn.Module) -> None:
         ("dapo", True, 2, 2),
         ("grpo", True, 9, 1),
         ("reinforce_pp", False, 2, 2),  # whose advantages are over the whole step, not over an update
+        ("gdpo", False, 2, 1),  # likewise
         ("dr_grpo", False, 1, 3),
         ("gspo", True, 2, 1),
         ("decoupled_ppo", True, 2, 2),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from starling.algo.algorithm import defaults
+from starling.algo.algorithm import compares_scores, defaults
 from starling.algo.staleness import num_slots
 from starling.cli.model.scratch import model_folder
 from starling.cli.plan.sizes import size_text
@@ -105,10 +105,14 @@ def _reinforcement(recipe: Recipe) -> list[str]:
     slots = num_slots(rl.prompts_per_step, rl.max_staleness)
     tokens = sequences * sampling.max_tokens
     least = math.ceil(tokens / recipe.policy.tokens_per_microbatch)
+    is_decoupled = compares_scores(recipe.policy.algorithm.name)
+    equal = "equal scores of each scorer" if is_decoupled else "equal rewards"
     filtered = [
-        "dynamic sampling: groups with equal rewards are replaced by further ones until each step is full; at most "
+        f"dynamic sampling: groups with {equal} are replaced by further ones until each step is full; at most "
         f"{recipe.plan().max_filtered} in a row"
     ]
+    weighted = ", ".join(f"{one.weight:g} x {one.label}" for one in recipe.scores_to_train)
+    decoupled = [f"advantages: each scorer normalised by itself, then {weighted}"] if is_decoupled else []
     teachers = []
     if recipe.teacher is not None:
         num, top_k = recipe.launch.num_teachers, recipe.teacher.top_k
@@ -125,6 +129,7 @@ def _reinforcement(recipe: Recipe) -> list[str]:
         "be generated at a time",
         f"the run: {_product('group', step=rl.num_steps, prompt=rl.prompts_per_step)}",
         *(filtered if rl.dynamic_sampling else []),
+        *decoupled,
         *teachers,
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import Field, model_validator
 
+from starling.algo.algorithm import compares_scores
 from starling.cli.model.scratch import ScratchSettings
 from starling.cli.recipe.chat_template import check_chat_template
 from starling.common.counts import counted
@@ -18,7 +20,8 @@ from starling.common.errors import WeightsError
 from starling.common.ranges import MAX_COUNT, MAX_PROCESSES
 from starling.common.service import check_model_folder
 from starling.common.settings import ModelSettings, Seconds, SettingsSection, WeightsSettings, load
-from starling.controller.settings import ControllerProcess
+from starling.controller.core.training.train_groups import step_problem
+from starling.controller.settings import ControllerProcess, TrainedScorerSettings
 from starling.policy.settings.policy import PolicySettings, check_adapters, check_elastic, check_transport
 from starling.reward.settings import RewardSettings
 from starling.rollout.engine.registry import check_name as check_engine
@@ -125,7 +128,44 @@ class Recipe(ControllerProcess):
             self._check_rows()
         if self.sampling.routing == "replayed":
             self._check_replay()
+        if self.kind.has_rl_steps and self.kind.trains and compares_scores(self.policy.algorithm.name):
+            self._check_scores()
         return self
+
+    def _check_scores(self) -> None:
+        """An algorithm that normalises the scores of each scorer has some to compare, and no bounds of their sum."""
+        name, reward = self.policy.algorithm.name, self.reward
+        if self.plan().num_steps == 0:
+            return
+        trained = () if reward is None else reward.trained_scorers()
+        pairs = itertools.combinations(trained, 2)
+        if not any(not one.tasks or not other.tasks or {*one.tasks} & {*other.tasks} for one, other in pairs):
+            which = f"those of this recipe ({', '.join(scorer.title for scorer in trained) or 'none'}) do not"
+            raise ValueError(
+                f"policy.algorithm.name = {name!r} normalises each scorer by itself, so two of [[reward.scorers]] must "
+                f"score the same prompts with a weight other than 0, and {which}; add one, or choose 'grpo'"
+            )
+        if reward is not None and (reward.clip_min is not None or reward.clip_max is not None):
+            raise ValueError(
+                f"policy.algorithm.name = {name!r} never adds up the scores of a completion, so reward.clip_min and "
+                "reward.clip_max would bound nothing; set clip_min and clip_max of the scorers"
+            )
+        scorers = tuple(scorer.to_core() for scorer in self.scores_to_train)
+        num, size, has_teacher = self.rl.prompts_per_step, self.rl.group_size, self.teacher is not None
+        if problem := step_problem(num, size, self.sampling.to_wire(), has_teacher=has_teacher, scorers=scorers):
+            raise ValueError(problem)
+
+    @property
+    def scores_to_train(self) -> tuple[TrainedScorerSettings, ...]:
+        """Scorers whose scores the policy gets one by one; none if the algorithm takes only rewards."""
+        if self.reward is None or not self.kind.trains or compares_scores(self.policy.algorithm.name) is False:
+            return ()
+        return tuple(
+            TrainedScorerSettings(
+                label=one.title, weight=one.weight, clip_min=one.clip_min, clip_max=one.clip_max, tasks=one.tasks
+            )
+            for one in self.reward.trained_scorers()
+        )
 
     def _check_replay(self) -> None:
         """Rollouts can record the experts of their tokens, and the policy can be made to choose them."""
@@ -390,6 +430,10 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     # Weights that are elsewhere are not in the folder that the controller could read: the policy's digest counts.
     follows |= {"model_path": recipe.model.path} if untrained and not recipe.policy.weights_from else {}
     follows |= {"num_scorers": len(recipe.reward.scorers)} if recipe.reward is not None else {}
+    follows |= {
+        "trained_scorers": recipe.scores_to_train,
+        "compares_scores": bool(compares_scores(recipe.policy.algorithm.name)),
+    }
     controller = recipe.controller.model_copy(update=follows)
     return recipe.model_copy(update={"controller": controller, "policy": recipe.launched_policy, "rollout": rollout})
 

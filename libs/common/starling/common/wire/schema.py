@@ -62,6 +62,7 @@ NESTED = (
     messages.TrajectoryMeta,
     messages.CompletionText,
     messages.ScoredTrajectory,
+    messages.ScorerScores,
     messages.TrainGroup,
     messages.HeldLease,
     messages.LeaseProgress,

@@ -210,6 +210,16 @@ class ScoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     status: Status = Status.OK
 
 
+class ScorerScores(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Scores of the completions of one group by one scorer that counts in the reward."""
+
+    label: str
+    """The scorer's name in metrics."""
+    weight: float
+    values: tuple[float | None, ...]
+    """One for each completion, unweighted, within the scorer's bounds; null where it gave none."""
+
+
 class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One group of a training step. Its buffers follow in the order of `tensors`.
 
@@ -234,6 +244,8 @@ class TrainGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tensors: tuple[TensorMeta, ...]
     temperature: float = 0.0
     """Divisor of the logits under which it was sampled; 0 for the one of the step."""
+    scores: tuple[ScorerScores, ...] = ()
+    """Scores by each scorer that counts in the reward, where the algorithm may take them; else empty."""
 
 
 class LeaseProgress(msgspec.Struct, frozen=True, kw_only=True, gc=False):

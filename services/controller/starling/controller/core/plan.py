@@ -13,6 +13,7 @@ from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
 from starling.controller.core.groups.limits import GroupLimits
+from starling.controller.core.groups.scores import TrainedScorer
 from starling.weightsync.offers.offer import TransportChoice
 
 MAX_DISCARDED_STEPS = 3
@@ -144,6 +145,10 @@ class RunPlan:
     """Without a policy: the controller reads the model folder, and no rollout gets work before the digest is known."""
     num_scorers: int = 0
     """Scorers of the recipe; 0 if it does not say it."""
+    scorers: tuple[TrainedScorer, ...] = ()
+    """Those that count in the reward, where the algorithm may take their scores one by one; else empty."""
+    compares_scores: bool = False
+    """The algorithm takes them one by one: dynamic sampling compares the scores of each, not the rewards."""
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 

@@ -140,7 +140,8 @@ class ControllerState:
             plans=LayoutPlans(plan.relay_from_bytes),
             is_reading_checkpoint=plan.reads_checkpoint,
         )
-        self.training = Training(plan.begin_version, plan.sampling, plan.num_scorers)
+        trained = [scorer.label for scorer in plan.scorers]
+        self.training = Training(plan.begin_version, plan.sampling, plan.num_scorers, trained)
         self.evaluations = Evaluations()
         self.lifecycle = Lifecycle(plan.drain_s, plan.stop_s)
 

@@ -39,8 +39,8 @@ class AlgorithmSettings(SettingsSection):
     """The loss of a reinforcement-learning step. Unset values are those of the named algorithm."""
 
     name: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, rloo, rloo_sequence, reinforce_pp, reinforce_pp_baseline, aipo, dual_clip,
-    decoupled_ppo; the name registered by an installed package; or your own as `module:attribute` or
+    """grpo, dr_grpo, dapo, gspo, cispo, rloo, rloo_sequence, reinforce_pp, reinforce_pp_baseline, gdpo, aipo,
+    dual_clip, decoupled_ppo; the name registered by an installed package; or your own as `module:attribute` or
     `file.py:attribute`."""
     clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
     """Lower clipping of the importance ratio, at 1 - `clip_low`."""

@@ -63,7 +63,22 @@ def load_groups(state: ControllerState, step: int) -> list[Group]:
             f"the files have {len(loaded)} groups of step {step}, not {state.plan.prompts_per_step}", state.now
         )
         return []
+    if state.plan.compares_scores and (lacking := _unscored(state, loaded)):
+        state.lifecycle.fail(lacking, state.now)
+        return []
     return state.buffer.load(step, loaded)
+
+
+def _unscored(state: ControllerState, groups: list[Group]) -> str:
+    """Return which group lacks the scores of a scorer, in one sentence; it would count as one of equal scores."""
+    for group in groups:
+        for scorer in state.plan.scorers:
+            if scorer.label not in group.components:
+                return (
+                    f"the files have no scores of {scorer.label!r} for prompt {group.prompt.id}, which the algorithm "
+                    "of policy.algorithm.name takes one by one"
+                )
+    return ""
 
 
 def _groups_of(state: ControllerState, entries: tuple[JournalEntry, ...]) -> list[Group]:
@@ -79,8 +94,8 @@ def _groups_of(state: ControllerState, entries: tuple[JournalEntry, ...]) -> lis
             case TeacherLogprobsStored(key=key, tensors=tensors) if key in groups:
                 group = groups[key]
                 group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *entry.payload)
-            case RewardsStored(key=key, rewards=rewards) if key in groups:
-                groups[key].rewards = rewards
+            case RewardsStored(key=key, rewards=rewards, components=components) if key in groups:
+                groups[key].rewards, groups[key].components = rewards, components
     return [group for group in groups.values() if group.rewards and len(group.buffers) == len(group.tensors)]
 
 

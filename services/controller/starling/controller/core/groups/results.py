@@ -29,6 +29,7 @@ from starling.controller.core.groups.admission import newest_allowed, num_comple
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.groups.limits import MAX_TIED
 from starling.controller.core.groups.partial import parse_partial
+from starling.controller.core.groups.scores import are_equal
 from starling.controller.core.groups.validation import (
     InvalidResultError,
     UnusableResultError,
@@ -36,6 +37,7 @@ from starling.controller.core.groups.validation import (
     check_num_media,
     check_num_sampled,
     check_rewards,
+    check_scores,
     check_teacher_names,
     check_trajectories,
 )
@@ -412,12 +414,13 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         return
     try:
         check_rewards(message, len(group.trajectories), state.plan.num_scorers)
+        check_scores(message, state.plan.scorers, group.prompt)
     except InvalidResultError as error:
         _reject(state, member, groups, group, error)
         return
     note_scored(state, group, member)
     rewards = message.rewards
-    if state.plan.dynamic_sampling and group.purpose == "train" and len(set(rewards)) == 1:
+    if state.plan.dynamic_sampling and group.purpose == "train" and _teaches_nothing(state, message):
         if group.giver is not None:
             _begin_anew(state, groups, group, group.giver, f"all its rewards are {rewards[0]:g}")
             return
@@ -433,6 +436,13 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         state.dirty |= Dirty.EVALUATE
     elif state.buffer.is_full():  # most groups are not the last of their step
         state.dirty |= Dirty.TRAIN
+
+
+def _teaches_nothing(state: ControllerState, message: wire.GroupScored) -> bool:
+    """Say whether all completions of a group are equally good, so that their advantages are 0."""
+    if state.plan.compares_scores:
+        return are_equal(message.components, state.plan.scorers)
+    return len(set(message.rewards)) == 1
 
 
 def on_tokens_scored(

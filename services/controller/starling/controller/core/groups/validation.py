@@ -52,6 +52,7 @@ from starling.common.wire.tensors import (
 )
 from starling.controller.core.events import ContentsProblem, Received
 from starling.controller.core.groups.limits import UNLIMITED, GroupLimits
+from starling.controller.core.groups.scores import TrainedScorer
 
 Array = npt.NDArray[Any]
 Buffers = Sequence[bytes]
@@ -515,6 +516,20 @@ def check_rewards(message: GroupScored, num: int, num_scorers: int) -> None:
         for value in values:
             if value is not None and not abs(value) <= MAX_REWARD:
                 raise UnusableResultError(f"a score of {name} is {value}")
+
+
+def check_scores(message: GroupScored, scorers: Sequence[TrainedScorer], prompt: Prompt) -> None:
+    """Check that each completion of `prompt` has a score by each of `scorers` that scores it.
+
+    Raises:
+        UnusableResultError: naming the scorer whose score is missing.
+    """
+    for scorer in scorers:
+        if scorer.scores(prompt) and None in message.components.get(scorer.label, (None,)):
+            raise UnusableResultError(
+                f"it has a reward and no score of {scorer.label!r}, which counts in the reward; start the reward "
+                "replicas with the recipe of the controller"
+            )
 
 
 def _check_metrics(metrics: Mapping[str, float], whose: str) -> None:

@@ -148,7 +148,7 @@ def redispatch(state: ControllerState, policy: Member, step: int, groups: list[G
     if step <= state.plan.num_supervised_steps:
         command = msgspec.structs.replace(command, examples=_examples(state, step))
     else:
-        trained = tuple(to_train_group(group) for group in groups)
+        trained = tuple(to_train_group(group, state.plan.scorers) for group in groups)
         command = msgspec.structs.replace(command, groups=trained, next_prompt=_next_prompt(groups))
     _grant(state, policy, command, buffers_of(groups))
 
@@ -187,7 +187,7 @@ def _dispatch_examples(state: ControllerState, policies: list[Member], step: int
 def _dispatch_groups(state: ControllerState, policies: list[Member], step: int, groups: list[Group]) -> None:
     command = msgspec.structs.replace(
         _command(state, step),
-        groups=tuple(to_train_group(group) for group in groups),
+        groups=tuple(to_train_group(group, state.plan.scorers) for group in groups),
         next_prompt=_next_prompt(groups),
     )
     _dispatch(state, policies, command, buffers_of(groups))

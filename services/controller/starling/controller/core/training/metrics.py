@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -31,6 +31,8 @@ class MetricNames:
 
     num_scorers: int = 0
     """Of the recipe."""
+    trained: Sequence[str] = ()
+    """Names that are always kept: those of the scorers whose scores are trained."""
     _names: dict[str, str] = field(default_factory=dict)
     """By name: the name, as the one object that all groups share."""
     _senders: dict[str, str] = field(default_factory=dict)
@@ -40,6 +42,9 @@ class MetricNames:
     _num_characters: int = 0
     is_full: bool = False
     """A name was left out."""
+
+    def __post_init__(self) -> None:
+        self._names.update((name, name) for name in self.trained)
 
     @property
     def limit(self) -> int:

@@ -17,6 +17,7 @@ step with the others, all of them will, unless they have made it: those that rep
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,8 +131,15 @@ class SavedStates:
 class Training:
     """The active step, and the values that persist from one step to the next."""
 
-    def __init__(self, begin_version: int, sampling: Sampling, num_scorers: int) -> None:
-        """Begin with the version `begin_version`, which has a saved state. `num_scorers`: of the recipe."""
+    def __init__(self, begin_version: int, sampling: Sampling, num_scorers: int, trained: Sequence[str] = ()) -> None:
+        """Begin with the version `begin_version`, which has a saved state.
+
+        Args:
+            begin_version: the version.
+            sampling: as the recipe says.
+            num_scorers: of the recipe.
+            trained: names of the scorers whose scores are trained one by one.
+        """
         self.step: ActiveStep | None = None
         """The step that makes the next version."""
         self.committed: ActiveStep | None = None
@@ -149,7 +157,7 @@ class Training:
         self.sampling = sampling
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
-        self.metric_names = MetricNames(num_scorers)
+        self.metric_names = MetricNames(num_scorers, trained)
         self.limits: ModelLimits | None = None
         """What the model of the policy can read of groups; None until a policy has said it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -19,6 +20,7 @@ from starling.common.wire.tensors import (
 )
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.group import Group
+from starling.controller.core.groups.scores import TrainedScorer, scores_of
 
 FURTHER_BYTES: Final = 1 << 20
 """Of a message with a step, besides its groups: its settings, and the layouts' names."""
@@ -26,8 +28,8 @@ ID_CHARACTERS: Final = 64
 """Longest id of a prompt: `train/EPOCH/ROW`."""
 
 
-def to_train_group(group: Group) -> wire.TrainGroup:
-    """Return a scored group as the message to a policy."""
+def to_train_group(group: Group, scorers: Sequence[TrainedScorer] = ()) -> wire.TrainGroup:
+    """Return a scored group as the message to a policy. `scorers`: those whose scores it gets one by one."""
     trajectories = [
         wire.ScoredTrajectory(num_tokens=t.num_tokens, oldest_version=t.oldest_version, reward=reward, status=t.status)
         for t, reward in zip(group.trajectories, group.rewards, strict=True)
@@ -38,14 +40,22 @@ def to_train_group(group: Group) -> wire.TrainGroup:
         trajectories=tuple(trajectories),
         tensors=group.tensors,
         temperature=group.temperature,
+        scores=scores_of(group.components, scorers, len(trajectories)) if scorers else (),
     )
 
 
-def step_problem(prompts_per_step: int, group_size: int, sampling: wire.Sampling, *, has_teacher: bool) -> str:
+def step_problem(
+    prompts_per_step: int,
+    group_size: int,
+    sampling: wire.Sampling,
+    *,
+    has_teacher: bool,
+    scorers: Sequence[TrainedScorer] = (),
+) -> str:
     """Return why the groups of a step may not fit into one message, in one sentence; empty if they always do.
 
     A rollout chooses how many tensors its groups have, and how large the numbers in them are, within what the recipe
-    allows: the largest ones count.
+    allows: the largest ones count. `scorers`: those whose scores are sent.
     """
     names = [*[""] * len(GROUP_TENSORS), LOSS_MASK, *PROMPT_TENSORS]
     names += [*(KEPT_TENSORS if sampling.logprobs == "truncated" else ()), *(TEACHER_TENSORS if has_teacher else ())]
@@ -55,7 +65,10 @@ def step_problem(prompts_per_step: int, group_size: int, sampling: wire.Sampling
     trajectory = wire.ScoredTrajectory(
         num_tokens=MAX_TOKENS, oldest_version=most, reward=0.5, status=wire.Status.TRUNCATED
     )
-    group = wire.TrainGroup(prompt_id="x" * ID_CHARACTERS, trajectories=(), tensors=tuple(tensors), temperature=0.5)
+    scores = scores_of({scorer.label: (0.5,) * group_size for scorer in scorers}, scorers, group_size)
+    group = wire.TrainGroup(
+        prompt_id="x" * ID_CHARACTERS, trajectories=(), tensors=tuple(tensors), temperature=0.5, scores=scores
+    )
     group_bytes, completion_bytes = (len(msgspec.msgpack.encode(one)) for one in (group, trajectory))
     num_buffers, num_bytes = len(names), group_bytes + group_size * completion_bytes
     fit = min(MAX_BUFFERS // num_buffers, (MAX_MESSAGE_BYTES - FURTHER_BYTES) // num_bytes)

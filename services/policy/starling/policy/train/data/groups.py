@@ -15,7 +15,7 @@ from starling.algo.routing import Routing, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, WireError
-from starling.common.wire.messages import ModelLimits, Status, TensorMeta, TrainGroup
+from starling.common.wire.messages import ModelLimits, ScorerScores, Status, TensorMeta, TrainGroup
 from starling.common.wire.tensors import (
     GROUP_TENSORS,
     KEPT_COUNTS,
@@ -86,6 +86,8 @@ class ScoredGroup:
     routing: Routing | None = None
     """The experts that the rollout's routers chose for each token of the prompt and of the completions; None where the
     model's own routers choose."""
+    scores: tuple[ScorerScores, ...] = ()
+    """Scores by each scorer that counts in the rewards; empty where they were not sent."""
 
     @property
     def sampled(self) -> Flags:
@@ -129,6 +131,7 @@ class ScoredGroup:
                 f"group {self.prompt_id!r} has {len(self.lengths)} completions and {len(self.cut)} flags whether they "
                 "were cut off: give one flag per completion"
             )
+        _check_scores(self)
 
 
 def groups_from_wire(
@@ -269,9 +272,25 @@ def _read(group: TrainGroup, frames: Iterator[Any]) -> ScoredGroup:
             loss_mask=loss_mask,
             kept=KeptTokens(kept[KEPT_COUNTS], kept[KEPT_IDS]) if kept else None,
             routing=Routing(experts[PROMPT_ROUTING], experts[ROUTING]) if experts else None,
+            scores=group.scores,
         )
     except ConfigError as error:
         raise WireError(str(error)) from error
+
+
+def _check_scores(group: ScoredGroup) -> None:
+    for scorer in group.scores:
+        if len(scorer.values) != len(group.lengths):
+            raise ConfigError(
+                f"group {group.prompt_id!r} has {len(group.lengths)} completions and {len(scorer.values)} scores of "
+                f"{scorer.label!r}: give one score per completion"
+            )
+        for value in (scorer.weight, *scorer.values):
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(
+                    f"group {group.prompt_id!r} cannot be trained: a score of {scorer.label!r}, or its weight, is "
+                    f"{value}"
+                )
 
 
 def _teacher_logprobs(tensors: Mapping[str, npt.NDArray[Any]]) -> TeacherLogprobs | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -220,8 +221,12 @@ def _check(group: ScoredGroup, step: int) -> None:
 
 def _call_advantage(groups: Sequence[ScoredGroup], objective: Objective, step: int) -> tuple[list[float], ...]:
     """Call the advantage function, which may be the user's own, and check its result."""
+    given: list[Sequence[Any]] = [[group.rewards for group in groups]]
+    if objective.takes_scores:
+        _check_scored(groups)
+        given.append([group.scores for group in groups])
     try:
-        rows = [list(map(float, row)) for row in objective.advantage([group.rewards for group in groups])]
+        rows = [list(map(float, row)) for row in objective.advantage(*given)]
     except Exception as error:  # A user's function raises anything.
         names = ", ".join(group.prompt_id for group in groups[:3])
         reason = error if isinstance(error, ValueError) else f"its advantage function raised {error!r}"
@@ -240,6 +245,16 @@ def _call_advantage(groups: Sequence[ScoredGroup], objective: Objective, step: i
                     f"completion {index} of group {group.prompt_id!r} got the advantage {value}: {remedy}"
                 )
     return tuple(rows)
+
+
+def _check_scored(groups: Sequence[ScoredGroup]) -> None:
+    """Refuse groups without the scores of single scorers: they would be trained with advantages of 0."""
+    for group in groups:
+        if not group.scores:
+            raise ConfigError(
+                f"group {group.prompt_id!r} cannot be trained: the advantage function of policy.algorithm takes the "
+                "scores of each scorer, and they did not come with it; start the controller with the same recipe"
+            )
 
 
 def _staleness(group: ScoredGroup, step: int) -> list[float]:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from starling.algo.algorithm import Aggregate, Correction, Old, defaults, find, functions
+from starling.algo.algorithm import Aggregate, Correction, Old, defaults, find, functions, takes_scores
 from starling.algo.loss.correct import correct
 from starling.algo.loss.regularisers import entropy_bonus, kl_loss, positive_nll
 from starling.algo.loss.terms import LossTerms, Tokens
 from starling.common.errors import ConfigError
+from starling.common.wire.messages import ScorerScores
 from starling.policy.settings.algorithm import AlgorithmSettings
 from starling.policy.train.metrics.tokens import TokenMetrics
 
-Advantage = Callable[[Sequence[Sequence[float]]], list[list[float]]]
-"""From the rewards of each group of a step to the advantages of its completions."""
+Advantage = Callable[..., list[list[float]]]
+"""From the rewards of each group of a step, and the scores of each if it takes them, to the advantages of its
+completions."""
 
 _OPTIONS: Final = ("clip_low", "clip_high", "dual_clip", "max_ratio", "scale")
 """Arguments that are settings, of a loss or an advantage function; unset, the algorithm's own value applies."""
 SETTINGS: Final = {"scale": "advantage_scale"}
 """Settings whose name differs from that of the argument, by argument."""
+_EXAMPLES: Final = ((ScorerScores(label="example", weight=1.0, values=(0.0, 1.0)),),)
+"""Scores of one group of two completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Objective:
     """A resolved algorithm."""
 
     advantage: Advantage
+    takes_scores: bool
+    """Whether `advantage` takes the scores of each scorer, too."""
     loss: Callable[[Tokens], LossTerms]
     aggregate: Aggregate
     aggregate_tokens: int
@@ -66,6 +72,7 @@ def objective_of(settings: AlgorithmSettings) -> Objective:
         )
     return Objective(
         advantage=advantage,
+        takes_scores=takes_scores(advantage),
         loss=loss,
         aggregate=settings.aggregate or algorithm.aggregate,
         aggregate_tokens=settings.aggregate_tokens,
@@ -87,7 +94,7 @@ def check_objective(settings: AlgorithmSettings) -> None:
     zeros, sequence = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     tokens = Tokens(zeros.clone().requires_grad_(), zeros, zeros, torch.tensor([1.0, -1.0]), sequence, 1)
     try:
-        objective.advantage([[0.0, 1.0]])
+        objective.advantage([[0.0, 1.0]], *([_EXAMPLES] if objective.takes_scores else []))
         loss = objective.loss(tokens).loss
     except Exception as error:  # A user's function raises anything.
         reason = error if isinstance(error, ValueError) else repr(error)
