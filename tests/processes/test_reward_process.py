@@ -77,7 +77,7 @@ def test_completion_that_the_service_gave_up_on_is_kept_and_scored_again(hub: Fa
     assert file.name == "reward-0-000001-fragile_one.json"
     kept = json.loads(file.read_text())
     assert (kept["scorer"], kept["prompt"], kept["reference"]) == ("fragile/one", "question", "answer")
-    assert (kept["metadata"], kept["completion"]["text"]) == ({"task": "sums"}, "exit")
+    assert (kept["metadata"], [one["text"] for one in kept["completions"]]) == ({"task": "sums"}, ["exit"])
     assert kept["problem"] == "scorer 'fragile/one' ended its worker process (exit status 3)."
 
     again = replayed(file, recipe)

@@ -16,14 +16,16 @@ options = { pattern = "<answer>.*</answer>" }
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_COEFFICIENT, MAX_MIB, MAX_PROCESSES, MAX_SLOTS
-from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
+from starling.common.sandbox.settings import GPU, SandboxLevel, SandboxNeeds
 from starling.common.settings import Seconds, SettingsSection
 from starling.reward.core.rewards import RewardBounds, WeightedScorer
 from starling.reward.http.settings import HttpSettings
@@ -31,6 +33,9 @@ from starling.reward.score.scorers.batch import MAX_BATCH
 from starling.reward.score.scorers.registry import check_name
 
 MAX_RETRIES: Final = 100
+MIN_MEMORY_MB: Final = 128
+"""A worker needs a part of it itself."""
+_DEVICE: Final = re.compile(r"cpu|cuda:[0-9]{1,4}")
 
 
 class ScorerSettings(SettingsSection):
@@ -61,14 +66,25 @@ class ScorerSettings(SettingsSection):
     tasks: tuple[str, ...] = ()
     """Score only prompts whose metadata has one of these as their `task`; empty for all prompts."""
     needs: SandboxNeeds = SandboxNeeds()
-    """What it may reach: a judge needs the network, a reward model its folder and `devices = ["gpu"]`."""
+    """What it may reach: a judge needs the network, a reward model its folder and a device."""
+    python: Path | None = None
+    """Interpreter of its own Python environment, as `/opt/judge/.venv/bin/python`, which needs Python 3.11 and msgspec
+    0.21 or later; without it, the service's own environment."""
+    device: str = ""
+    """`cuda:1`: the only GPU that it sees, as `cuda:0`; it needs no `devices` then. `cpu`: it sees no GPU. Without it:
+    those of its `needs`."""
+    memory_mb: int | None = Field(default=None, ge=MIN_MEMORY_MB, le=MAX_MIB)
+    """Limit on the memory of each of its workers, with all that these start, in MiB."""
+    num_workers: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Worker processes for it alone; without it, it shares the service's `num_workers` with the scorers of equal
+    `needs`, `python`, `device` and `memory_mb`."""
 
     @model_validator(mode="after")
     def _code_needs_nothing(self) -> Self:
-        if self.name == "code" and not self.needs.grants_nothing:
+        if self.name == "code" and not (self.needs.grants_nothing and self.device in ("", "cpu")):
             raise ConfigError(
                 "Scorer 'code' runs programs that a model wrote, which would get what it declares: leave only "
-                "`max_tasks` in its `needs`."
+                "`max_tasks` in its `needs`, and no `device`."
             )
         return self
 
@@ -77,11 +93,31 @@ class ScorerSettings(SettingsSection):
         """The name in metrics: `label`, or else `name`."""
         return self.label or self.name
 
-    @field_validator("name")
+    @property
+    def own_needs(self) -> SandboxNeeds:
+        """What it may reach, its `device` included."""
+        if not self.device.startswith("cuda") or GPU in self.needs.devices:
+            return self.needs
+        return self.needs.model_copy(update={"devices": (*self.needs.devices, GPU)})
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.python is None:  # another environment has other plug-ins, which its worker knows
+            check_name(self.name)
+        return self
+
+    @field_validator("device")
     @classmethod
-    def _known(cls, name: str) -> str:
-        check_name(name)
-        return name
+    def _device_form(cls, device: str) -> str:
+        if device and not _DEVICE.fullmatch(device):
+            raise ConfigError(f"device is {device!r}: write `cpu`, or the number of a GPU as `cuda:1`.")
+        return device
+
+    @field_validator("python")
+    @classmethod
+    def _absolute(cls, python: Path | None) -> Path | None:
+        # Not resolved: the link in a virtual environment says which environment it is.
+        return None if python is None else python.expanduser().absolute()
 
 
 class RewardSettings(SettingsSection):
@@ -90,7 +126,8 @@ class RewardSettings(SettingsSection):
     scorers: tuple[ScorerSettings, ...] = Field(default=(), validate_default=True)
     """The scorers whose weighted sum is the reward; at least one with a weight other than 0."""
     num_workers: int = Field(default=2, ge=1, le=MAX_PROCESSES)
-    """Worker processes for the scorers with equal needs; each scores one completion or batch at a time."""
+    """Worker processes for the scorers of equal `needs`, `python`, `device` and `memory_mb`; each scores one completion
+    or batch at a time."""
     timeout_s: Seconds = 10.0
     """Time limit of one scorer for one completion or batch; then its worker is killed and replaced."""
     start_timeout_s: Seconds = 120.0
@@ -111,13 +148,6 @@ class RewardSettings(SettingsSection):
     sandbox: SandboxLevel = "auto"
     """Sandbox of the workers. `auto`: the strongest that this machine offers. `required`: one with namespaces, or the
     start fails. `bubblewrap`, `namespaces`, `landlock`, `process`: just this one; see `docs/how-to/sandboxes.md`."""
-
-    def by_needs(self) -> dict[SandboxNeeds, tuple[int, ...]]:
-        """Return the indices of the scorers by what they need."""
-        groups: dict[SandboxNeeds, tuple[int, ...]] = {}
-        for index, scorer in enumerate(self.scorers):
-            groups[scorer.needs] = (*groups.get(scorer.needs, ()), index)
-        return groups
 
     def trained_scorers(self) -> tuple[ScorerSettings, ...]:
         """Return the scorers that count in the reward."""

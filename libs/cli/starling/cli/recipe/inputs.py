@@ -133,7 +133,8 @@ def _imports(recipe: Recipe) -> list[str]:
     lines = []
     if recipe.reward is not None and recipe.kind.is_scored:
         for scorer in recipe.reward.scorers:
-            check_scorer(scorer.name, scorer.options)
+            if scorer.python is None:  # else its service finds out, in the environment of the scorer
+                check_scorer(scorer.name, scorer.options)
         lines.append(f"scorers: {', '.join(scorer.title for scorer in recipe.reward.scorers)}")
     environment = recipe.rollout.environment
     if environment.kind and recipe.generates:

@@ -47,12 +47,13 @@ _of_view: Final = set[str]()
 """Names below `/tmp` that the view shows, as `settle` finds them before anything of a user runs."""
 
 
-def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0) -> None:
+def settle(mechanism: str, *, memory_mb: int = 0, data_mb: int = 0, max_tasks: int = 0) -> None:
     """Become a user without privileges outside, and limit this process and its descendants.
 
     Args:
         mechanism: how the sandbox was made.
         memory_mb: limit on the address space of each process, in MiB; 0 for none.
+        data_mb: limit on the private memory of each process, in MiB; 0 for none.
         max_tasks: limit on processes and threads; with namespaces, `Sessions` has each session limited by itself;
             without them, on those that the sandbox's user has on the machine besides the present ones and
             `SPARE_TASKS` (root has none).
@@ -74,6 +75,8 @@ def settle(mechanism: str, *, memory_mb: int = 0, max_tasks: int = 0) -> None:
     ]
     if memory_mb:
         limits.append((resource.RLIMIT_AS, memory_mb << 20))
+    if data_mb:
+        limits.append((resource.RLIMIT_DATA, data_mb << 20))
     if max_tasks and isolated:
         _, most = resource.getrlimit(resource.RLIMIT_NPROC)
         soft = max_tasks if most == resource.RLIM_INFINITY else min(max_tasks, most)

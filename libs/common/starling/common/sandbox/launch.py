@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,9 @@ import structlog
 from starling.common.errors import ConfigError
 from starling.common.sandbox import enter, syscalls
 from starling.common.sandbox.inside import INNER_UID
-from starling.common.sandbox.output import relay_output
+from starling.common.sandbox.interpreter import Interpreter
+from starling.common.sandbox.memory import limit_memory
+from starling.common.sandbox.output import OutputAllowance, relay_output
 from starling.common.sandbox.processes import descendants, kill_all, remove_tree
 from starling.common.sandbox.settings import SandboxLevel, SandboxNeeds
 from starling.common.sandbox.view import TMP_BYTES, Kind, View, view_of
@@ -180,6 +182,10 @@ class BoxProcess:
         ports: TCP ports to which Landlock lets it connect.
         what: what it is, for the log lines with what it prints.
         output: descriptor for what the process, and what makes the sandbox, print; None for the log.
+        allowance: how much of that the log takes; sandboxes may share one.
+        memory_mb: limit on the memory of the process with all that it starts, in MiB; 0 for none.
+        interpreter: of the Python environment that it uses; None for that of this process.
+        variables: further variables of its environment.
 
     Raises:
         OSError: it cannot be started.
@@ -198,21 +204,29 @@ class BoxProcess:
         ports: tuple[int, ...] = (),
         what: str = "sandbox",
         output: int | None = None,
+        allowance: OutputAllowance | None = None,
+        memory_mb: int = 0,
+        interpreter: Interpreter | None = None,
+        variables: Mapping[str, str] = {},
     ) -> None:
         self.sandboxing = sandboxing
         self.problem = ""
         self.status: int | None = None
         """Exit status of the process; 128 and the signal's number if one killed it; None while it runs."""
         self._life = -1
-        maps_users = os.getuid() == 0 and not _closed_to_others(isolates=sandboxing.isolates)
+        maps_users = os.getuid() == 0 and not _closed_to_others(isolates=sandboxing.isolates, prefixes=view.prefixes)
         self._folder = None if sandboxing.isolates else tempfile.mkdtemp(prefix="starling-sandbox-")
         if self._folder is not None and maps_users:
             os.chown(self._folder, OWN_UID, OWN_UID)
-        environment = scrubbed_environment(needs, self._folder or "/tmp", inherits_path=inherits_path)
+        environment = scrubbed_environment(
+            needs, self._folder or "/tmp", inherits_path=inherits_path, interpreter=interpreter
+        )
+        environment.update(variables)
         self._relay: threading.Thread | None = None
         printed = output
         if printed is None:
-            printed, self._relay = relay_output(what)
+            printed, self._relay = relay_output(what, allowance)
+        self._memory = limit_memory(memory_mb)
         order = _Order(
             list(command),
             sandboxing,
@@ -224,9 +238,13 @@ class BoxProcess:
             environment,
             ports,
             printed,
+            self._memory.entry,
         )
         try:
             self._child, first = order.start()
+        except BaseException:
+            self._memory.close()
+            raise
         finally:
             if output is None:
                 os.close(printed)
@@ -239,6 +257,12 @@ class BoxProcess:
             return
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             self._life = os.pidfd_open(self._child.pid if first is None else first)
+            self._memory.watch(self._child.pid if first is None else first, self._kill_first)
+
+    @property
+    def exceeded_memory(self) -> bool:
+        """Whether it was killed at its limit on memory."""
+        return self._memory.is_exceeded
 
     def wait(self, timeout_s: float) -> int | None:
         """Wait for the end; return the status, or None if it runs on."""
@@ -248,17 +272,24 @@ class BoxProcess:
                 self.status = code if code >= 0 else 128 - code
         return self.status
 
+    def _kill_first(self) -> None:
+        """Have everything that it has started killed; does not wait."""
+        if self.sandboxing.isolates:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._life, signal.SIGKILL)
+        else:
+            self._child.terminate()  # it kills all that it has started, also what a look from here misses
+
     def kill(self) -> None:
         """Kill the process and everything that it has started, and wait until they are gone."""
         if self.sandboxing.isolates:
             if self._life >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._life, signal.SIGKILL)
+                self._kill_first()
                 poller = select.poll()
                 poller.register(self._life, select.POLLIN)
                 poller.poll(_KILLED_S * 1000)
         elif self._child.poll() is None:
-            self._child.terminate()  # it kills all that it has started, also what a look from here misses
+            self._kill_first()
             if self.wait(_KILLED_S) is None:
                 kill_all(lambda: descendants(self._child.pid))
         with contextlib.suppress(ProcessLookupError):
@@ -268,7 +299,9 @@ class BoxProcess:
 
     def close(self) -> None:
         """Kill, and give up all descriptors."""
+        self._memory.leave()  # it kills by a descriptor that is closed here
         self.kill()
+        self._memory.close()
         if self._life >= 0:
             os.close(self._life)
             self._life = -1
@@ -278,19 +311,23 @@ class BoxProcess:
             self._relay.join(_PRINTED_S)
 
 
-def scrubbed_environment(needs: SandboxNeeds, folder: str, *, inherits_path: bool) -> dict[str, str]:
+def scrubbed_environment(
+    needs: SandboxNeeds, folder: str, *, inherits_path: bool, interpreter: Interpreter | None = None
+) -> dict[str, str]:
     """Return the whole environment of user code: enough to find modules and programs, and what is declared.
 
-    `folder` is for its temporary files.
+    `folder` is for its temporary files. Code of another interpreter gets no `PYTHONPATH`: that is for this one.
     """
     prefixes = _GPU_VARIABLES if needs.devices else ()
+    for_all = ("LD_LIBRARY_PATH",) if interpreter else ("LD_LIBRARY_PATH", "PYTHONPATH")
+    program = interpreter.path if interpreter else sys.executable
     return {
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.defpath)),
+        "PATH": os.pathsep.join((str(Path(program).parent), os.defpath)),
         "LANG": "C.UTF-8",
         "HOME": folder,
         "TMPDIR": folder,
         "OMP_NUM_THREADS": "1",
-        **environment_variables((*needs.variables, "LD_LIBRARY_PATH", "PYTHONPATH"), prefixes),
+        **environment_variables((*needs.variables, *for_all), prefixes),
         **({"PYTHONPATH": os.pathsep.join(place for place in sys.path if place)} if inherits_path else {}),
     }
 
@@ -309,6 +346,8 @@ class _Order:
     environment: dict[str, str]
     ports: tuple[int, ...]
     output: int
+    entry: tuple[str, ...]
+    """Command that enters what limits memory, before the command that follows."""
     problem: str = ""
 
     def start(self) -> tuple[subprocess.Popen[bytes], int | None]:
@@ -323,7 +362,7 @@ class _Order:
             passed = [fd for fd in (info_write, go, arguments, *self.pass_fds) if fd >= 0]
             command = self._write(arguments, info_write, go)
             child = subprocess.Popen(
-                command,
+                [*self.entry, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=self.output,  # user code may print
                 stderr=self.output,
@@ -446,11 +485,11 @@ def _bubblewrap_entry(kind: Kind, source: str, target: str) -> list[str]:
             return ["--perms", mode, "--size", str(TMP_BYTES), "--tmpfs", target]
 
 
-def _closed_to_others(*, isolates: bool) -> str:
+def _closed_to_others(*, isolates: bool, prefixes: Iterable[str] = ()) -> str:
     """Return a folder of the code that no other user than root can read, at its place or, with namespaces, in a view.
 
-    It is empty when there is none: the code then runs as another user.
+    It is empty when there is none: the code then runs as another user. `prefixes` are of its interpreter.
     """
-    paths = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, _ROOT)]
+    paths = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, _ROOT, *prefixes)]
     needed = (path for one in paths for path in ((one,) if isolates else (one, *one.parents)))
     return next((str(path) for path in needed if path.stat().st_mode & 0o005 != 0o005), "")

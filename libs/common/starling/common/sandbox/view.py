@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.interpreter import Interpreter
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.settings import environment_variables
 
@@ -62,6 +63,8 @@ class View:
     entries: list[Entry] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
     """Folders of code, which Python lists."""
+    prefixes: tuple[str, ...] = ()
+    """Folders of the interpreter and of its packages."""
     _shown: set[str] = field(default_factory=set)
 
     def readable(self) -> list[str]:
@@ -91,23 +94,30 @@ class View:
         return any(str(parent) in self._shown for parent in Path(place).parents)
 
 
-def view_of(needs: SandboxNeeds, names: Iterable[str]) -> View:
+def view_of(needs: SandboxNeeds, names: Iterable[str], interpreter: Interpreter | None = None) -> View:
     """Return the view for code that imports `names`, each ``module:attribute`` or ``path/to/file.py:attribute``.
+
+    Args:
+        needs: what it declares.
+        names: what it imports.
+        interpreter: which runs it; None for that of this process, with the places where this one finds modules.
 
     Raises:
         ConfigError: a declared path or device does not exist.
     """
     folder = os.getcwd()
-    view = View(folder)
+    own = (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix)
+    view = View(folder, prefixes=tuple(dict.fromkeys(interpreter.prefixes if interpreter else own)))
     _add_system(view, network=needs.network)
     _add_devices(view, needs.device_files())
     view.add("proc", "", "/proc")
     view.add("tmpfs", "", "/tmp")  # before what follows, which may be below it
-    for prefix in dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix)):
+    for prefix in (*view.prefixes, *(interpreter.links if interpreter else ())):
         view.show(prefix)
     files = (Path(name.rpartition(":")[0]).expanduser() for name in names)
     folders = [str(file.resolve().parent) for file in files if file.suffix == ".py"]
-    for place in dict.fromkeys([*(place for place in sys.path if place), *folders, folder]):
+    found_by_service = [] if interpreter else [place for place in sys.path if place]
+    for place in dict.fromkeys([*found_by_service, *folders, folder]):
         _add_code(view, place)
     for place in environment_variables(["LD_LIBRARY_PATH"]).get("LD_LIBRARY_PATH", "").split(os.pathsep):
         if os.path.isabs(place):  # some interpreters do not start without

@@ -76,14 +76,17 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LostSample:
-    """A completion that ended its worker, or exceeded the time limit, at every try."""
+class LostCall:
+    """Completions whose scoring ended the worker, or exceeded the time limit, at every try.
+
+    That is one completion, or all of a prompt where the scorer compares them.
+    """
 
     scorer: int
     """Index of the scorer in the settings."""
     prompt: PromptText
-    completion: CompletionText
+    completions: tuple[CompletionText, ...]
     problem: str
     """One sentence on the last try."""
-    media: tuple[MediaTensor, int] | None = None
-    """Where its media are, if the scorer reads them: the tensor and the row."""
+    media: tuple[tuple[MediaTensor, int], ...] = ()
+    """Of each completion where its media are, if the scorer reads them: the tensor and the row."""

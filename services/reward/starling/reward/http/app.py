@@ -116,9 +116,13 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        """Whether requests would be scored."""
-        reason = status().why_not_ready
-        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+        """Whether requests would be scored, and the scorers of which the scores would fail, with the reasons."""
+        now = status()
+        if reason := now.why_not_ready:
+            return JSONResponse({"status": reason}, 503)
+        if now.quarantined:
+            return JSONResponse({"status": "degraded", "quarantined": dict(now.quarantined)})
+        return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -22,6 +22,12 @@ def render(status: ServiceStatus, table: RequestTable) -> str:
             {"": gauges.get("workers_replaced", 0.0)},
         ),
         *_family(
+            "starling_reward_scorers_quarantined",
+            "gauge",
+            "Scorers of which no worker can be started.",
+            {"": gauges.get("scorers_quarantined", 0.0)},
+        ),
+        *_family(
             "starling_reward_samples_total",
             "counter",
             "Samples that were answered, by status.",

@@ -19,7 +19,9 @@ class ServiceStatus:
     """Monotonic seconds."""
     scorers: tuple[dict[str, Any], ...] = ()
     is_ready: bool = False
-    """Whether each scorer is loaded in a worker."""
+    """Whether each scorer that is not quarantined is loaded in a worker."""
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    """Why no worker of them can be started, by the labels of the scorers whose scores fail for it."""
     gauges: Mapping[str, float] = field(default_factory=dict)
     """As in the heartbeats of a replica."""
     answered: Mapping[str, int] = field(default_factory=dict)

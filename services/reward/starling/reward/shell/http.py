@@ -115,7 +115,12 @@ class HttpFrontEnd:
     def report(self, pool: ScoringPool) -> None:
         """Say that the scoring thread is alive, and what it does."""
         self._status = ServiceStatus(
-            time.monotonic(), self._scorers, pool.is_ready, pool.gauges(), dict(self._answered)
+            time.monotonic(),
+            self._scorers,
+            pool.is_ready,
+            pool.quarantined(),
+            pool.gauges(),
+            dict(self._answered),
         )
 
     def close(self, reason: str) -> None:

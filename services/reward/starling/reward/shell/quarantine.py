@@ -1,4 +1,6 @@
-"""Quarantine: files of completions that ended their scorer's worker, or exceeded its limit, at every try.
+"""Quarantine: files of completions that ended their scorer's worker, or exceeded a limit, at every try.
+
+A scorer that compares the completions of a prompt gets, and loses, all of them; they are one file.
 
 `starling reward replay FILE --config recipe.toml` scores one again.
 """
@@ -16,13 +18,13 @@ import structlog
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText
-from starling.reward.core.samples import LostSample, PromptText
+from starling.reward.core.samples import LostCall, PromptText
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
 
 
-class QuarantinedSample(msgspec.Struct, frozen=True, kw_only=True):
+class QuarantinedCall(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a file."""
 
     scorer: str
@@ -30,9 +32,12 @@ class QuarantinedSample(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     reference: str
     metadata: dict[str, Any]
-    completion: CompletionText
     problem: str
     """One sentence on the last try."""
+    completions: tuple[CompletionText, ...] = ()
+    """Of one call: one, or all of the prompt."""
+    completion: CompletionText | None = None
+    """The only completion, in files of earlier versions."""
 
 
 class Quarantine:
@@ -53,16 +58,16 @@ class Quarantine:
                 self._number = max(self._number, int(number) if number.isdecimal() else 0)
         self._is_full = False
 
-    def add(self, lost: LostSample) -> None:
-        """Write a completion to a file of its own; log where, or once that no more can be written."""
+    def add(self, lost: LostCall) -> None:
+        """Write the completions of a call to a file; log where, or once that no more can be written."""
         title = self._titles[lost.scorer]
         content = msgspec.json.encode(
-            QuarantinedSample(
+            QuarantinedCall(
                 scorer=title,
                 prompt=lost.prompt.text,
                 reference=lost.prompt.reference,
                 metadata=lost.prompt.metadata,
-                completion=lost.completion,
+                completions=lost.completions,
                 problem=lost.problem,
             )
         )
@@ -88,19 +93,22 @@ class Quarantine:
         self._is_full = True
 
 
-def read_quarantined(file: Path) -> tuple[str, PromptText, CompletionText]:
-    """Return the scorer's title, the prompt and the completion in a file of a quarantine.
+def read_quarantined(file: Path) -> tuple[str, PromptText, tuple[CompletionText, ...]]:
+    """Return the scorer's title, the prompt and the completions in a file of a quarantine.
 
     Raises:
         ConfigError: the file cannot be read, or is none.
     """
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=QuarantinedSample)
+        found = msgspec.json.decode(file.read_bytes(), type=QuarantinedCall)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of <run folder>/quarantine") from None
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ConfigError(f"{file} is no file of a quarantine: {error}; give one that a reward service wrote") from None
-    return found.scorer, PromptText(found.prompt, found.reference, found.metadata), found.completion
+    completions = found.completions or ((found.completion,) if found.completion else ())
+    if not completions:
+        raise ConfigError(f"{file} is no file of a quarantine: no completion; give one that a reward service wrote")
+    return found.scorer, PromptText(found.prompt, found.reference, found.metadata), completions
 
 
 def _private(path: str, flags: int) -> int:

@@ -10,7 +10,7 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.service import SECTIONS
 from starling.common.settings import ServiceSettings, load
-from starling.reward.core.samples import ScoreTask, group_task
+from starling.reward.core.samples import Score, ScoreTask, group_task
 from starling.reward.cosmos_settings import translate
 from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
@@ -22,7 +22,7 @@ class _Settings(ServiceSettings):
 
 
 def replay(argv: Sequence[str]) -> None:
-    """Score the completions in files, and print a line for each.
+    """Score the completions in files, those of one file together, and print a line for each.
 
     Raises:
         ConfigError: a file is none of a quarantine, its scorer is not in the recipe, or none can be used.
@@ -39,24 +39,27 @@ def replay(argv: Sequence[str]) -> None:
     titles = [scorer.title for scorer in settings.scorers]
     tasks: list[ScoreTask] = []
     for file in known.files:
-        title, prompt, completion = read_quarantined(file)
+        title, prompt, completions = read_quarantined(file)
         if title not in titles:
             raise ConfigError(f"{file} is of scorer {title!r}, and the recipe has {', '.join(titles)}; give its recipe")
-        tasks.append(group_task(str(file), ((0, completion),), prompt, (titles.index(title),)))
+        tasks.append(group_task(str(file), enumerate(completions), prompt, (titles.index(title),)))
     check_scorers(settings)
-    if num_failed := _score(tasks, settings):
-        raise StarlingError(f"{num_failed} of {counted(len(tasks), 'completion')} failed again")
+    num_failed, total = _score(tasks, settings), sum(len(task.samples) for task in tasks)
+    if num_failed:
+        raise StarlingError(f"{num_failed} of {counted(total, 'completion')} failed again")
 
 
 def _score(tasks: Sequence[ScoreTask], settings: RewardSettings) -> int:
-    """Score each task, and print its result; return how many failed."""
+    """Score each task, and print a line for each completion; return how many failed."""
     num_failed = 0
     with ScoringPool(settings) as pool:
         for task in tasks:
             pool.submit(task)
-            while not (scores := pool.poll(settings.start_timeout_s)):
-                pass
-            (score,) = scores
-            num_failed += score.value is None
-            print(f"{task.id}: {score.problem if score.value is None else score.value}", flush=True)
+            scores: dict[int, Score] = {}
+            while len(scores) < len(task.samples):
+                scores |= {score.completion: score for score in pool.poll(settings.start_timeout_s)}
+            for number, score in sorted(scores.items()):
+                num_failed += score.value is None
+                place = f" {number}" if len(scores) > 1 else ""
+                print(f"{task.id}{place}: {score.problem if score.value is None else score.value}", flush=True)
     return num_failed

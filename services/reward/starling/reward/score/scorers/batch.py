@@ -13,7 +13,9 @@ class Brevity:
 
 from __future__ import annotations
 
+import errno
 import math
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -71,6 +73,8 @@ class BatchScores(msgspec.Struct, frozen=True, array_like=True):
     """Of each sample its scores in the order of the scorer's keys; None where it has none."""
     problems: tuple[str, ...]
     """Of each sample the reason why a score is missing, as the end of a sentence; empty if none is."""
+    is_exhausted: bool = False
+    """Whether memory or processes did not suffice. The worker ends then, with what has taken them."""
 
 
 class ScorerForm(NamedTuple):
@@ -121,7 +125,7 @@ def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> 
         return _number(function(completion.text, prompt.reference, prompt.text, prompt.metadata, **more))
 
     def score(samples: Samples, media: Media = ()) -> BatchScores:
-        values, problems = list[tuple[float | None, ...]](), list[str]()
+        values, problems, is_exhausted = list[tuple[float | None, ...]](), list[str](), False
         for sample in samples:
             try:
                 values.append((one(*sample),))
@@ -129,7 +133,8 @@ def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> 
             except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
                 values.append((None,))
                 problems.append(_problem(error))
-        return BatchScores(tuple(values), tuple(problems))
+                is_exhausted = is_exhausted or _is_exhaustion(error)
+        return BatchScores(tuple(values), tuple(problems), is_exhausted)
 
     return LoadedScorer(ScorerForm(), score)
 
@@ -153,7 +158,8 @@ def class_scorer(name: str, scorer: Any) -> LoadedScorer:
                 batch = _with_media(batch, form.media, media)
             columns = _columns(scorer.score(batch), form.keys, len(samples))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
-            return BatchScores(((None,) * len(form.keys),) * len(samples), (_problem(error),) * len(samples))
+            nothing = ((None,) * len(form.keys),) * len(samples)
+            return BatchScores(nothing, (_problem(error),) * len(samples), _is_exhaustion(error))
         return BatchScores(tuple(zip(*columns, strict=True)), tuple(map(_missing, zip(*columns, strict=True))))
 
     return LoadedScorer(form, score)
@@ -233,4 +239,16 @@ def _missing(scores: tuple[float | None, ...]) -> str:
 
 def _problem(error: BaseException) -> str:
     """Return the end of a sentence about what a scorer raised, or why its result is invalid."""
-    return str(error) if isinstance(error, _InvalidResultError) else f"raised {describe_raised(error)}"
+    if isinstance(error, _InvalidResultError):
+        return str(error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
+        return f"exceeded its limit of {limit >> 20} MiB"
+    return f"raised {describe_raised(error)}"
+
+
+def _is_exhaustion(error: BaseException) -> bool:
+    """Return whether a scorer could get no memory, process or thread."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("can't start new thread")
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.EAGAIN)

@@ -22,6 +22,9 @@ completions of a batch that fails are scored again one by one, unless the scorer
 its worker or exceeded the limit alone is scored again `retries` times.
 
 Scorers that need the same share workers, whose sandbox gives just that; each such kind of workers has its own queue.
+Where no worker of a kind can be started, or none says of its scorers what can be true, each scorer gets workers of its
+own. One of which that still holds is *quarantined*: its scores fail, and a worker is tried again and again, while the
+others are scored as before. `poll` raises only when all of them are.
 """
 
 from __future__ import annotations
@@ -31,30 +34,34 @@ import select
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
+import structlog
+
 from starling.common.errors import ConfigError
-from starling.common.sandbox.launch import choose, report
-from starling.common.sandbox.settings import SandboxNeeds
+from starling.common.sandbox.launch import Sandboxing, choose, report
+from starling.common.sandbox.output import OutputAllowance
 from starling.common.wire.messages import Status, Wait
-from starling.reward.core.media import lacks
-from starling.reward.core.samples import LostSample, Sample, Score, ScoreTask
+from starling.reward.core.media import MediaTensor, lacks
+from starling.reward.core.samples import LostCall, Sample, Score, ScoreTask
 from starling.reward.score.scorers.batch import SCORE, BatchScores, ScorerForm, checked_form
-from starling.reward.score.workers.process import WorkerProcess
+from starling.reward.score.workers.kinds import WorkerKind, kinds_of
+from starling.reward.score.workers.process import WorkerExit, WorkerProcess
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
     CallChunk,
     CallReport,
     FromWorker,
     PlacedMedia,
-    ScorerSpec,
     WorkerReady,
     WorkerStartFailed,
 )
 from starling.reward.score.workers.shared import MAX_BUFFERS, SharedBuffer
 from starling.reward.settings import RewardSettings, ScorerSettings
+
+log = structlog.get_logger(__name__)
 
 _CHUNK_S: Final = 0.004
 """Expected seconds of work in a chunk; a worker gets another chunk when it has less than this left."""
@@ -65,6 +72,9 @@ _UNKNOWN_S: Final = 0.05
 _MOST_FAILED_STARTS: Final = 3
 _RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 30.0
+_FORGED: Final = "sent a message in its worker's name"
+_SETTLED_S: Final = 10.0
+"""A worker that ends sooner after its start, without having made a call, could not be started."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +105,40 @@ class _Call(NamedTuple):
         )
 
 
+class _Undivided(NamedTuple):
+    """Samples that wait for the form of a scorer to be divided into calls."""
+
+    state: _TaskState
+    scorer: int
+    positions: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """Workers that are alike, and the calls that wait for them."""
+
+    workers: WorkerKind
+    allowance: OutputAllowance = field(default_factory=OutputAllowance)
+    """How much of what they print is logged, of all together."""
+    queue: deque[_Call] = field(default_factory=deque)
+    num_failed_starts: int = 0
+    """In a row."""
+    start_at: float = 0.0
+    """When the next worker may be started."""
+    problem: str = ""
+    """Why no worker can be started; its scorer is quarantined then."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of workers that it should have."""
+        return min(1, self.workers.num_workers) if self.problem else self.workers.num_workers
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it has scorers that can be used."""
+        return bool(self.workers.scorers) and not self.problem
+
+
 class _SentCall(NamedTuple):
     call: _Call
     serial: int
@@ -105,10 +149,12 @@ class _SentCall(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: WorkerProcess
-    kind: int
-    """Index of its kind."""
+    kind: _Kind
     started_at: float
     ready: bool = False
+    ready_at: float = 0.0
+    has_scored: bool = False
+    """Whether it has reported a call."""
     serial: int = 0
     calls: deque[_SentCall] = field(default_factory=deque)
     """Sent and not reported, in order; the first is the current call."""
@@ -126,8 +172,8 @@ class ScoringPool:
     def __init__(self, settings: RewardSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._sandboxing = settings, choose(settings.sandbox)
         report(self._sandboxing, "scorers")
-        self._kinds = kinds_of(settings)
-        self._kind_of = {spec.index: kind for kind, (_, specs) in enumerate(self._kinds) for spec in specs}
+        self._kinds = [_Kind(kind) for kind in kinds_of(settings)]
+        self._kind_of = {spec.index: kind for kind in self._kinds for spec in kind.workers.scorers}
         self._limits_s = [scorer.timeout_s or settings.timeout_s for scorer in settings.scorers]
         self._expected_s = [_UNKNOWN_S] * len(settings.scorers)
         """Of one call."""
@@ -135,20 +181,13 @@ class ScoringPool:
         """How each scorer is called; known once a worker has loaded it."""
         self._columns: dict[int, tuple[int, ...]] = {}
         """Which of its keys each scorer's value is the sum of."""
-        self._undivided: list[tuple[_TaskState, int]] = []
-        """Tasks that wait for the form of a scorer to be divided into calls."""
+        self._undivided: list[_Undivided] = []
         self._clock = clock
         self._selector = selectors.EpollSelector()
         self._tasks: dict[str, _TaskState] = {}
-        self._queues: list[deque[_Call]] = [deque() for _ in self._kinds]
-        """Calls that wait, by kind of workers."""
         self._scores: list[Score] = []
-        self._lost: list[LostSample] = []
+        self._lost: list[LostCall] = []
         self._workers: list[_Worker] = []
-        self._num_failed_starts = [0] * len(self._kinds)
-        """In a row, by kind."""
-        self._start_at = [0.0] * len(self._kinds)
-        """When the next worker of each kind may be started."""
         self._num_cancelled = 0
         """At most so many of the queued calls are of cancelled tasks."""
         self._num_replaced = 0
@@ -174,38 +213,41 @@ class ScoringPool:
             return
         self._tasks[task.id] = state
         for scorer in task.scorers:
-            self._enqueue(state, scorer)
+            self._enqueue(_Undivided(state, scorer, tuple(range(len(task.samples)))))
         self._dispatch(self._clock())
 
-    def _enqueue(self, state: _TaskState, scorer: int) -> None:
-        """Divide the samples of a task into calls of a scorer, if its form is known."""
-        form = self._forms.get(scorer)
-        if form is None:
-            self._undivided.append((state, scorer))
-            return
-        positions: Sequence[int] = range(len(state.task.samples))
-        if form.media != "text":
-            positions = self._with_media(state, scorer, form)
-        size = self._settings.scorers[scorer].batch_size or form.batch_size
-        queue = self._queues[self._kind_of[scorer]]
-        queue.extend(_Call(state, some, scorer) for some in _divided(state.task, positions, form, size))
+    def _enqueue(self, samples: _Undivided) -> None:
+        """Divide samples of a task into calls of a scorer, if its form is known, or fail them if it is quarantined."""
+        state, scorer, positions = samples
+        kind, form = self._kind_of[scorer], self._forms.get(scorer)
+        if kind.problem:
+            for position in positions:
+                self._settle(_Call(state, positions, scorer), position, None, Status.REWARD_ERROR, _quarantined(kind))
+        elif form is None:
+            self._undivided.append(samples)
+        else:
+            if form.media != "text":
+                positions = self._with_media(samples, form)
+            size = self._settings.scorers[scorer].batch_size or form.batch_size
+            kind.queue.extend(_Call(state, some, scorer) for some in _divided(state.task, positions, form, size))
 
-    def _with_media(self, state: _TaskState, scorer: int, form: ScorerForm) -> list[int]:
-        """Return the indices of the samples that a scorer of media can score; the others fail."""
+    def _with_media(self, samples: _Undivided, form: ScorerForm) -> tuple[int, ...]:
+        """Return the positions of the samples that a scorer of media can score; the others fail."""
+        state, scorer, positions = samples
         task = state.task
         lacking = [lacks(form.media, task.media_kind(sample)) for sample in task.samples]
         groups = {sample.prompt for sample, lacks_media in zip(task.samples, lacking, strict=True) if lacks_media}
         able = []
-        for position, sample in enumerate(task.samples):
+        for position in positions:
             if lacking[position]:
                 problem = f"reads {form.media}, and the completion has none; send them as its media"
-            elif form.scope == "groupwise" and sample.prompt in groups:
+            elif form.scope == "groupwise" and task.samples[position].prompt in groups:
                 problem = f"reads {form.media} of whole groups, and another completion of its group has none"
             else:
                 able.append(position)
                 continue
             self._settle(_Call(state, (position,), scorer), position, None, Status.REWARD_ERROR, problem)
-        return able
+        return tuple(able)
 
     def cancel(self, task_id: str) -> None:
         """Drop a task and its further scores. A running call continues, up to its time limit."""
@@ -214,19 +256,20 @@ class ScoringPool:
             return
         state.cancelled = True
         self._num_cancelled += state.num_left
-        if 2 * self._num_cancelled > sum(map(len, self._queues)) + len(self._undivided):
+        if 2 * self._num_cancelled > sum(len(kind.queue) for kind in self._kinds) + len(self._undivided):
             self._forget_cancelled()
 
     def _forget_cancelled(self) -> None:
         """Drop the calls of cancelled tasks, which would otherwise wait for a worker."""
         self._num_cancelled = 0
-        self._queues = [deque(call for call in queue if not call.state.cancelled) for queue in self._queues]
-        self._undivided = [(state, scorer) for state, scorer in self._undivided if not state.cancelled]
+        for kind in self._kinds:
+            kind.queue = deque(call for call in kind.queue if not call.state.cancelled)
+        self._undivided = [samples for samples in self._undivided if not samples.state.cancelled]
 
     def poll(self, timeout_s: float = 0.0) -> list[Score]:
         """Return the new scores; waits up to `timeout_s` for the first.
 
-        Raises ConfigError when no worker runs and none can be started.
+        Raises ConfigError when no worker of any scorer can be started.
         """
         end = self._clock() + timeout_s
         while True:
@@ -238,8 +281,8 @@ class ScoringPool:
         scores, self._scores = self._scores, []
         return scores
 
-    def take_lost(self) -> list[LostSample]:
-        """Return the completions that were given up since the last call."""
+    def take_lost(self) -> list[LostCall]:
+        """Return the calls that were given up since the last time."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -248,7 +291,7 @@ class ScoringPool:
         if self._scores:  # of samples that no worker is needed for
             return self._clock()
         deadlines = [d for worker in self._workers if (d := self._deadline(worker)) is not None]
-        deadlines += [self._start_at[kind] for kind in range(len(self._kinds)) if self._num_lacking(kind)]
+        deadlines += [kind.start_at for kind in self._kinds if self._num_lacking(kind) > 0]
         return min(deadlines, default=None)
 
     def form_of(self, scorer: int) -> ScorerForm | None:
@@ -257,8 +300,18 @@ class ScoringPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether each scorer is loaded in a worker."""
-        return {worker.kind for worker in self._workers if worker.ready} == set(range(len(self._kinds)))
+        """Whether each scorer that is not quarantined is loaded in a worker."""
+        loaded = {worker.kind for worker in self._workers if worker.ready}
+        return loaded.issuperset(kind for kind in self._kinds if kind.is_needed)
+
+    def quarantined(self) -> dict[str, str]:
+        """Return why no worker can be started, by the titles of the scorers that are quarantined."""
+        return {
+            self._settings.scorers[spec.index].title: kind.problem
+            for kind in self._kinds
+            if kind.problem
+            for spec in kind.workers.scorers
+        }
 
     def worker_pids(self) -> tuple[int, ...]:
         """Return the process ids of the current workers."""
@@ -270,6 +323,7 @@ class ScoringPool:
             "queue_depth": float(sum(state.num_left for state in self._tasks.values())),
             "workers_ready": float(sum(worker.ready for worker in self._workers)),
             "workers_replaced": float(self._num_replaced),
+            "scorers_quarantined": float(sum(bool(kind.problem) for kind in self._kinds)),
         }
 
     def waits(self) -> tuple[Wait, ...]:
@@ -288,7 +342,8 @@ class ScoringPool:
             on = f"worker {worker.process.pid}"
             waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
         if self._tasks and not self._workers:
-            on, left_s = "clock", max(0.0, min(self._start_at) - now)
+            start_at = min((kind.start_at for kind in self._kinds if self._num_lacking(kind) > 0), default=now)
+            on, left_s = "clock", max(0.0, start_at - now)
             waits.append(Wait(what="the next attempt to start a worker", on=on, since_s=0.0, seconds_left=left_s))
         return tuple(waits)
 
@@ -302,8 +357,8 @@ class ScoringPool:
             worker.process.end(max(0.0, until - self._clock()) if idle else 0.0)
         self._workers.clear()
         self._tasks.clear()
-        for queue in self._queues:
-            queue.clear()
+        for kind in self._kinds:
+            kind.queue.clear()
         self._selector.close()
 
     # --- one iteration of the loop -------------------------------------------------------------------------------
@@ -321,66 +376,73 @@ class ScoringPool:
 
     def _receive(self, worker: _Worker) -> None:
         for message in worker.process.receive():
-            if self._handle(worker, message):
+            problem = self._handle(worker, message)
+            report = message if isinstance(message, CallReport) else None
+            if not problem and (report is None or not report.scores.is_exhausted):
                 continue
             self._stop_worker(worker)
-            if worker.ready:
-                self._fail_current_call(worker, Status.REWARD_ERROR, "sent a message in its worker's name")
-            elif isinstance(message, WorkerStartFailed):
-                self._start_failed(worker, message.problem)
+            if not problem:
+                self._num_replaced += 1
+                self._return_calls(worker)
+            elif worker.has_scored or (report is not None and worker.calls):
+                self._fail_current_call(worker, Status.REWARD_ERROR, problem)
             else:
-                self._start_failed(worker, "a scorer sent a message in the worker's name while it was imported.")
+                self._start_failed(worker, problem)
             return
         if worker.process.ended:
-            how = self._stop_worker(worker)
-            if worker.ready:
-                self._fail_current_call(worker, Status.REWARD_ERROR, f"ended its worker process ({how})")
+            exit = self._stop_worker(worker)
+            if worker.ready and (worker.calls or self._has_settled(worker)):
+                self._fail_current_call(worker, Status.REWARD_ERROR, exit.problem)
+            elif worker.ready:
+                self._start_failed(worker, f"its process ended before any call ({exit.text})")
             else:
-                self._start_failed(worker, f"the process ended while it imported the scorers ({how}).")
+                self._start_failed(worker, f"the process ended while it imported the scorers ({exit.text})")
         elif worker.is_writing and worker.process.flush():
             worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
 
-    def _handle(self, worker: _Worker, message: FromWorker) -> bool:
-        """Handle one message. Returns False when the worker has to be replaced: its start failed, or it cannot have
-        sent the message at this point."""
+    def _handle(self, worker: _Worker, message: FromWorker) -> str:
+        """Handle one message. Returns why the worker has to be replaced: its start failed, or it cannot have sent the
+        message at this point; empty if it need not be."""
         if isinstance(message, WorkerStartFailed):
-            return False
+            return _FORGED if worker.ready else message.problem.rstrip(".")
         if isinstance(message, WorkerReady):
-            if worker.ready or not self._learn_forms(worker.kind, message):
-                return False
-            worker.ready = True
-            self._num_failed_starts[worker.kind] = 0
-            return True
+            problem = _FORGED if worker.ready else self._learn_forms(worker.kind, message)
+            if not problem:
+                worker.ready, worker.ready_at = True, self._clock()
+                self._end_quarantine(worker.kind)
+            return problem
         if not worker.calls or worker.calls[0].serial != message.serial:
-            return False
+            return _FORGED
         if not self._is_report_of(worker.calls[0].call, message.scores):
-            return False
+            return _FORGED
         self._finish(worker, message)
-        return True
+        return ""
 
-    def _learn_forms(self, kind: int, message: WorkerReady) -> bool:
-        """Note how the scorers of a kind are called; return whether the message can be true.
-
-        Raises ConfigError when a recipe's `key` is none of a scorer's.
-        """
+    def _learn_forms(self, kind: _Kind, message: WorkerReady) -> str:
+        """Note how the scorers of a kind are called; return why the message cannot be true, empty if it can."""
         forms = dict(message.forms)
-        if forms.keys() != {spec.index for spec in self._kinds[kind][1]} or len(forms) != len(message.forms):
-            return False
+        if forms.keys() != {spec.index for spec in kind.workers.scorers} or len(forms) != len(message.forms):
+            return _FORGED
+        columns: dict[int, tuple[int, ...]] = {}
         try:
             forms = {scorer: checked_form("", *form) for scorer, form in forms.items()}
         except ConfigError:  # a scorer sent it in the worker's name
-            return False
+            return _FORGED
+        try:
+            for scorer, form in forms.items():
+                columns[scorer] = columns_of(self._settings.scorers[scorer], form)
+        except ConfigError as error:
+            return str(error).rstrip(".")
         if any(self._forms.get(scorer, form) != form for scorer, form in forms.items()):
-            return False
-        for scorer, form in forms.items():
-            self._columns[scorer] = columns_of(self._settings.scorers[scorer], form)
+            return _FORGED
         self._forms |= forms
+        self._columns |= columns
         waiting, self._undivided = self._undivided, []
-        for state, scorer in waiting:
-            if not state.cancelled:
-                self._enqueue(state, scorer)
-        return True
+        for samples in waiting:
+            if not samples.state.cancelled:
+                self._enqueue(samples)
+        return ""
 
     def _is_report_of(self, call: _Call, scores: BatchScores) -> bool:
         """Return whether a worker could have reported these scores, all of which are finite."""
@@ -396,6 +458,7 @@ class ScoringPool:
         return True
 
     def _finish(self, worker: _Worker, report: CallReport) -> None:
+        worker.has_scored, worker.kind.num_failed_starts = True, 0
         call, _, expected_s, sent_at = worker.calls.popleft()
         worker.expected_s = worker.expected_s - expected_s if worker.calls else 0.0
         begun_at = max(worker.begun_at, sent_at)
@@ -431,7 +494,7 @@ class ScoringPool:
         if len(call.positions) == 1 or self._forms[call.scorer].scope == "groupwise":
             return False
         alone = [call._replace(positions=(position,)) for position in call.positions]
-        self._queues[self._kind_of[call.scorer]].extendleft(reversed(alone))
+        self._kind_of[call.scorer].queue.extendleft(reversed(alone))
         return True
 
     def _settle(
@@ -468,7 +531,7 @@ class ScoringPool:
         self._stop_worker(worker)
         if not worker.ready:
             limit_s = self._settings.start_timeout_s
-            self._start_failed(worker, f"importing the scorers took longer than {limit_s:g} s.")
+            self._start_failed(worker, f"importing the scorers took longer than {limit_s:g} s")
             return
         limit_s = self._limits_s[worker.calls[0].call.scorer]
         self._fail_current_call(worker, Status.REWARD_TIMEOUT, f"took longer than {limit_s:g} s")
@@ -477,59 +540,120 @@ class ScoringPool:
         """Fail the current call of an ended worker, or queue it again, as its other calls."""
         self._num_replaced += 1
         failed = worker.calls.popleft().call if worker.calls else None
-        self._queues[worker.kind].extendleft(sent.call for sent in reversed(worker.calls))
+        self._return_calls(worker)
         if failed is None or failed.state.cancelled or self._separate(failed):
             return
         if failed.num_retries < self._settings.scorers[failed.scorer].retries:
-            self._queues[worker.kind].appendleft(failed._replace(num_retries=failed.num_retries + 1))
+            worker.kind.queue.appendleft(failed._replace(num_retries=failed.num_retries + 1))
             return
-        for position, sample in zip(failed.positions, failed.samples, strict=True):
+        for position in failed.positions:
             self._settle(failed, position, None, status, problem)
-            task = failed.state.task
-            media = None
-            if sample.media is not None and self._forms[failed.scorer].media != "text":
-                media = task.media[sample.media.tensor], sample.media.row
-            lost = LostSample(
-                failed.scorer, task.prompts[sample.prompt], sample.completion, self._scores[-1].problem, media
-            )
-            self._lost.append(lost)
+        self._lost.append(self._lost_call(failed, self._scores[-1].problem))
+
+    def _lost_call(self, call: _Call, problem: str) -> LostCall:
+        task, samples = call.state.task, call.samples
+        media: tuple[tuple[MediaTensor, int], ...] = ()
+        if self._forms[call.scorer].media != "text":
+            media = tuple((task.media[one.media.tensor], one.media.row) for one in samples if one.media is not None)
+        completions = tuple(sample.completion for sample in samples)
+        return LostCall(call.scorer, task.prompts[samples[0].prompt], completions, problem, media)
+
+    def _return_calls(self, worker: _Worker) -> None:
+        """Put the calls of an ended worker back to the head of their queue."""
+        worker.kind.queue.extendleft(sent.call for sent in reversed(worker.calls))
+        worker.calls.clear()
+
+    def _has_settled(self, worker: _Worker) -> bool:
+        return worker.has_scored or self._clock() - worker.ready_at >= _SETTLED_S
 
     def _start_failed(self, worker: _Worker, problem: str) -> None:
-        self._num_failed_starts[worker.kind] += 1
-        num = self._num_failed_starts[worker.kind]
-        self._start_at[worker.kind] = self._clock() + min(_RETRY_S * 2**num, _LONGEST_RETRY_S)
-        others_ready = any(other.ready for other in self._workers if other.kind == worker.kind)
-        if num >= _MOST_FAILED_STARTS and not others_ready:
-            raise ConfigError(f"No scoring worker can be started: {problem}")
+        kind = worker.kind
+        self._return_calls(worker)
+        kind.num_failed_starts += 1
+        kind.start_at = self._clock() + min(_RETRY_S * 2**kind.num_failed_starts, _LONGEST_RETRY_S)
+        if kind.num_failed_starts < _MOST_FAILED_STARTS or any(
+            other.ready for other in self._workers if other.kind is kind
+        ):
+            return
+        if len(kind.workers.scorers) > 1:
+            self._give_workers_of_their_own(kind, problem)
+        else:
+            self._quarantine(kind, problem)
 
-    def _stop_worker(self, worker: _Worker) -> str:
+    def _give_workers_of_their_own(self, kind: _Kind, problem: str) -> None:
+        """Replace a kind of workers by one for each of its scorers, of which one hinders the others."""
+        titles = [self._settings.scorers[spec.index].title for spec in kind.workers.scorers]
+        log.warning("scorers_separated", scorers=titles, reason=problem)
+        for other in [other for other in self._workers if other.kind is kind]:
+            self._stop_worker(other)
+        for spec in kind.workers.scorers:
+            own = _Kind(replace(kind.workers, scorers=(spec,)))
+            self._kinds.append(own)
+            self._kind_of[spec.index] = own
+            self._forms.pop(spec.index, None)  # another scorer may have said it
+        kind.workers = replace(kind.workers, scorers=(), num_workers=0)
+        waiting: dict[tuple[int, int], _Undivided] = {}
+        for call in kind.queue:
+            key = (id(call.state), call.scorer)
+            positions = waiting[key].positions if key in waiting else ()
+            waiting[key] = _Undivided(call.state, call.scorer, (*positions, *call.positions))
+        kind.queue.clear()
+        self._undivided += [one._replace(positions=tuple(sorted(one.positions))) for one in waiting.values()]
+
+    def _quarantine(self, kind: _Kind, problem: str) -> None:
+        """Fail the scores of a scorer from now on, until one of its workers starts. Raises ConfigError when it is the
+        last one that could be used."""
+        if not kind.problem:
+            title = self._settings.scorers[kind.workers.scorers[0].index].title
+            log.warning("scorer_quarantined", scorer=title, reason=problem)
+        kind.problem = problem
+        if not any(one.is_needed for one in self._kinds):
+            raise ConfigError(f"No scoring worker can be started: {problem}.")
+        scorers = {spec.index for spec in kind.workers.scorers}
+        waiting = [_Undivided(call.state, call.scorer, call.positions) for call in kind.queue]
+        waiting += [samples for samples in self._undivided if samples.scorer in scorers]
+        self._undivided = [samples for samples in self._undivided if samples.scorer not in scorers]
+        kind.queue.clear()
+        for samples in waiting:
+            if not samples.state.cancelled:
+                self._enqueue(samples)
+
+    def _end_quarantine(self, kind: _Kind) -> None:
+        if kind.problem:
+            kind.problem = ""
+            log.info("scorer_restored", scorer=self._settings.scorers[kind.workers.scorers[0].index].title)
+
+    def _stop_worker(self, worker: _Worker) -> WorkerExit:
         """End a worker, unless it has exited; returns how it ended."""
+        if worker.ready and self._has_settled(worker):
+            worker.kind.num_failed_starts = 0
         self._workers.remove(worker)
         self._selector.unregister(worker.process)
         return worker.process.exit_description() if worker.process.ended else worker.process.end()
 
     def _start_workers(self) -> None:
         now = self._clock()
-        for kind, (needs, specs) in enumerate(self._kinds):
-            if now < self._start_at[kind]:
+        for kind in self._kinds:
+            if now < kind.start_at:
                 continue
             for _ in range(self._num_lacking(kind)):
-                worker = _Worker(WorkerProcess(specs, self._sandboxing, needs), kind, started_at=now)
+                process = WorkerProcess(kind.workers, self._sandboxing, kind.allowance)
+                worker = _Worker(process, kind, started_at=now)
                 self._workers.append(worker)
                 self._selector.register(worker.process, selectors.EVENT_READ, worker)
 
-    def _num_lacking(self, kind: int) -> int:
+    def _num_lacking(self, kind: _Kind) -> int:
         """Return how many workers of a kind are to be started."""
-        return self._settings.num_workers - sum(worker.kind == kind for worker in self._workers)
+        return kind.num_wanted - sum(worker.kind is kind for worker in self._workers)
 
     # --- dispatch ------------------------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> None:
-        for kind, queue in enumerate(self._queues):
-            free = [worker for worker in self._workers if worker.kind == kind and worker.ready and _has_room(worker)]
-            while queue and free:
+        for kind in self._kinds:
+            free = [worker for worker in self._workers if worker.kind is kind and worker.ready and _has_room(worker)]
+            while kind.queue and free:
                 worker = min(free, key=lambda worker: worker.expected_s)
-                chunk = self._next_chunk(queue)
+                chunk = self._next_chunk(kind.queue)
                 if not chunk:
                     break
                 self._send(worker, chunk, now)
@@ -595,11 +719,13 @@ def columns_of(scorer: ScorerSettings, form: ScorerForm) -> tuple[int, ...]:
     return tuple(form.keys.index(key) for key in scorer.key.split("+"))
 
 
-def _divided(task: ScoreTask, positions: Sequence[int], form: ScorerForm, batch_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of the samples of each call, from those of all samples."""
+def _divided(
+    task: ScoreTask, positions: tuple[int, ...], form: ScorerForm, batch_size: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of the samples of each call, of those at `positions`."""
     if form.scope == "pointwise":
-        begins = range(0, len(positions), batch_size)
-        yield from (tuple(positions[begin : begin + batch_size]) for begin in begins)
+        for begin in range(0, len(positions), batch_size):
+            yield positions[begin : begin + batch_size]
         return
     groups: dict[int, list[int]] = {}
     for position in positions:
@@ -624,28 +750,40 @@ def _placed(
     return tuple(placed), tuple(buffers)
 
 
+def _quarantined(kind: _Kind) -> str:
+    """Return why a scorer of a kind scores nothing, as the end of a sentence."""
+    return f"is quarantined, since no worker of it can be started: {kind.problem}"[:PROBLEM_CHARS]
+
+
 def _has_room(worker: _Worker) -> bool:
     return worker.expected_s < _CHUNK_S and len(worker.calls) <= _CHUNK_CALLS
 
 
-def kinds_of(settings: RewardSettings) -> list[tuple[SandboxNeeds, tuple[ScorerSpec, ...]]]:
-    """Return the kinds of workers: what each needs, and its scorers."""
-    specs = [ScorerSpec(index, scorer.name, scorer.options) for index, scorer in enumerate(settings.scorers)]
-    return [(needs, tuple(specs[index] for index in indices)) for needs, indices in settings.by_needs().items()]
-
-
 def check_scorers(settings: RewardSettings) -> None:
-    """Resolve every scorer in a worker process, as the service will. Raises ConfigError when one cannot be used."""
+    """Resolve every scorer in a worker process, as the service will. Raises ConfigError when one cannot be used.
+
+    A message that no worker sends is not an error of the recipe: the pool quarantines the scorer that sent it.
+    """
     sandboxing = choose(settings.sandbox)
-    for needs, specs in kinds_of(settings):
-        process = WorkerProcess(specs, sandboxing, needs)
-        try:
-            _await_ready(process, specs, settings)
-        finally:
-            process.end()
+    for kind in kinds_of(settings):
+        problem = _problem_of(kind, sandboxing, settings)
+        if problem and len(kind.scorers) > 1:  # one of them may have spoken for another
+            alone = (replace(kind, scorers=(spec,)) for spec in kind.scorers)
+            problem = next((found for one in alone if (found := _problem_of(one, sandboxing, settings))), "")
+        if problem:
+            raise ConfigError(problem)
 
 
-def _await_ready(process: WorkerProcess, specs: Sequence[ScorerSpec], settings: RewardSettings) -> None:
+def _problem_of(kind: WorkerKind, sandboxing: Sandboxing, settings: RewardSettings) -> str:
+    """Return why the scorers of a kind cannot be used, in one sentence; empty if they can."""
+    process = WorkerProcess(kind, sandboxing)
+    try:
+        return _await_ready(process, kind, settings)
+    finally:
+        process.end()
+
+
+def _await_ready(process: WorkerProcess, kind: WorkerKind, settings: RewardSettings) -> str:
     timeout_s = settings.start_timeout_s
     deadline = time.monotonic() + timeout_s
     poller = select.poll()
@@ -655,15 +793,26 @@ def _await_ready(process: WorkerProcess, specs: Sequence[ScorerSpec], settings: 
         process.flush()
         for message in process.receive():
             if isinstance(message, WorkerStartFailed):
-                raise ConfigError(message.problem)
+                return message.problem
             if isinstance(message, WorkerReady):
-                for scorer, form in message.forms:
-                    if scorer in {spec.index for spec in specs}:  # others are a scorer's, in the worker's name
-                        columns_of(settings.scorers[scorer], form)
-                return
+                return _problem_of_keys(message.forms, kind, settings)
         if process.ended:
-            raise ConfigError(f"Importing the scorers ended their process ({process.exit_description()}).")
-    raise ConfigError(
+            exit = process.exit_description()
+            if exit.cause == "memory":
+                return f"Importing the scorers exceeded their {exit.text}: raise memory_mb."
+            return f"Importing the scorers ended their process ({exit.text})."
+    return (
         f"Importing the scorers took longer than {timeout_s:g} s: make their modules import faster, or raise "
         "start_timeout_s."
     )
+
+
+def _problem_of_keys(forms: Iterable[tuple[int, ScorerForm]], kind: WorkerKind, settings: RewardSettings) -> str:
+    known = {spec.index for spec in kind.scorers}
+    try:
+        for scorer, form in forms:
+            if scorer in known:  # others are a scorer's, in the worker's name
+                columns_of(settings.scorers[scorer], form)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import os
 import signal
 import socket
 import sys
 from collections import deque
-from typing import Final
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+import starling.common
+import starling.reward
+from starling.common.sandbox.interpreter import Interpreter, find_interpreter
 from starling.common.sandbox.launch import BoxProcess, Sandboxing
-from starling.common.sandbox.settings import SandboxNeeds
+from starling.common.sandbox.memory import limit_of_process_mb
+from starling.common.sandbox.output import OutputAllowance
 from starling.common.sandbox.view import view_of
+from starling.reward.score.workers.kinds import WorkerKind
 from starling.reward.score.workers.protocol import (
     REPORT_LIMIT_BYTES,
     FrameReader,
     FromWorker,
-    ScorerSpec,
     ToWorker,
     WorkerSetup,
     decode_from_worker,
@@ -30,6 +37,9 @@ from starling.reward.score.workers.shared import SharedBuffer
 _RECEIVE_BYTES: Final = 1 << 18
 _EXIT_S: Final = 0.2
 """How long a process may run after its socket has closed."""
+_BOOTSTRAP: Final = Path(__file__).with_name("bootstrap.py")
+_PACKAGES: Final = tuple(Path(package.__path__[0]) for package in (starling.common, starling.reward))
+"""What a worker in another Python environment imports of Starling."""
 
 
 class WorkerProcess:
@@ -42,19 +52,47 @@ class WorkerProcess:
     UNDECODABLE: Final = (ValueError, RecursionError, msgspec.MsgspecError)
     """Errors of what is no message."""
 
-    def __init__(self, scorers: tuple[ScorerSpec, ...], sandboxing: Sandboxing, needs: SandboxNeeds) -> None:
-        view = view_of(needs, [scorer.name for scorer in scorers])
+    def __init__(self, kind: WorkerKind, sandboxing: Sandboxing, allowance: OutputAllowance | None = None) -> None:
+        """Start it.
+
+        Args:
+            kind: what it needs, and its scorers.
+            sandboxing: how its sandbox is made.
+            allowance: how much of what it prints is logged.
+
+        Raises:
+            ConfigError: the machine has not what it needs.
+        """
+        needs = kind.needs
+        interpreter = None if kind.python is None else find_interpreter(kind.python)
+        view = view_of(needs, [scorer.name for scorer in kind.scorers], interpreter)
+        # A program that a model wrote would have, in its session, what the worker has.
+        runs_programs = needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen)
         self._sock, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-u", "-m", "starling.reward.score.workers.worker"]
+            self._memory_mb = kind.memory_mb
+            setup = WorkerSetup(
+                kind.scorers,
+                sandboxing.mechanism,
+                needs.max_tasks,
+                runs_programs,
+                needs.network,
+                limit_of_process_mb(kind.memory_mb),
+            )
+            for package in _PACKAGES if interpreter else ():
+                view.show(str(package))
             self._box = BoxProcess(
-                [*command, str(theirs.fileno())],
+                _command(theirs.fileno(), interpreter, setup),
                 sandboxing,
                 needs,
                 view,
                 pass_fds=(theirs.fileno(),),
                 dies_with_thread=True,
                 what="scorers",
+                allowance=allowance,
+                memory_mb=kind.memory_mb,
+                interpreter=interpreter,
+                variables=kind.device_variables(),
             )
         self._sock.setblocking(False)
         self._reader = FrameReader(REPORT_LIMIT_BYTES)
@@ -63,10 +101,8 @@ class WorkerProcess:
         """Frames to send after `_unsent`: the first that goes with buffers, and those after it."""
         self.ended = False
         """Whether the worker sends nothing more."""
-        self._exit = ""
-        # A program that a model wrote would have, in its session, what the worker has.
-        runs_programs = needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen)
-        self.send(WorkerSetup(scorers, sandboxing.mechanism, needs.max_tasks, runs_programs, needs.network))
+        self._exit: WorkerExit | None = None
+        self.send(setup)
 
     @property
     def pid(self) -> int:
@@ -134,30 +170,62 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def end(self, grace_s: float = 0.0) -> str:
+    def end(self, grace_s: float = 0.0) -> WorkerExit:
         """End the worker and all processes of its sandbox: it may exit by itself within `grace_s`, else by SIGKILL.
 
-        Returns how it ended: ``exit status 3``, ``signal SIGSEGV``. May be called again, but no other method.
+        Returns how it ended. May be called again, but no other method.
         """
-        if self._exit:
-            return self._exit
-        self._exit = self._end(grace_s)
-        self._sock.close()
+        if self._exit is None:
+            self._exit = self._end(grace_s)
+            self._sock.close()
         return self._exit
 
-    def exit_description(self) -> str:
+    def exit_description(self) -> WorkerExit:
         """Wait briefly for a worker whose socket has closed to exit, then `end` it; returns how it ended."""
         return self.end(grace_s=_EXIT_S)
 
-    def _end(self, grace_s: float) -> str:
+    def _end(self, grace_s: float) -> WorkerExit:
         self.close_socket()
-        self._box.wait(grace_s)
+        by_itself = self._box.wait(grace_s) is not None
         self._box.close()
+        if self._box.exceeded_memory:
+            return WorkerExit("memory", f"limit of {self._memory_mb} MiB")
         status = self._box.status
-        if status is None:  # it sleeps in the kernel, which kills it afterwards; `subprocess` reaps it later
-            return "no exit status yet"
-        problem = f": {self._box.problem}" if self._box.problem else ""
-        return f"signal {_signal_name(status - 128)}" if status > 128 else f"exit status {status}{problem}"
+        if not by_itself or status is None:  # it may sleep in the kernel, which kills it afterwards
+            return WorkerExit("killed", "it closed its connection, or wrote into it what is no message")
+        if status > 128:
+            return WorkerExit("signal", f"signal {_signal_name(status - 128)}")
+        return WorkerExit("exit", f"exit status {status}" + (f": {self._box.problem}" if self._box.problem else ""))
+
+
+class WorkerExit(NamedTuple):
+    """How a worker ended."""
+
+    cause: Literal["memory", "signal", "exit", "killed"]
+    """`memory`: it was killed at its limit. `signal`: another one killed it. `exit`: it ended by itself. `killed`: it
+    did not end, but said nothing more, or was to be ended."""
+    text: str
+    """Details, to stand in brackets."""
+
+    @property
+    def problem(self) -> str:
+        """What a scorer has done whose worker has ended so, as the end of a sentence."""
+        return f"exceeded its {self.text}" if self.cause == "memory" else f"ended its worker process ({self.text})"
+
+
+def _command(fd: int, interpreter: Interpreter | None, setup: WorkerSetup) -> list[str]:
+    """Return the command of a worker that serves the socket `fd`."""
+    if interpreter is None:
+        return [sys.executable, "-P", "-u", "-m", "starling.reward.score.workers.worker", str(fd)]
+    folders = os.pathsep.join(dict.fromkeys(str(package.parent) for package in _PACKAGES))
+    confinement = {
+        "mechanism": setup.mechanism,
+        "max_tasks": setup.max_tasks,
+        "data_mb": setup.data_mb,
+        "runs_programs": setup.runs_programs,
+        "network": setup.network,
+    }
+    return [interpreter.path, "-P", "-S", "-u", str(_BOOTSTRAP), str(fd), folders, json.dumps(confinement)]
 
 
 def _signal_name(number: int) -> str:

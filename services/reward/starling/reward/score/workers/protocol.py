@@ -46,6 +46,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Whether its scorers may run programs that a model wrote."""
     network: bool
     """Whether its scorers may reach the network."""
+    data_mb: int = 0
+    """Limit on the private memory of each of its processes, in MiB; 0 for none."""
 
 
 class PlacedMedia(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +88,7 @@ class WorkerStartFailed(msgspec.Struct, frozen=True, array_like=True, tag="start
 
 
 class CallReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """Result of one call. The next call has begun."""
+    """Result of one call. The next call has begun, unless the worker is exhausted and ends."""
 
     serial: int
     scores: BatchScores

@@ -9,6 +9,7 @@ every call, so that the service knows the current one, and may kill the worker a
 from __future__ import annotations
 
 import array
+import contextlib
 import faulthandler
 import os
 import socket
@@ -18,13 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from setproctitle import setproctitle
-
 from starling.common.errors import ConfigError
-from starling.common.sandbox.execution import start_executor
-from starling.common.sandbox.inside import give_up_privileges, settle
 from starling.reward.score.scorers.batch import BatchScores, LoadedScorer, MediaArray
 from starling.reward.score.scorers.registry import check_executor, load_scorer
+from starling.reward.score.workers.confine import confine
 from starling.reward.score.workers.protocol import (
     PROBLEM_CHARS,
     PROBLEMS_CHARS,
@@ -45,26 +43,37 @@ _RECEIVE_BYTES: Final = 1 << 18
 
 def main(argv: list[str]) -> None:
     """Serve the service over the socket `argv[1]` until it closes."""
-    fd = int(argv[1])
-    setproctitle("starling-reward-worker")
+    serve(int(argv[1]), is_confined=False)
+
+
+def serve(fd: int, *, is_confined: bool) -> None:
+    """Serve the service over the socket `fd` until it closes; `is_confined` says whether `confine` has been called."""
+    with contextlib.suppress(ImportError):  # a Python environment of a scorer's own may lack it
+        from setproctitle import setproctitle
+
+        setproctitle("starling-reward-worker")
     faulthandler.enable()  # prints where a scorer crashes in C
     os.set_inheritable(fd, False)  # what a scorer starts must not keep the socket open
     sys.path.append(os.getcwd())  # last, so that a user's file cannot shadow a library's module
     with socket.socket(fileno=fd) as sock:
+        os.register_at_fork(after_in_child=sock.close)  # what a scorer forks does not speak for the worker
         try:
-            _serve(sock)
+            _serve(sock, is_confined=is_confined)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the service has gone
 
 
-def _serve(sock: socket.socket) -> None:
+def _serve(sock: socket.socket, *, is_confined: bool) -> None:
     scorers: dict[int, LoadedScorer] = {}
     receiver = _Receiver(sock)
     for body in receiver.frames():
         message = decode_to_worker.decode(body)
         if isinstance(message, CallChunk):
-            _run(sock, scorers, message, receiver.take_descriptors(message.num_buffers))
+            if not _run(sock, scorers, message, receiver.take_descriptors(message.num_buffers)):
+                return
             continue
+        if not is_confined:
+            _confine(message)
         reply = _set_up(message, scorers)
         receiver.with_descriptors = any(scorer.form.media != "text" for scorer in scorers.values())
         sock.sendall(frame(reply))
@@ -106,11 +115,17 @@ class _Receiver:
         return data
 
 
+def _confine(setup: WorkerSetup) -> None:
+    confine(
+        setup.mechanism,
+        max_tasks=setup.max_tasks,
+        data_mb=setup.data_mb,
+        runs_programs=setup.runs_programs,
+        network=setup.network,
+    )
+
+
 def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
-    settle(setup.mechanism, max_tasks=setup.max_tasks)
-    if setup.runs_programs:
-        start_executor(setup.mechanism)
-    give_up_privileges(setup.mechanism, network=setup.network)
     try:
         for spec in setup.scorers:
             check_executor(spec.name)
@@ -120,7 +135,12 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
     return WorkerReady(tuple((index, scorer.form) for index, scorer in scorers.items()))
 
 
-def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk, descriptors: Sequence[int]) -> None:
+def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk, descriptors: Sequence[int]) -> bool:
+    """Make the calls of a chunk; return whether this worker may go on.
+
+    It may not after a call for which memory or processes did not suffice: what took them may still be there.
+    """
+    pid = os.getpid()
     samples = [(chunk.prompts[prompt], completion) for prompt, completion in chunk.samples]
     array_of = _arrays(chunk, descriptors) if descriptors else None
     for serial, scorer, indices in chunk.calls:
@@ -129,9 +149,15 @@ def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk
         if array_of is not None and loaded.form.media != "text":
             media = tuple(map(array_of, indices))
         found = loaded.score([samples[index] for index in indices], media)
+        if os.getpid() != pid:
+            os._exit(0)  # a process that the scorer has forked has come back from its call
         limit = min(PROBLEM_CHARS, PROBLEMS_CHARS // len(indices))
-        scores = BatchScores(found.values, tuple([_bounded(one, limit) for one in found.problems]))
+        problems = tuple([_bounded(one, limit) for one in found.problems])
+        scores = BatchScores(found.values, problems, found.is_exhausted)
         sock.sendall(frame(CallReport(serial, scores, time.monotonic())))
+        if found.is_exhausted:
+            return False
+    return True
 
 
 def _arrays(chunk: CallChunk, descriptors: Sequence[int]) -> Callable[[int], MediaArray]:

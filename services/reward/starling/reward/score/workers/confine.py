@@ -1,0 +1,22 @@
+"""A worker's first steps: it gives up what scorers must not have. It imports only the standard library."""
+
+from __future__ import annotations
+
+from starling.common.sandbox.execution import start_executor
+from starling.common.sandbox.inside import give_up_privileges, settle
+
+
+def confine(mechanism: str, *, max_tasks: int, data_mb: int, runs_programs: bool, network: bool) -> None:
+    """Limit this process and its descendants, before anything of a user is imported.
+
+    Args:
+        mechanism: how the worker's sandbox was made.
+        max_tasks: limit on its processes and threads.
+        data_mb: limit on the private memory of each process, in MiB; 0 for none.
+        runs_programs: whether its scorers may run programs that a model wrote.
+        network: whether its scorers may reach the network.
+    """
+    settle(mechanism, data_mb=data_mb, max_tasks=max_tasks)
+    if runs_programs:
+        start_executor(mechanism)
+    give_up_privileges(mechanism, network=network)

@@ -1,0 +1,76 @@
+"""Kinds of workers: scorers that need the same share worker processes; the others have processes of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from starling.common.errors import ConfigError
+from starling.common.sandbox.settings import SandboxNeeds
+from starling.common.settings import environment_variables
+from starling.reward.score.workers.protocol import ScorerSpec
+from starling.reward.settings import RewardSettings, ScorerSettings
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs a process sees, and in which order; AMD's runtime reads it, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """Workers that are alike, and their scorers."""
+
+    needs: SandboxNeeds
+    scorers: tuple[ScorerSpec, ...]
+    num_workers: int
+    python: Path | None = None
+    """Interpreter of their Python environment; None for the service's own."""
+    device: str = ""
+    """`cpu`, `cuda:<number>`, or empty."""
+    memory_mb: int = 0
+    """Limit on the memory of each worker, with all that it starts; 0 for none."""
+
+    def device_variables(self) -> dict[str, str]:
+        """Return the environment variables that choose the device.
+
+        Raises:
+            ConfigError: the service itself does not see the device.
+        """
+        if not self.device:
+            return {}
+        if self.device == "cpu":
+            return {_VISIBLE: ""}
+        number = int(self.device.partition(":")[2])
+        seen = environment_variables([_VISIBLE]).get(_VISIBLE)
+        if seen is None:
+            return {_VISIBLE: str(number)}
+        names = [name.strip() for name in seen.split(",") if name.strip()]
+        if number >= len(names):
+            raise ConfigError(
+                f"device is {self.device!r}, and the service sees {len(names)} GPUs ({_VISIBLE}={seen!r}): set a "
+                "smaller number, or let the service see more."
+            )
+        return {_VISIBLE: names[number]}
+
+
+def kinds_of(settings: RewardSettings) -> list[WorkerKind]:
+    """Return the kinds of workers of a service, with their scorers."""
+    kinds: dict[tuple[object, ...], WorkerKind] = {}
+    for index, scorer in enumerate(settings.scorers):
+        spec = ScorerSpec(index, scorer.name, scorer.options)
+        alone = index if scorer.num_workers is not None else None
+        key = (scorer.own_needs, scorer.python, scorer.device, scorer.memory_mb, alone)
+        shared = kinds[key].scorers if key in kinds else ()
+        kinds[key] = _kind(scorer, (*shared, spec), settings.num_workers)
+    return list(kinds.values())
+
+
+def _kind(scorer: ScorerSettings, specs: tuple[ScorerSpec, ...], num_workers: int) -> WorkerKind:
+    return WorkerKind(
+        needs=scorer.own_needs,
+        scorers=specs,
+        num_workers=scorer.num_workers or num_workers,
+        python=scorer.python,
+        device=scorer.device,
+        memory_mb=scorer.memory_mb or 0,
+    )
