@@ -44,8 +44,8 @@ class RequestResult:
     scores: dict[str, tuple[float | None, ...]]
     """By label, and by ``label/key`` of scorers with several scores."""
     failures: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of a request with `only`, by label, of the scorers that failed for some samples: for each sample a sentence, empty
-    where it has a score."""
+    """Of a request with `only`, by label, of the scorers that failed for some samples: for each sample a sentence,
+    empty where it has a score."""
     decode_s: float = 0.0
     """How long the decoding of latents took, in seconds."""
 
