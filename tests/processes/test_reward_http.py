@@ -241,7 +241,8 @@ def test_body_that_is_no_json_is_refused(client: Client, raw: bytes) -> None:
 def test_description_of_the_api_names_every_path(client: Client) -> None:
     described = client.send("GET", "/openapi.json").body
     paths = ("/v1/rewards", "/v1/rewards/{id}", "/v1/scorers", "/healthz", "/readyz", "/metrics")
-    assert tuple(described["paths"]) == paths
+    cosmos = tuple(f"/api/reward/{name}" for name in ("enqueue", "pull", "push", "ping", "latent_attr"))
+    assert tuple(described["paths"]) == paths + cosmos
     refusals = described["paths"]["/v1/rewards"]["post"]["responses"]
     assert {"200", "202", "401", "408", "413", "422", "429"} <= refusals.keys()
     scorers = [{"label": "right", "weight": 1.0}, {"label": "longest", "weight": 0.5}]

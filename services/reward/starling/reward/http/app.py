@@ -13,6 +13,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from starling.reward.http.body import Application, LimitedBodies
+from starling.reward.http.cosmos.routes import CosmosService, body_limits, cosmos_routes
 from starling.reward.http.errors import HttpError
 from starling.reward.http.metrics import render
 from starling.reward.http.schema import RewardsBody, Wait, memory_of, read_rewards, render_result, reward_request
@@ -42,7 +43,7 @@ _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 def make_application(
-    settings: HttpSettings, token: str, table: RequestTable, status: Callable[[], ServiceStatus]
+    settings: HttpSettings, token: str, table: RequestTable, status: Callable[[], ServiceStatus], cosmos: CosmosService
 ) -> Application:
     """Return the ASGI application.
 
@@ -51,12 +52,15 @@ def make_application(
         token: what clients must send; empty if they need none.
         table: the requests.
         status: returns the last report of the scoring thread.
+        cosmos: answers the clients of Cosmos-RL.
     """
     app = FastAPI(title="Starling reward service", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_routes(app, table, status)
+    app.include_router(cosmos_routes(cosmos))
     app.add_exception_handler(HttpError, _refusal)
     app.add_exception_handler(Exception, _failure)
-    return LimitedBodies(app, TokenCheck(token), table, settings, with_body=[("POST", "/v1/rewards")])
+    with_body = {("POST", "/v1/rewards"): settings.max_body_mb << 20, **body_limits(settings.max_media_bytes)}
+    return LimitedBodies(app, TokenCheck(token), table, settings.read_timeout_s, with_body)
 
 
 class TokenCheck:

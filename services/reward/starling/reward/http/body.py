@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import msgspec
 
 from starling.reward.http.errors import HttpError
-from starling.reward.http.settings import HttpSettings
 from starling.reward.http.table import RequestTable
 
 Message = MutableMapping[str, Any]
@@ -29,8 +28,9 @@ class LimitedBodies:
         application: gets whole bodies only.
         check_token: raises HttpError for headers without the token; called before the body is read.
         table: knows how much memory is used; bodies that are being read count.
-        settings: the limits.
-        with_body: methods and paths of the requests whose bodies are read; those of others are not looked at.
+        timeout_s: time limit of a body, in seconds.
+        with_body: limits on the bodies that are read, in bytes, by method and path; those of other requests are not
+            looked at.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class LimitedBodies:
         application: Application,
         check_token: Callable[[str, str], None],
         table: RequestTable,
-        settings: HttpSettings,
-        with_body: Collection[tuple[str, str]],
+        timeout_s: float,
+        with_body: Mapping[tuple[str, str], int],
     ) -> None:
-        self._application, self._check_token, self._table, self._settings = application, check_token, table, settings
-        self._with_body = with_body
+        self._application, self._check_token, self._table = application, check_token, table
+        self._timeout_s, self._with_body = timeout_s, with_body
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -52,8 +52,8 @@ class LimitedBodies:
         headers = dict(scope["headers"])
         try:
             self._check_token(scope["path"], headers.get(b"authorization", b"").decode("latin-1"))
-            has_body = (scope["method"], scope["path"]) in self._with_body
-            body = await self._read(headers, receive) if has_body else b""
+            limit = self._with_body.get((scope["method"], scope["path"]))
+            body = b"" if limit is None else await self._read(headers, receive, limit)
         except HttpError as error:
             if error.status == 413:  # it reads the answer after it has sent the body
                 await _drain(receive)
@@ -68,8 +68,7 @@ class LimitedBodies:
 
         await self._application(scope, replayed, send)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        limit = self._settings.max_body_mb << 20
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
         declared = headers.get(b"content-length", b"0")
         # The protocol has refused what is no number.
         if int(declared) > limit:
@@ -77,7 +76,7 @@ class LimitedBodies:
         self._table.check_room(int(declared))
         parts, reserved = [], 0
         try:
-            async with asyncio.timeout(self._settings.read_timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -92,13 +91,13 @@ class LimitedBodies:
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            limit_s = self._settings.read_timeout_s
-            raise HttpError(408, f"the body was not complete after {limit_s:g} s; send it at once") from None
+            raise HttpError(408, f"the body was not complete after {self._timeout_s:g} s; send it at once") from None
         finally:
             self._table.size_bytes -= reserved
 
     def _too_large(self, limit: int) -> HttpError:
-        return HttpError(413, f"the body has more than {limit >> 20} MiB; send fewer samples at a time")
+        size = f"{limit >> 20} MiB" if limit >> 20 else f"{limit >> 10} KiB"
+        return HttpError(413, f"the body has more than {size}; send fewer samples at a time")
 
 
 async def _drain(receive: Receive) -> None:

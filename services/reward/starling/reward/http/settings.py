@@ -31,6 +31,8 @@ class HttpSettings(SettingsSection):
     """What clients send as `Authorization: Bearer TOKEN`; without it, the environment's `REMOTE_REWARD_TOKEN`."""
     max_body_mb: int = Field(default=64, ge=1, le=MAX_BODY_MIB)
     """Limit on the body of one request, in MiB; beyond it the answer is 413."""
+    max_media_mb: int = Field(default=512, ge=1, le=MAX_MIB)
+    """Limit on the body of one request with media at `/api/reward/enqueue`, in MiB, up to `max_memory_mb`."""
     max_samples: int = Field(default=100_000, ge=1, le=MAX_COUNT)
     """Limit on the samples that are being scored; further requests are answered with 429."""
     max_memory_mb: int = Field(default=1024, ge=1, le=MAX_MIB)
@@ -43,6 +45,15 @@ class HttpSettings(SettingsSection):
     """Time limit for a request's headers to arrive, and then for its body, in seconds."""
     write_timeout_s: Seconds = 60.0
     """How long a client may read nothing of a response that waits for it, in seconds."""
+
+    pushed_types: tuple[str, ...] = ()
+    """Types of rewards that workers of your own score, and push to `/api/reward/push`; a request that asks for one
+    waits for it, up to `timeout_s`."""
+
+    @property
+    def max_media_bytes(self) -> int:
+        """Limit on the body of a request with media, in bytes."""
+        return min(self.max_media_mb, self.max_memory_mb) << 20
 
     @model_validator(mode="after")
     def _body_fits(self) -> Self:

@@ -14,17 +14,21 @@ from typing import Final
 import structlog
 
 from starling.common.http.server import HttpAddress, HttpServer, replica_port
+from starling.common.settings import environment_variable
 from starling.common.wakeup import Wakeup
 from starling.reward.core import requests as core
 from starling.reward.core.groups import CancelTask, SubmitTask
 from starling.reward.core.samples import Score
 from starling.reward.http.app import make_application
+from starling.reward.http.cosmos.pushed import PushedScores
+from starling.reward.http.cosmos.routes import BODY_FORM, REPLICA_VARIABLE, CosmosService, scorers_by_type
 from starling.reward.http.schema import read_again
 from starling.reward.http.settings import TOKEN_VARIABLES
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.memory import MemoryStore
 from starling.reward.http.table import RequestTable
 from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.workers.shared import MediaMemory, raise_descriptor_limit
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
@@ -66,10 +70,20 @@ class HttpFrontEnd:
             MemoryStore(http.result_ttl_s),
             self._arrive,
             lambda id: self._arrive(CancelRequest(id)),
-            readers={"v1": read_again},
+            readers={"v1": read_again, BODY_FORM: lambda data, id: self._cosmos.read(data, id).request},
+        )
+        raise_descriptor_limit()
+        titles = tuple(scorer.title for scorer in settings.scorers)
+        self._cosmos = CosmosService(
+            table=self._table,
+            labels=titles,
+            scorers=scorers_by_type([(scorer.title, scorer.name) for scorer in settings.scorers]),
+            memory=MediaMemory(),
+            pushed=PushedScores(http.pushed_types, http.timeout_s, http.result_ttl_s),
+            replica_id=environment_variable(REPLICA_VARIABLE) or "",
         )
         self._server = HttpServer(
-            make_application(http, token, self._table, lambda: self._status),
+            make_application(http, token, self._table, lambda: self._status, self._cosmos),
             HttpAddress(http.host, replica_port(http.port, replica), "reward.http"),
             headers_s=http.read_timeout_s,
             unread_s=http.write_timeout_s,

@@ -1,0 +1,1 @@
+"""Routes that clients of Cosmos-RL's reward service use, beside the service's own."""

@@ -1,0 +1,122 @@
+"""From the body of `enqueue` to the core's request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import msgspec
+
+from starling.common.wire.messages import CompletionText, Status
+from starling.reward.core.media import MediaForm, MediaRow, MediaTensor
+from starling.reward.core.requests import RewardRequest
+from starling.reward.core.samples import PromptText, Sample
+from starling.reward.http.cosmos.enqueue import (
+    EnqueueHeader,
+    Media,
+    frame_rates,
+    metadata_of,
+    read_header,
+    read_media,
+    split_body,
+)
+from starling.reward.http.errors import HttpError
+from starling.reward.score.workers.shared import MediaMemory, aligned
+
+TYPES, PUSHED, INPUT_INFO = "types", "pushed", "input_info"
+"""Keys of what is kept with a request: the names of its types, those that workers push, and `input_info`."""
+
+
+class Enqueued(NamedTuple):
+    """A body that can be scored."""
+
+    request: RewardRequest
+    info: dict[str, Any]
+    """What is kept with it, for the pulls."""
+
+
+def read_enqueue(
+    data: bytes, id: str, *, scorers: Mapping[str, int], pushed: Collection[str], memory: MediaMemory
+) -> Enqueued:
+    """Read the body of a request.
+
+    Args:
+        data: the body.
+        id: of the request.
+        scorers: the indices of the scorers by the types that name them.
+        pushed: types that reward workers push.
+        memory: takes the media.
+
+    Raises:
+        HttpError: 422, with what is wrong with it.
+        TooManyBuffersError: there is no room for its media now.
+    """
+    line, rest = split_body(data)
+    header = read_header(line)
+    unknown = [name for name in header.types if name not in scorers and name not in pushed]
+    if unknown:
+        known = ", ".join(sorted({*scorers, *pushed}))
+        raise HttpError(422, f"there is no scorer {unknown[0]!r} here; `reward_fn` may have {known}")
+    rates = frame_rates(header)
+    media = read_media(header, rest)
+    info = {
+        TYPES: [name for name in header.types if name in scorers],
+        PUSHED: [name for name in header.types if name not in scorers],
+        INPUT_INFO: media.info,
+    }
+    try:
+        prompts, samples = _samples(header)
+        msgspec.msgpack.encode(info)
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise HttpError(422, f"a prompt or its metadata cannot be encoded: {error}") from None
+    only = tuple(sorted({scorers[name] for name in info[TYPES]}))
+    if media.is_still:
+        rates = (0.0,) * len(rates)
+    with_media, tensors = _with_media(samples, media, rates, memory)
+    return Enqueued(RewardRequest(id, prompts, with_media, only=only, media=tensors), info)
+
+
+def _samples(header: EnqueueHeader) -> tuple[tuple[PromptText, ...], list[Sample]]:
+    """Return the prompts, each once, and the samples without their media. Raises what msgspec does."""
+    numbers: dict[bytes, int] = {}
+    texts: list[PromptText] = []
+    samples = []
+    for index, text in enumerate(header.prompts):
+        prompt = PromptText(text, "", metadata_of(header, index))
+        number = numbers.setdefault(msgspec.msgpack.encode(prompt, order="deterministic"), len(texts))
+        if number == len(texts):
+            texts.append(prompt)
+        samples.append(Sample(index, number, CompletionText(text="", status=Status.OK, num_tokens=0)))
+    return tuple(texts), samples
+
+
+def _with_media(
+    samples: list[Sample], media: Media, rates: tuple[float, ...], memory: MediaMemory
+) -> tuple[tuple[Sample, ...], tuple[MediaTensor, ...]]:
+    """Return the samples and their tensors: one for each run of samples with equal frame rates."""
+    shape = media.array.shape[1:]
+    runs: list[tuple[MediaForm, int, int]] = []
+    """Form, number of samples, offset in the buffer."""
+    found: list[Sample] = []
+    end = 0
+    for rate, run in groupby(range(len(samples)), rates.__getitem__):
+        indices = list(run)
+        form, begin = MediaForm(media.kind, media.dtype, shape, rate), aligned(end)
+        for row, index in enumerate(indices):
+            found.append(msgspec.structs.replace(samples[index], media=MediaRow(len(runs), row)))
+        runs.append((form, len(indices), begin))
+        end = begin + len(indices) * form.size_bytes
+    buffer = memory.share(_parts(media, runs))
+    return tuple(found), tuple(MediaTensor(form, num, buffer, begin) for form, num, begin in runs)
+
+
+def _parts(media: Media, runs: list[tuple[MediaForm, int, int]]) -> Iterator[memoryview | bytes]:
+    """Yield the bytes of the buffer, one sample after another."""
+    samples = iter(media.array)
+    end = 0
+    for form, num, begin in runs:
+        yield bytes(begin - end)
+        for _ in range(num):
+            yield memoryview(next(samples).tobytes())
+        end = begin + num * form.size_bytes

@@ -1,0 +1,421 @@
+"""The routes of Cosmos-RL's reward service over HTTP: its clients, byte for byte, and what they are refused.
+
+`CosmosClient` is written from the documented behaviour of those clients alone.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+PATIENCE_S = 60.0
+TOKEN = "secret"
+SCORERS = """
+import time
+
+class Video:
+    keys = ("overall_reward", "vq_reward")
+    media = "pixels"
+    batch_size = 4
+
+    def score(self, batch):
+        if "hang" in batch.prompts:
+            time.sleep(3600.0)
+        if "raise" in batch.prompts:
+            raise RuntimeError("no such video")
+        return {"overall_reward": [float(one.mean()) for one in batch.pixels],
+                "vq_reward": [len(text) + rate for text, rate in zip(batch.prompts, batch.fps)]}
+
+class Latent:
+    keys = ("mean",)
+    media = "latents"
+
+    def score(self, batch):
+        return {"mean": [float(one.mean()) for one in batch.latents]}
+
+def words(completion, reference, prompt_text, metadata):
+    return float(len(prompt_text.split())) + metadata.get("bonus", 0)
+"""
+RECIPE = """
+[reward]
+num_workers = 2
+timeout_s = 2.0
+
+[[reward.scorers]]
+name = "{folder}/mine.py:Video"
+label = "dance_grpo"
+key = "overall_reward"
+retries = 0
+
+[[reward.scorers]]
+name = "{folder}/mine.py:Latent"
+label = "latent_mean"
+
+[[reward.scorers]]
+name = "{folder}/mine.py:words"
+label = "ocr"
+
+[reward.http]
+enabled = true
+port = 0
+token = "secret"
+pushed_types = ["mine"]
+"""
+Array = npt.NDArray[Any]
+
+
+class NotReadyError(Exception):
+    """An answer other than 200, or none in time: to be tried again."""
+
+
+class CosmosClient:
+    """Client of either era: full URLs and the token in variables, a retry loop as the only way to wait.
+
+    The variables are `REMOTE_REWARD_*`, before 2026-02 `WFM_REWARD_*`. Clients of that era neither pin replicas nor
+    name a type of media. Delays are a hundredth of theirs.
+    """
+
+    ATTEMPTS, PER_DELAY, FIRST_S, LONGEST_S = 60, 5, 0.01, 0.6
+
+    def __init__(self, variables: Mapping[str, str], era: str) -> None:
+        self.enqueue_url = variables[f"{era}_REWARD_ENQUEUE_URL"]
+        self.fetch_url = variables[f"{era}_REWARD_FETCH_URL"]
+        self.token = variables[f"{era}_REWARD_TOKEN"]
+        self.is_early = era == "WFM"
+        self.num_failures = 0
+
+    def enqueue(self, array: Array, meta: dict[str, Any]) -> tuple[str, str | None]:
+        file = io.BytesIO()
+        np.save(file, array, allow_pickle=False)
+        body = json.dumps(meta).encode() + b"\n" + file.getvalue()
+        timeout_s = 10.0 if self.is_early else min(max(30 + 3 * len(body) / 1e6, 60), 600)
+        answer = self._until_200(self.enqueue_url, body, {"Content-Type": "application/octet-stream"}, timeout_s)
+        return answer["uuid"], answer.get("replica_id")
+
+    def fetch(self, id: str, replica: str | None, type: str) -> dict[str, Any]:
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        if replica and not self.is_early:
+            headers["X-Lepton-Replica-Target"] = replica
+        body = urllib.parse.urlencode({"uuid": id, "type": type}).encode()
+        return self._until_200(self.fetch_url, body, headers, 5.0 if self.is_early else 10.0)
+
+    def reward(self, id: str, replica: str | None, functions: dict[str, dict[str, Any]]) -> list[float]:
+        """Return the sum over functions of their clamped, weighted scores, of each sample."""
+        total: list[float] = []
+        for name, function in functions.items():
+            scores = self.fetch(id, replica, name)["scores"]
+            rows = [scores[key] for key in function["score_key"].split("+")]
+            low, high = function.get("clip_min", -1e9), function.get("clip_max", 1e9)
+            weighted = [min(max(sum(column), low), high) * function["weight"] for column in zip(*rows, strict=True)]
+            total = [a + b for a, b in zip(total, weighted, strict=True)] if total else weighted
+        return total
+
+    def _until_200(self, url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Any:
+        delay_s = self.FIRST_S
+        for attempt in range(self.ATTEMPTS):
+            try:
+                return self._post(url, body, {**headers, "Authorization": f"Bearer {self.token}"}, timeout_s)
+            except (NotReadyError, OSError):
+                self.num_failures += 1
+                if attempt and not attempt % self.PER_DELAY:
+                    delay_s = min(2 * delay_s, self.LONGEST_S)
+                time.sleep(random.uniform(1, 2) * delay_s)
+        raise AssertionError(f"no answer from {url} after {self.ATTEMPTS} attempts")
+
+    def _post(self, url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> Any:
+        parts = urllib.parse.urlsplit(url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+        try:
+            connection.request("POST", parts.path, body, headers)
+            response = connection.getresponse()
+            data = response.read()
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise NotReadyError(response.status)
+        return json.loads(data)
+
+
+@contextmanager
+def service(folder: Path, recipe: str = RECIPE, **variables: str) -> Iterator[int]:
+    """Run a service; yield its port."""
+    (folder / "mine.py").write_text(SCORERS)
+    (folder / "rewards.toml").write_text(recipe.format(folder=folder))
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with (
+        (folder / "log").open("w+") as log,
+        subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment) as process,
+    ):
+        try:
+            yield _port(folder / "log", process)
+        finally:
+            process.kill()
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+def _port(log: Path, process: subprocess.Popen[bytes]) -> int:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := re.search(r"base_url=http://[^ ]*:(\d+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+    return int(found[1])
+
+
+def variables(port: int, era: str) -> dict[str, str]:
+    base = f"http://127.0.0.1:{port}/api/reward"
+    return {
+        f"{era}_REWARD_ENQUEUE_URL": f"{base}/enqueue",
+        f"{era}_REWARD_FETCH_URL": f"{base}/pull",
+        f"{era}_REWARD_TOKEN": TOKEN,
+    }
+
+
+def client_of(port: int, era: str = "REMOTE") -> CosmosClient:
+    return CosmosClient(variables(port, era), era)
+
+
+class Raw:
+    """Requests in bytes, and answers as they are."""
+
+    def __init__(self, port: int, token: str = TOKEN) -> None:
+        self.port, self.token = port, token
+
+    def post(self, path: str, body: bytes, content_type: str = "application/octet-stream") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        headers = {"Content-Type": content_type, "Authorization": f"Bearer {self.token}"}
+        try:
+            connection.request("POST", f"/api/reward/{path}", body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def form(self, path: str, **fields: str) -> tuple[int, bytes]:
+        return self.post(path, urllib.parse.urlencode(fields).encode(), "application/x-www-form-urlencoded")
+
+    def until_ready(self, **fields: str) -> bytes:
+        end = time.monotonic() + PATIENCE_S
+        while (answer := self.form("pull", **fields))[0] == 400:
+            assert answer[1] == b'{"message":"Not found scores for ' + fields["uuid"].encode() + b'"}'
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert answer[0] == 200, answer
+        return answer[1]
+
+
+def npy(array: Array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def lines(array: Array, **meta: Any) -> bytes:
+    return json.dumps(meta).encode() + b"\n" + npy(array)
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with service(tmp_path_factory.mktemp("service"), LEPTON_REPLICA_ID="replica-7") as port:
+        yield port
+
+
+@pytest.mark.parametrize("era", ["REMOTE", "WFM"])
+def test_client_gets_the_scores_of_videos(port: int, era: str) -> None:
+    client = client_of(port, era)
+    videos = np.stack([np.full((3, 5, 8, 8), shade, np.uint8) for shade in (10, 30)])
+    meta = {"prompts": ["a", "abc"], "reward_fn": {"dance_grpo": 1.0}, "video_infos": [{"video_fps": 16.0}] * 2}
+    id, replica = client.enqueue(videos, meta if client.is_early else {**meta, "media_type": "video"})
+    assert replica == "replica-7"
+    functions = {"dance_grpo": {"score_key": "overall_reward+vq_reward", "clip_max": 40.0, "weight": 0.5}}
+    assert client.reward(id, replica, functions) == [13.5, 20.0]
+    assert client.num_failures <= client.ATTEMPTS
+
+
+def test_client_of_each_era_gets_the_scores_of_latents(port: int) -> None:
+    numbers = np.linspace(-1.0, 2.0, 16 * 1 * 2 * 4, dtype=np.float32).reshape(1, 16, 1, 2, 4)
+    bits = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    exact = float((bits.astype(np.uint32) << 16).view(np.float32).mean())
+    meta = {"prompts": ["a"], "reward_fn": {"latent_mean": 1.0}, "video_infos": [{"video_fps": 16.0}]}
+    cases: list[tuple[str, Array, dict[str, Any], float]] = [
+        ("WFM", numbers, {}, float(numbers.mean())),  # of the first clients: float32, and no type
+        ("REMOTE", numbers.astype(np.float16), {"media_type": "video"}, float(numbers.astype(np.float16).mean())),
+        ("REMOTE", numbers.astype(np.float16), {"media_type": "latent"}, float(numbers.astype(np.float16).mean())),
+        ("REMOTE", bits.view(np.uint8), {"media_type": "latent"}, exact),
+    ]
+    for era, array, more, expected in cases:
+        client = client_of(port, era)
+        found = client.fetch(*client.enqueue(array, {**meta, **more}), "latent_mean")
+        assert found["scores"]["mean"] == pytest.approx([expected], abs=1e-3), more
+
+
+def test_client_gets_several_types_of_one_request(port: int) -> None:
+    client = client_of(port)
+    images = np.full((2, 6, 6, 3), 7, np.uint8)
+    types = {"dance_grpo": 1.0, "ocr": 0.25, "latent_mean": 0.0}
+    meta = {"prompts": ["one two", "three"], "reward_fn": types, "media_type": "image", "bonus": 10}
+    id, replica = client.enqueue(images, meta)
+    functions = {
+        "dance_grpo": {"score_key": "overall_reward", "weight": 1.0},
+        "ocr": {"score_key": "ocr", "weight": 2.0},
+    }
+    assert client.reward(id, replica, functions) == [31.0, 29.0]
+    not_asked = client.fetch(id, replica, "latent_mean")
+    assert (not_asked["scores"], not_asked["error"]) == (
+        None,
+        "the request did not ask for 'latent_mean'; it asked for dance_grpo, ocr.",
+    )
+
+
+def test_answers_byte_for_byte(port: int) -> None:
+    raw = Raw(port)
+    videos = np.zeros((1, 3, 2, 4, 4), np.uint8)
+    status, answer = raw.post("enqueue", lines(videos, prompts=["ab"], reward_fn={"dance_grpo": 1}, media_type="video"))
+    assert status == 200
+    found = re.fullmatch(rb'\{"uuid":"([0-9a-f-]{36})","replica_id":"replica-7"\}', answer)
+    assert found, answer
+    id = found[1].decode()
+    document = raw.until_ready(uuid=id)
+    pattern = (
+        rb'\{"scores":\{"overall_reward":\[0\.0\],"vq_reward":\[18\.0\]\},'
+        rb'"input_info":\{"shape":\[1,3,2,4,4\],"dtype":"torch\.uint8","min":"0\.000","max":"0\.000"\},'
+        rb'"duration":"\d+\.\d\d","decoded_duration":"0\.00","type":"dance_grpo"\}'
+    )
+    assert re.fullmatch(pattern, document), document
+    assert raw.form("pull", uuid=id, type="dance_grpo") == (200, document), "it is pulled as often as wanted"
+    unknown = "00000000-0000-4000-8000-000000000000"
+    message = b'{"message":"Not found scores for ' + unknown.encode() + b'"}'
+    assert raw.form("pull", uuid=unknown, type="ocr") == (400, message)
+    assert raw.form("ping", info_data="{}") == (200, b'{"message":"Ping request received"}')
+    fields = json.dumps({"chunk_duration": 81, "load_mean_std": False, "fps": 16, "height": 432, "width": 768})
+    assert raw.form("latent_attr", fields=fields) == (200, b'{"message":"Latent attributes set successfully"}')
+
+
+@pytest.mark.parametrize(("prompt", "reason"), [("hang", "took longer than 2 s"), ("raise", "no such video")])
+def test_failure_is_a_result_so_that_the_client_does_not_wait(port: int, prompt: str, reason: str) -> None:
+    client = client_of(port)
+    videos = np.zeros((1, 3, 1, 2, 2), np.uint8)
+    where = client.enqueue(videos, {"prompts": [prompt], "reward_fn": {"dance_grpo": 1.0, "ocr": 1.0}})
+    found = client.fetch(*where, "dance_grpo")
+    assert found["scores"] is None
+    assert reason in found["error"]
+    assert client.fetch(*where, "ocr")["scores"] == {"ocr": [1.0]}
+
+
+def test_scorer_whose_media_the_request_lacks_fails_and_the_others_do_not(port: int) -> None:
+    client = client_of(port)
+    videos = np.zeros((2, 3, 1, 2, 2), np.uint8)
+    where = client.enqueue(videos, {"prompts": ["a", "b"], "reward_fn": {"latent_mean": 1.0, "ocr": 1.0}})
+    found = client.fetch(*where, "latent_mean")
+    assert found["scores"] is None
+    assert "reads latents" in found["error"]
+    assert client.fetch(*where, "ocr")["scores"] == {"ocr": [1.0, 1.0]}
+
+
+VIDEO = np.zeros((1, 3, 1, 2, 2), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "content_type", "reason"),
+    [
+        ("enqueue", b"garbage", "application/octet-stream", b"no line feed"),
+        ("enqueue", lines(VIDEO, prompts=["a"], reward_fn={"hpsv9": 1}), "", b"no scorer 'hpsv9' here"),
+        ("enqueue", lines(VIDEO, prompts=["a", "b"], reward_fn={"ocr": 1}), "", b"the 2 prompts"),
+        ("enqueue", b'{"prompts": ["a"], "reward_fn": {"ocr": 1}}\n\x80\x02}q\x00.', "", b"no .npy file"),
+        ("pull", b'{"uuid": "a"}', "application/json", b"send a form"),
+        ("pull", b"type=ocr", "application/x-www-form-urlencoded", b"Field required"),
+        ("push", b"uuid=a&scores=1", "application/x-www-form-urlencoded", b"Field required"),
+        ("latent_attr", b"fields=7", "application/x-www-form-urlencoded", b"no attributes of latents"),
+        ("ping", b"", "application/x-www-form-urlencoded", b"Field required"),
+    ],
+)
+def test_what_is_not_valid_is_refused_with_the_reason(
+    port: int, path: str, body: bytes, content_type: str, reason: bytes
+) -> None:
+    status, answer = Raw(port).post(path, body, content_type)
+    assert status == 422
+    assert reason in answer
+
+
+def test_every_route_needs_the_token(port: int) -> None:
+    for name in ("enqueue", "pull", "push", "ping", "latent_attr"):
+        assert Raw(port, "wrong").form(name, uuid="a", scores="{}", type="mine", info_data="", fields="{}")[0] == 401
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.request("GET", "/api/reward/pull", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert connection.getresponse().status == 405
+    connection.close()
+
+
+def test_reward_worker_pushes_the_scores_that_a_request_waits_for(port: int) -> None:
+    raw, client = Raw(port), client_of(port)
+    types = {"mine": 1.0, "ocr": 1.0}
+    id, replica = client.enqueue(VIDEO, {"prompts": ["a b"], "reward_fn": types, "media_type": "video"})
+    assert client.fetch(id, replica, "ocr")["scores"] == {"ocr": [2.0]}
+    assert raw.form("pull", uuid=id, type="mine")[0] == 400
+    scores = json.dumps({"scores": {"prediction": ["Good"], "no_score": [0.5]}, "duration": "0.10"})
+    for refused, status in (
+        ({"uuid": "unknown"}, 404),
+        ({"type": "ocr"}, 404),
+        ({"scores": '{"scores": {"a": []}}'}, 422),
+    ):
+        assert raw.form("push", **{"uuid": id, "type": "mine", "scores": scores, **refused})[0] == status
+    stored = (200, b'{"message":"Scores received and stored successfully"}')
+    assert raw.form("push", uuid=id, type="mine", scores=scores) == stored
+    found = client.fetch(id, replica, "mine")
+    assert (found["scores"], found["type"]) == ({"prediction": ["Good"], "no_score": [0.5]}, "mine")
+    assert raw.form("push", uuid=id, type="mine", scores='{"scores": {"no_score": [9]}}') == stored
+    assert client.fetch(id, replica, "mine") == found, "the first push counts"
+
+
+LIMITS = """
+max_memory_mb = 2
+max_media_mb = 1
+max_body_mb = 1
+max_samples = 2
+"""
+
+
+def test_limits(tmp_path: Path) -> None:
+    with service(tmp_path, RECIPE.replace('pushed_types = ["mine"]', LIMITS)) as port:
+        raw = Raw(port)
+        large = np.zeros((1, 3, 1, 1024, 512), np.uint8)
+        status, answer = raw.post("enqueue", lines(large, prompts=["a"], reward_fn={"ocr": 1}))
+        assert (status, b"more than 1 MiB" in answer) == (413, True)
+        assert raw.form("ping", info_data="x" * (65 << 10))[0] == 413
+        hanging = lines(VIDEO.repeat(2, 0), prompts=["hang", "a"], reward_fn={"dance_grpo": 1})
+        assert raw.post("enqueue", hanging)[0] == 200
+        status, answer = raw.post("enqueue", lines(VIDEO, prompts=["a"], reward_fn={"ocr": 1}))
+        assert (status, b"reward.http.max_samples is 2" in answer) == (429, True)
+        pushed = lines(VIDEO, prompts=["a"], reward_fn={"mine": 1})
+        assert raw.post("enqueue", pushed)[0] == 422, "nothing is pushed here"
+
+
+def test_replica_without_a_name_does_not_give_one(tmp_path: Path) -> None:
+    environment = {name: "" for name in ("LEPTON_REPLICA_ID",) if name in os.environ}
+    with service(tmp_path, **environment) as port:
+        client = client_of(port)
+        id, replica = client.enqueue(VIDEO, {"prompts": ["a b c"], "reward_fn": {"ocr": 1}})
+        assert replica is None
+        assert client.fetch(id, "replica-of-others", "ocr")["scores"] == {"ocr": [3.0]}
+        described = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        described.request("GET", "/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"})
+        paths = json.loads(described.getresponse().read())["paths"]
+        described.close()
+        assert {"/api/reward/enqueue", "/api/reward/pull", "/api/reward/push"} <= paths.keys()
