@@ -6,7 +6,7 @@ import secrets
 from typing import Annotated, Any, Final, Self
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.requests import RewardRequest
@@ -26,6 +26,11 @@ Wait = Annotated[float, Field(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)]
 """How long the answer may take, in seconds; beyond it, the answer says that the request is pending."""
 
 
+def _whole(value: object) -> object:
+    """Return 3 for 3.0: JSON has one kind of numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class SampleBody(BaseModel):
     """A completion to score."""
 
@@ -37,7 +42,7 @@ class SampleBody(BaseModel):
     """The right answer, for scorers that compare."""
     metadata: dict[str, Any] = {}
     """What scorers want to know of the prompt, as the tests of a program; its `task` chooses the scorers."""
-    num_tokens: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    num_tokens: Annotated[int, Field(ge=0, le=1 << 40), BeforeValidator(_whole)] = 0
     truncated: bool = False
     """Whether the length limit ended it."""
     environment_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
