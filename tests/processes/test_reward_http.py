@@ -245,7 +245,10 @@ def test_description_of_the_api_names_every_path(client: Client) -> None:
     assert tuple(described["paths"]) == paths + cosmos
     refusals = described["paths"]["/v1/rewards"]["post"]["responses"]
     assert {"200", "202", "401", "408", "413", "422", "429"} <= refusals.keys()
-    scorers = [{"label": "right", "weight": 1.0}, {"label": "longest", "weight": 0.5}]
+    scorers = [
+        {"label": "right", "weight": 1.0, "media": "text"},
+        {"label": "longest", "weight": 0.5, "media": "text"},
+    ]
     assert client.send("GET", "/v1/scorers").body == scorers
     assert client.send("PUT", "/v1/rewards", {}).status == 405
     assert client.send("GET", "/docs").status == 404, "its page loads scripts from elsewhere"

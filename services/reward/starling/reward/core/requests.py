@@ -8,13 +8,15 @@ their rewards. `add`, `record`, `expire` and `cancel` return the commands that f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from starling.common.counts import counted
 from starling.common.wire.messages import Status
 from starling.reward.core.groups import CancelTask, SubmitTask
-from starling.reward.core.media import MediaTensor
+from starling.reward.core.media import Input, MediaTensor, lacks
 from starling.reward.core.rewards import CombinedScores, RewardBounds, WeightedScorer, combine, components
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 
@@ -31,6 +33,11 @@ class RewardRequest:
     """Indices of the scorers that score them; None for all."""
     media: tuple[MediaTensor, ...] = ()
     """Media of the samples."""
+
+    @property
+    def media_bytes(self) -> int:
+        """What its media take."""
+        return sum({id(tensor.buffer): tensor.buffer.size_bytes for tensor in self.media}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,49 @@ class Answer:
 
 
 Command = SubmitTask | CancelTask | Answer
+
+
+def scorers_of(request: RewardRequest, scorers: Sequence[WeightedScorer]) -> tuple[tuple[int, ...], ...]:
+    """Return, of each prompt of a request, the indices of the scorers that score it."""
+    return tuple(
+        tuple(
+            index
+            for index, scorer in enumerate(scorers)
+            if (request.only is None or index in request.only) and scorer.scores(prompt.metadata)
+        )
+        for prompt in request.prompts
+    )
+
+
+class LackingMedia(NamedTuple):
+    """A sample without the media that one of its scorers reads."""
+
+    sample: int
+    scorer: int
+    wanted: Input
+
+
+def lacking_media(
+    request: RewardRequest, scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]
+) -> LackingMedia | None:
+    """Return the first sample that could have no reward, as it lacks media; None if there is none.
+
+    Args:
+        request: with its samples.
+        scorers: all of them. Those of weight 0 may fail.
+        inputs: what each of them reads; None if that is not known yet.
+    """
+    needs = [scorer.weight and wanted not in (None, "text") for scorer, wanted in zip(scorers, inputs, strict=True)]
+    if not any(needs):
+        return None
+    wanted_by_prompt = scorers_of(request, scorers)
+    for sample in request.samples:
+        kind = None if sample.media is None else request.media[sample.media.tensor].form.kind
+        for scorer in wanted_by_prompt[sample.prompt]:
+            wanted = inputs[scorer]
+            if needs[scorer] and wanted is not None and lacks(wanted, kind):
+                return LackingMedia(sample.index, scorer, wanted)
+    return None
 
 
 @dataclass(slots=True)
@@ -91,14 +141,7 @@ class RewardRequests:
 
     def add(self, request: RewardRequest, now: float) -> list[Command]:
         """Add a request with a new id, at `now`."""
-        wanted = tuple(
-            tuple(
-                index
-                for index, scorer in enumerate(self.scorers)
-                if (request.only is None or index in request.only) and scorer.scores(prompt.metadata)
-            )
-            for prompt in request.prompts
-        )
+        wanted = scorers_of(request, self.scorers)
         scores: list[list[Score | None]] = [[None] * len(request.samples) for _ in self.scorers]
         entry = _RequestInProgress(request, now + self.timeout_s, wanted, scores, set(), {})
         commands: list[Command] = []

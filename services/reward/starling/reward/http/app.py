@@ -16,7 +16,7 @@ from starling.reward.http.body import Application, LimitedBodies
 from starling.reward.http.cosmos.routes import CosmosService, body_limits, cosmos_routes
 from starling.reward.http.errors import HttpError
 from starling.reward.http.metrics import render
-from starling.reward.http.schema import RewardsBody, Wait, memory_of, read_rewards, render_result, reward_request
+from starling.reward.http.schema import AskedRewards, RewardsReader, Wait, render_result, rewards_schema
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.store import RequestBody
@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 OPEN_PATHS: Final = ("/healthz", "/readyz")
 """Answered without the token: orchestrators ask them."""
 MAX_LOGGED: Final = 1000
+LARGE_BYTES: Final = 1 << 20
+"""A larger body is read in a thread of its own."""
 JSON: Final = "application/json"
 RequestId = Annotated[str, Path(max_length=100)]
 _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
@@ -43,7 +45,12 @@ _REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 def make_application(
-    settings: HttpSettings, token: str, table: RequestTable, status: Callable[[], ServiceStatus], cosmos: CosmosService
+    settings: HttpSettings,
+    token: str,
+    table: RequestTable,
+    reader: RewardsReader,
+    status: Callable[[], ServiceStatus],
+    cosmos: CosmosService,
 ) -> Application:
     """Return the ASGI application.
 
@@ -51,11 +58,12 @@ def make_application(
         settings: limits.
         token: what clients must send; empty if they need none.
         table: the requests.
+        reader: of the bodies of `/v1/rewards`.
         status: returns the last report of the scoring thread.
         cosmos: answers the clients of Cosmos-RL.
     """
     app = FastAPI(title="Starling reward service", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, table, status)
+    _add_routes(app, table, reader, status)
     app.include_router(cosmos_routes(cosmos))
     app.add_exception_handler(HttpError, _refusal)
     app.add_exception_handler(Exception, _failure)
@@ -79,22 +87,19 @@ class TokenCheck:
             raise HttpError(401, "no token, or a wrong one; send `Authorization: Bearer TOKEN`")
 
 
-def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceStatus]) -> None:
-    schema = RewardsBody.model_json_schema()
-    schema["properties"]["samples"]["items"] = schema.pop("$defs")["SampleBody"]
-    described = {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status: Callable[[], ServiceStatus]) -> None:
+    described = {"requestBody": {"required": True, "content": {JSON: {"schema": rewards_schema()}}}}
 
     @app.post("/v1/rewards", responses={202: {"description": "being scored"}, **_REFUSALS}, openapi_extra=described)
     async def ask(request: Request) -> Response:
         """Score samples; the answer has the rewards if they come within `wait_s`, else the id of the request."""
         data = await request.body()
-        num_bytes = memory_of(data)
-        table.check_room(num_bytes)
-        body = read_rewards(data)
-        asked, wait_s = reward_request(body), body.wait_s
-        await table.add(asked, num_bytes, RequestBody("v1", data))
-        del data, body  # not kept while the client waits
-        return await _answer(request, table, asked.id, wait_s)
+        # In a thread if it is large: the others are not to wait for it.
+        asked = await (asyncio.to_thread(reader.read, data) if len(data) > LARGE_BYTES else _read(reader, data))
+        await table.add(asked.request, asked.num_bytes, RequestBody("v1", data))
+        id, wait_s = asked.request.id, asked.wait_s
+        del data, asked  # not kept while the client waits
+        return await _answer(request, table, id, wait_s)
 
     @app.get("/v1/rewards/{id}", responses={202: {"description": "being scored"}, 404: {"description": "no such id"}})
     async def fetch(request: Request, id: RequestId, wait_s: Annotated[Wait, Query()] = 0.0) -> Response:
@@ -109,7 +114,7 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
 
     @app.get("/v1/scorers")
     async def scorers() -> list[dict[str, Any]]:
-        """Return the scorers, with their weights."""
+        """Return the scorers, with their weights and what they read: `text`, `pixels` or `latents`."""
         return list(status().scorers)
 
     @app.get("/healthz")
@@ -132,6 +137,10 @@ def _add_routes(app: FastAPI, table: RequestTable, status: Callable[[], ServiceS
     async def metrics() -> Response:
         """Return metrics in the text format of Prometheus."""
         return PlainTextResponse(render(status(), table), media_type="text/plain; version=0.0.4")
+
+
+async def _read(reader: RewardsReader, data: bytes) -> AskedRewards:
+    return reader.read(data)
 
 
 async def _answer(request: Request, table: RequestTable, id: str, wait_s: float) -> Response:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Final, Self
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.requests import RewardRequest
+from starling.reward.core.media import Input
+from starling.reward.core.requests import RewardRequest, lacking_media
+from starling.reward.core.rewards import WeightedScorer
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
+from starling.reward.http.media import MediaBody, SharedMedia, share_media
 from starling.reward.http.stores.store import MAX_SAMPLES, FinishedRequest
+from starling.reward.score.workers.shared import MediaMemory
 
 MAX_WAIT_S: Final = 60.0
 MAX_GROUP_CHARACTERS: Final = 200
 MAX_DEPTH: Final = 64
 """Of lists and objects in each other, in the metadata of a sample."""
 OBJECT_BYTES: Final = 64
+MAX_TEXT_MIB: Final = 100
+"""Of a body without its media. Numbers may take twice the room on their way to a worker, which has a limit."""
 MAX_DETAILS: Final = 20
 """Problems of a body that are reported."""
 
@@ -36,7 +43,8 @@ class SampleBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    completion: str
+    completion: str = ""
+    """Its text; only a sample with media may have none."""
     prompt: str = ""
     reference: str = ""
     """The right answer, for scorers that compare."""
@@ -46,8 +54,16 @@ class SampleBody(BaseModel):
     truncated: bool = False
     """Whether the length limit ended it."""
     environment_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    media: MediaBody | None = None
+    """The image, video or latents that were generated."""
     group: Annotated[str, Field(max_length=MAX_GROUP_CHARACTERS)] = ""
     """Completions of one prompt have one name here, or none and the same prompt, reference and metadata."""
+
+    @model_validator(mode="after")
+    def _has_contents(self) -> Self:
+        if self.media is None and "completion" not in self.model_fields_set:
+            raise ValueError("completion is missing; send one, or media")
+        return self
 
 
 class RewardsBody(BaseModel):
@@ -102,21 +118,77 @@ def read_rewards(data: bytes) -> RewardsBody:
         raise HttpError(422, f"the body is not JSON: {error}") from None
 
 
-def reward_request(body: RewardsBody, id: str | None = None) -> RewardRequest:
-    """Return the request of a body, under `id` or a new one.
+def rewards_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a body, in one piece."""
+    schema = RewardsBody.model_json_schema()
+    parts = schema.pop("$defs")
+    sample = schema["properties"]["samples"]["items"] = parts["SampleBody"]
+    media = sample["properties"]["media"]
+    media["anyOf"] = [parts["MediaBody"] if "$ref" in one else one for one in media["anyOf"]]
+    return schema
 
-    Raises:
-        HttpError: its contents cannot be sent to workers.
+
+class AskedRewards(NamedTuple):
+    """A body that can be scored."""
+
+    request: RewardRequest
+    num_bytes: int
+    """About what it takes in memory, its media included."""
+    wait_s: float
+
+
+class RewardsReader:
+    """Reads requests for rewards.
+
+    Args:
+        scorers: of the service.
+        inputs: returns what each of them reads; None if that is not known yet.
+        memory: gets the media.
+        check_room: raises HttpError if there is no room for so many bytes.
     """
-    try:
-        return _request(body, id or secrets.token_hex(16))
-    except (ValueError, OverflowError, TypeError, RecursionError) as error:
-        raise HttpError(422, f"a prompt, its metadata or a completion cannot be encoded: {error}") from None
+
+    def __init__(
+        self,
+        scorers: Sequence[WeightedScorer],
+        inputs: Callable[[], Sequence[Input | None]],
+        memory: MediaMemory,
+        check_room: Callable[[int], None],
+    ) -> None:
+        self._scorers, self._inputs, self._memory, self._check_room = scorers, inputs, memory, check_room
+
+    def read(self, data: bytes, id: str | None = None) -> AskedRewards:
+        """Read a body as a request under `id`, or a new one. Raises HttpError for one that cannot be scored."""
+        size_bytes = memory_of(data)
+        self._check_room(size_bytes)
+        body = read_rewards(data)
+        media_bodies = [sample.media for sample in body.samples]
+        encoded_bytes = sum(len(one.npy) for one in media_bodies if one is not None)
+        if len(data) - encoded_bytes > MAX_TEXT_MIB << 20:
+            raise HttpError(
+                413, f"the body has more than {MAX_TEXT_MIB} MiB besides media; send fewer samples at a time"
+            )
+        media = share_media(media_bodies, self._memory, self._check_room)
+        try:
+            request = _request(body, id or secrets.token_hex(16), media)
+        except (ValueError, OverflowError, TypeError, RecursionError) as error:
+            raise HttpError(422, f"a prompt, its metadata or a completion cannot be encoded: {error}") from None
+        check_media(request, self._scorers, self._inputs())
+        return AskedRewards(request, size_bytes - encoded_bytes + request.media_bytes, body.wait_s)
+
+    def read_again(self, data: bytes, id: str) -> RewardRequest:
+        """Read a stored body. Raises HttpError for one that cannot be scored."""
+        return self.read(data, id).request
 
 
-def read_again(data: bytes, id: str) -> RewardRequest:
-    """Read a stored body. Raises HttpError for one that is not a request for rewards."""
-    return reward_request(read_rewards(data), id)
+def check_media(request: RewardRequest, scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]) -> None:
+    """Raise HttpError when a sample lacks the media that a scorer reads, without which it could have no reward."""
+    lacking = lacking_media(request, scorers, inputs) if inputs else None
+    if lacking is not None:
+        raise HttpError(
+            422,
+            f"sample {lacking.sample} has no {lacking.wanted}, which scorer {scorers[lacking.scorer].label!r} reads; "
+            "send them as its media, or a `task` in its metadata that this scorer is not for",
+        )
 
 
 def render_result(finished: FinishedRequest) -> bytes:
@@ -134,7 +206,7 @@ def render_result(finished: FinishedRequest) -> bytes:
     )
 
 
-def _request(body: RewardsBody, id: str) -> RewardRequest:
+def _request(body: RewardsBody, id: str, media: SharedMedia) -> RewardRequest:
     prompts: dict[tuple[str, bytes], int] = {}
     texts: list[PromptText] = []
     samples = []
@@ -153,8 +225,8 @@ def _request(body: RewardsBody, id: str) -> RewardRequest:
             reward=sample.environment_reward,
         )
         msgspec.msgpack.encode(completion)
-        samples.append(Sample(index, number, completion))
-    return RewardRequest(id, tuple(texts), tuple(samples))
+        samples.append(Sample(index, number, completion, media.rows[index]))
+    return RewardRequest(id, tuple(texts), tuple(samples), media=media.tensors)
 
 
 def is_deeper(value: Any, depth: int) -> bool:

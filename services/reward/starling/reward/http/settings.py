@@ -14,8 +14,7 @@ from starling.common.settings import Seconds, SettingsSection
 TOKEN_VARIABLES: Final = ("REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN")
 """Environment variables with the token, where the settings have none; the first that is set counts."""
 
-MAX_BODY_MIB: Final = 100
-"""Numbers may take twice the room on their way to a worker, which has a limit."""
+MAX_BODY_MIB: Final = 2048
 
 
 class HttpSettings(SettingsSection):

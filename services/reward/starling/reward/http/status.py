@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from starling.reward.core.media import Input
+
 ALIVE_S: Final = 10.0
 """A thread that has not reported for so long is stuck; it reports at least twice a second."""
 
@@ -18,6 +20,8 @@ class ServiceStatus:
     said_at: float = 0.0
     """Monotonic seconds."""
     scorers: tuple[dict[str, Any], ...] = ()
+    inputs: tuple[Input | None, ...] = ()
+    """What each scorer reads; None before a worker has loaded it."""
     is_ready: bool = False
     """Whether each scorer that is not quarantined is loaded in a worker."""
     quarantined: Mapping[str, str] = field(default_factory=dict)

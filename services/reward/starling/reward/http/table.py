@@ -32,6 +32,7 @@ from starling.reward.http.stores.store import (
     decode_result,
     encode_result,
 )
+from starling.reward.score.workers.shared import MediaMemory
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +73,7 @@ class RequestTable:
         submit: passes a request to the scorers.
         cancel: stops scoring the request of an id.
         readers: of stored bodies, by their forms.
+        media: has the media of requests.
         clock: monotonic seconds.
     """
 
@@ -82,10 +84,12 @@ class RequestTable:
         submit: Callable[[RewardRequest], None],
         cancel: Callable[[str], None],
         readers: Mapping[str, Reader],
+        media: MediaMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._store, self._clock = settings, store, clock
         self._submit, self._cancel, self._readers = submit, cancel, readers
+        self._media = media or MediaMemory()
         self._max_bytes = settings.max_memory_mb << 20
         self._entries: dict[str, _Entry] = {}
         self._keeping: set[asyncio.Task[None]] = set()
@@ -103,7 +107,7 @@ class RequestTable:
     @property
     def held_bytes(self) -> int:
         """What requests and results take."""
-        return self.size_bytes + self._store.size_bytes
+        return self.size_bytes + self._store.size_bytes + self._media.size_bytes
 
     @property
     def problem(self) -> str:
@@ -138,7 +142,7 @@ class RequestTable:
 
         Args:
             request: what is to be scored.
-            num_bytes: about what it takes in memory.
+            num_bytes: about what it takes in memory, its media included.
             body: as it arrived; its form has a reader, which makes an equal request of it.
             info: what the routes want to know of it with its result; values of MessagePack.
 
@@ -146,7 +150,7 @@ class RequestTable:
             HttpError: it would exceed a limit, or the store cannot be reached. It is not scored.
         """
         self._check_open()
-        self.check_room(num_bytes + ENTRY_BYTES)
+        self.check_room(num_bytes - request.media_bytes + ENTRY_BYTES)
         num = len(request.samples)
         if self.num_samples and self.num_samples + num > self._settings.max_samples:
             raise HttpError(
@@ -158,7 +162,7 @@ class RequestTable:
         stored = StoredRequest(
             id=request.id, body=body or RequestBody(), num_samples=num, num_bytes=num_bytes, info=info or {}
         )
-        self._hold(stored)
+        self._hold(stored, request.media_bytes)
         try:
             await self._store.put(stored)
         except BaseException:
@@ -265,12 +269,14 @@ class RequestTable:
             problem = f"{stored.num_deaths} processes of the service ended while this request was scored."
         else:
             try:
-                self._submit(self._readers[stored.body.form](stored.body.data, stored.id))
+                request = self._readers[stored.body.form](stored.body.data, stored.id)
             except KeyError:
                 problem = "the stored request cannot be read: it is damaged, or of another version of the service."
             except (HttpError, ValueError) as error:
                 problem = f"the request cannot be read again after a restart: {error}"
             else:
+                self._resize(self._entries[stored.id], stored.num_bytes - request.media_bytes + ENTRY_BYTES)
+                self._submit(request)
                 return
         log.warning("stored_request_failed", id=stored.id, reason=problem)
         self.finish(_failed(stored, problem))
@@ -297,9 +303,9 @@ class RequestTable:
         if not self._is_open:
             raise HttpError(503, "the service is starting; try again", retry_after_s=RETRY_AFTER_S)
 
-    def _hold(self, stored: StoredRequest) -> None:
-        """Count a request that is scored from now on."""
-        size_bytes = stored.num_bytes + ENTRY_BYTES
+    def _hold(self, stored: StoredRequest, media_bytes: int = 0) -> None:
+        """Count a request that is scored from now on, without its media, which their memory counts."""
+        size_bytes = stored.num_bytes - media_bytes + ENTRY_BYTES
         without_body = msgspec.structs.replace(stored, body=RequestBody(stored.body.form))
         self._entries[stored.id] = _Entry(without_body, size_bytes, self._clock())
         self.num_samples += stored.num_samples

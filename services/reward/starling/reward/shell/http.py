@@ -7,9 +7,10 @@ import os
 import queue
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -18,11 +19,13 @@ from starling.common.settings import environment_variable
 from starling.common.wakeup import Wakeup
 from starling.reward.core import requests as core
 from starling.reward.core.groups import CancelTask, SubmitTask
+from starling.reward.core.media import Input
+from starling.reward.core.rewards import WeightedScorer
 from starling.reward.core.samples import Score
 from starling.reward.http.app import make_application
 from starling.reward.http.cosmos.pushed import PushedScores
 from starling.reward.http.cosmos.routes import BODY_FORM, REPLICA_VARIABLE, CosmosService, scorers_by_type
-from starling.reward.http.schema import read_again
+from starling.reward.http.schema import RewardsReader
 from starling.reward.http.settings import TOKEN_VARIABLES
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.memory import MemoryStore
@@ -59,31 +62,36 @@ class HttpFrontEnd:
         http = settings.http
         token = (http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")).strip()
         http.check_token(token)
-        self._scorers = tuple({"label": scorer.title, "weight": scorer.weight} for scorer in settings.scorers)
-        self._requests = core.RewardRequests(settings.weighted_scorers(), settings.bounds, http.timeout_s)
+        self._scorers = settings.weighted_scorers()
+        self._requests = core.RewardRequests(self._scorers, settings.bounds, http.timeout_s)
         self._arrived: queue.SimpleQueue[core.RewardRequest | CancelRequest] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._status = ServiceStatus()
         self._answered: Counter[str] = Counter()
+        raise_descriptor_limit()
+        media = MediaMemory()
+        reader = RewardsReader(
+            self._scorers, lambda: self._status.inputs, media, lambda num_bytes: self._table.check_room(num_bytes)
+        )
         self._table = RequestTable(
             http,
             MemoryStore(http.result_ttl_s),
             self._arrive,
             lambda id: self._arrive(CancelRequest(id)),
-            readers={"v1": read_again, BODY_FORM: lambda data, id: self._cosmos.read(data, id).request},
+            readers={"v1": reader.read_again, BODY_FORM: lambda data, id: self._cosmos.read(data, id).request},
+            media=media,
         )
-        raise_descriptor_limit()
         titles = tuple(scorer.title for scorer in settings.scorers)
         self._cosmos = CosmosService(
             table=self._table,
             labels=titles,
             scorers=scorers_by_type([(scorer.title, scorer.name) for scorer in settings.scorers]),
-            memory=MediaMemory(),
+            memory=media,
             pushed=PushedScores(http.pushed_types, http.timeout_s, http.result_ttl_s),
             replica_id=environment_variable(REPLICA_VARIABLE) or "",
         )
         self._server = HttpServer(
-            make_application(http, token, self._table, lambda: self._status, self._cosmos),
+            make_application(http, token, self._table, reader, lambda: self._status, self._cosmos),
             HttpAddress(http.host, replica_port(http.port, replica), "reward.http"),
             headers_s=http.read_timeout_s,
             unread_s=http.write_timeout_s,
@@ -128,13 +136,16 @@ class HttpFrontEnd:
 
     def report(self, pool: ScoringPool) -> None:
         """Say that the scoring thread is alive, and what it does."""
+        forms = [pool.form_of(scorer) for scorer in range(len(self._scorers))]
+        inputs = tuple(form and form.media for form in forms)
         self._status = ServiceStatus(
-            time.monotonic(),
-            self._scorers,
-            pool.is_ready,
-            pool.quarantined(),
-            pool.gauges(),
-            dict(self._answered),
+            said_at=time.monotonic(),
+            scorers=_described(self._scorers, inputs),
+            inputs=inputs,
+            is_ready=pool.is_ready,
+            quarantined=pool.quarantined(),
+            gauges=pool.gauges(),
+            answered=dict(self._answered),
         )
 
     def close(self, reason: str) -> None:
@@ -159,3 +170,11 @@ class HttpFrontEnd:
     def _arrive(self, one: core.RewardRequest | CancelRequest) -> None:
         self._arrived.put(one)
         self._wakeup.set()
+
+
+def _described(scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]) -> tuple[dict[str, Any], ...]:
+    """Return what clients are told of the scorers."""
+    return tuple(
+        {"label": scorer.label, "weight": scorer.weight, "media": media}
+        for scorer, media in zip(scorers, inputs, strict=True)
+    )
