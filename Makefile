@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
-MEMBERS := libs/common libs/weightsync libs/algo services/controller services/policy services/rollout services/reward libs/cli libs/sim
+MEMBERS := libs/common libs/weightsync libs/algo libs/rewardclient services/controller services/policy services/rollout services/reward libs/cli libs/sim
 MANIFESTS := pyproject.toml constraints.txt constraints.locked.txt overrides.txt $(addsuffix /pyproject.toml,$(MEMBERS))
 
 # uv does not read pip's settings. Where somebody keeps wheels (a CPU build of torch, say), uv is told; elsewhere it is

@@ -19,7 +19,7 @@ FILES = sorted(shards.tracked_files())
 PAGES = [name for name in FILES if name.endswith(".md")]
 SETTINGS = {one.key for one in iter_settings(Recipe)}
 SECTIONS = {".".join(key.split(".")[:end]) for key in SETTINGS for end in range(1, key.count(".") + 1)}
-MEMBERS = ("common", "weightsync", "algo", "cli", "sim", "controller", "policy", "rollout", "reward")
+MEMBERS = ("common", "weightsync", "algo", "rewardclient", "cli", "sim", "controller", "policy", "rollout", "reward")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKED = ROOT / "constraints.locked.txt"
-MEMBERS = ("starling-cli", "starling-sim")
+MEMBERS = ("starling-cli", "starling-rewardclient", "starling-sim")
 """Together they need all others."""
 LINE = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.+]*)((?: --hash=sha256:[0-9a-f]{64})+)")
 

@@ -1,0 +1,1 @@
+"""Client of reward services: rewards of texts, pixels and latents, for any trainer."""

@@ -1,0 +1,1 @@
+"""Protocols of reward services: requests and replies as bytes, without a connection."""
