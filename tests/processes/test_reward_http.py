@@ -44,7 +44,7 @@ class Longest:
 """
 RECIPE = """
 [reward]
-num_workers = 2
+num_workers = {num_workers}
 
 [[reward.scorers]]
 name = "{folder}/mine.py:reward"
@@ -97,18 +97,20 @@ class Client:
         return self.send("POST", "/v1/rewards", {"samples": samples, "wait_s": wait_s})
 
 
-def recipe(folder: Path, more: str = "", scorer_s: float = 1.0) -> Path:
+def recipe(folder: Path, more: str = "", scorer_s: float = 1.0, num_workers: int = 2) -> Path:
     (folder / "mine.py").write_text(SCORER)
-    (folder / "rewards.toml").write_text(RECIPE.format(folder=folder, scorer_s=scorer_s) + more)
+    text = RECIPE.format(folder=folder, scorer_s=scorer_s, num_workers=num_workers) + more
+    (folder / "rewards.toml").write_text(text)
     return folder / "rewards.toml"
 
 
 @contextmanager
 def service(
-    folder: Path, more: str = "", *, scorer_s: float = 1.0, **variables: str
+    folder: Path, more: str = "", *, scorer_s: float = 1.0, num_workers: int = 2, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Run a service without a controller; yield its process and its port."""
-    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(recipe(folder, more, scorer_s))]
+    config = recipe(folder, more, scorer_s, num_workers)
+    command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(config)]
     log = (folder / "log").open("w+")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen([*command, "--dir", str(folder)], stderr=log, env=environment, text=True) as process:

@@ -21,8 +21,8 @@ MediaKind = Literal["pixels", "latents"]
 
 BFLOAT16: Final = "bfloat16"
 LATENT_DTYPES: Final = ("float16", "float32", BFLOAT16)
-NPY_DTYPES: Final = ("uint8", "float16", "float32")
-"""bfloat16 travels as uint8: numpy has no name for it that others would read."""
+NPY_DTYPES: Final = ("|u1", "<f2", "<f4", "|V2")
+"""What is written, by the descriptions in the header of a file; two opaque bytes are bfloat16."""
 MAX_FPS: Final = 1000.0
 
 
@@ -90,10 +90,10 @@ def npy_bytes(array: Array) -> bytes:
     """Return an array as the bytes of a `.npy` file, version 1.0, in C order.
 
     Raises:
-        ConfigError: its dtype is not one of `NPY_DTYPES` in little-endian order.
+        ConfigError: its dtype is not one of `NPY_DTYPES`.
     """
-    if array.dtype not in [np.dtype(name).newbyteorder("<") for name in NPY_DTYPES]:
-        raise ConfigError(f"an array has the dtype {array.dtype.str}; give {', '.join(NPY_DTYPES)}, little-endian")
+    if array.dtype.str not in NPY_DTYPES:
+        raise ConfigError(f"an array has the dtype {array.dtype.str}; give {', '.join(NPY_DTYPES)}")
     whole = np.ascontiguousarray(array)
     header = io.BytesIO()
     fields = np.lib.format.header_data_from_array_1_0(whole)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import msgspec
 
 from starling.rewardclient.combine import FunctionScores, RewardRule, combine
 from starling.rewardclient.errors import AnswerInvalidError
-from starling.rewardclient.media import Media, npy_bytes
+from starling.rewardclient.media import BFLOAT16, Media, npy_bytes
 from starling.rewardclient.protocols.protocol import (
     MAX_PROBLEM_CHARACTERS,
     Accepted,
@@ -118,7 +118,8 @@ def _sample(sample: RewardSample) -> dict[str, Any]:
 
 
 def _media(media: Media) -> dict[str, Any]:
-    return {"kind": media.kind, "npy": base64.b64encode(npy_bytes(media.data)).decode("ascii"), "fps": media.fps}
+    array = media.data.view("V2") if media.dtype == BFLOAT16 else media.data
+    return {"kind": media.kind, "npy": base64.b64encode(npy_bytes(array)).decode("ascii"), "fps": media.fps}
 
 
 def _url_of(endpoint: Endpoint, ticket: Ticket, query: str = "") -> str:
