@@ -68,6 +68,7 @@ def test_each_key_has_its_place_in_a_recipe() -> None:
     (scorer,) = found["scorers"]
     assert scorer == {
         "name": "dance_grpo",
+        "num_workers": 1,
         "key": "overall_reward",
         "options": {"model_path": "/models/judge", "download_path": "/models", "dtype": "float16"},
         "needs": {"paths": ["/models/judge", "/models"], "devices": ["gpu"]},
@@ -96,12 +97,34 @@ def test_recipe_stays_as_it_is(tree: dict[str, Any]) -> None:
     assert translate(tree, "") == tree
 
 
+@pytest.mark.parametrize(
+    ("values", "device", "seen", "devices"),
+    [
+        ({}, None, None, ["gpu"]),
+        ({"device": "cuda"}, None, "cuda", ["gpu"]),
+        ({"device": "cuda:3"}, "cuda:3", "cuda", None),
+        ({"device": "cpu"}, "cpu", "cpu", None),
+    ],
+)
+def test_device_is_granted_to_the_worker(
+    values: dict[str, str], device: str | None, seen: str | None, devices: list[str] | None
+) -> None:
+    (scorer,) = translate(reward(**values), "")["reward"]["scorers"]
+    found = scorer.get("device"), scorer["options"].get("device"), scorer["needs"].get("devices")
+    assert found == (device, seen, devices)
+
+
+def test_environment_of_a_reward_type_is_that_of_its_worker() -> None:
+    (scorer,) = translate(reward(venv_python="/root/hpsv3/bin/python"), "")["reward"]["scorers"]
+    assert scorer["python"] == "/root/hpsv3/bin/python"
+
+
 def test_keys_without_effect_are_logged() -> None:
     with capture_logs() as logs:
-        translate(reward(venv_python="/root/hpsv3/bin/python", setup_script="hpsv3.sh", tmp_dir="/tmp"), "")
+        translate(reward(setup_script="hpsv3.sh", work_dir="", tmp_dir="/tmp"), "")
     assert {entry["event"] for entry in logs} == {"cosmos_setting_ignored"}
     keys = [entry["key"].removeprefix("reward_args.0.") for entry in logs]
-    assert keys == ["setup_script", "tmp_dir", "venv_python"]
+    assert keys == ["setup_script", "tmp_dir"]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +135,7 @@ def test_keys_without_effect_are_logged() -> None:
         (reward(dtyp="float16"), "unknown setting reward_args.0.dtyp = 'float16'; did you mean reward_args.0.dtype"),
         (reward(zzzzzzz=1), "unknown setting reward_args.0.zzzzzzz = 1; known: reward_type, enable"),
         (reward(device=3), "reward_args.0.device = 3 must be of type text"),
+        (reward(venv_python="python3.8"), "reward_args.0.venv_python = 'python3.8': give the path"),
         (reward(enable="yes"), "reward_args.0.enable = 'yes' must be of type true or false"),
         ({**reward(), "port": True}, "port = True must be of type integer"),
         ({**reward(), "prot": 8080}, "unknown setting prot = 8080; did you mean port"),

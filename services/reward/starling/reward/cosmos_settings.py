@@ -4,7 +4,9 @@
     port = 8080                               enabled = true, host, port
     [[reward_args]]                           [[reward.scorers]]
     reward_type = "hpsv3"                     name = "hpsv3"
-    model_path = "..."                        options = { model_path = "..." }, needs = { paths = ["..."] }
+    venv_python = "/root/hpsv3/bin/python"    python = "/root/hpsv3/bin/python"
+    model_path = "/models/hpsv3"              options = { model_path = "..." }, needs = { paths = ["..."] }
+    device = "cuda:1"                         device = "cuda:1", options = { device = "cuda" }
 
 A key that says nothing here, as where to put temporary files, is logged and left out; one whose loss would change
 scores is refused.
@@ -63,13 +65,12 @@ _WITHOUT_EFFECT: Final = {
     "setup_script": "nothing is installed when the service starts",
     "work_dir": "scorers write no files",
     "tmp_dir": "scorers write no files",
-    "venv_python": "scorers run in the environment of the service, where their packages must be installed",
 }
 _KEYS: Final = {"dance_grpo": "overall_reward", "cosmos_reason1": "no_score", "gen_eval": "gen_eval_reward"}
 """Which score counts in rewards of `/v1/rewards`, of types with several; clients of Cosmos-RL get them all."""
 _LOCAL: Final = ("", "localhost", "127.0.0.1", "::1")
 _NUM_WORKERS: Final = 1
-"""Each worker loads every model."""
+"""Of each scorer, for it alone, as there."""
 _TIMEOUT_S: Final = 120.0
 _START_TIMEOUT_S: Final = 900.0
 """Models of several GB are read."""
@@ -99,7 +100,6 @@ def _translated(tree: Tree) -> Tree:
     _check_redis(tree)
     _check_decoder(tree.get("decode_args", {}))
     reward: Tree = {
-        "num_workers": _NUM_WORKERS,
         "timeout_s": _TIMEOUT_S,
         "start_timeout_s": _START_TIMEOUT_S,
         "scorers": _scorers(tree.get("reward_args", [])),
@@ -127,21 +127,43 @@ def _scorers(rewards: list[Any]) -> list[Tree]:
 
 def _scorer(reward: Mapping[str, Any], where: str) -> Tree:
     for key, why in _WITHOUT_EFFECT.items():
-        if reward.get(key, "") not in ("", "python"):
+        if reward.get(key):
             log.warning("cosmos_setting_ignored", key=f"{where}.{key}", reason=why)
     options = {key: reward[key] for key in _OPTIONS if reward.get(key)}
+    name, needs = reward["reward_type"], _needs(options)
+    scorer: Tree = {"name": name, "num_workers": _NUM_WORKERS, "needs": needs}
+    if name in _KEYS:
+        scorer["key"] = _KEYS[name]
+    device = options.get("device", "cuda")
+    if device == "cpu" or ":" in device:
+        scorer["device"] = device
+        options["device"] = device.partition(":")[0]  # of several, it sees this one only
+    elif "endpoint_url" not in options:
+        needs["devices"] = ["gpu"]
+    if python := _python(reward.get("venv_python", ""), where):
+        scorer["python"] = python
+    return {**scorer, "options": options}
+
+
+def _needs(options: Mapping[str, str]) -> Tree:
+    """Return what a scorer may reach besides a device."""
     needs: Tree = {}
     if paths := [
         options[key] for key in ("model_path", "download_path") if options.get(key, "").startswith(("/", "~"))
     ]:
         needs["paths"] = paths
-    if options.get("device", "cuda").startswith("cuda") and "endpoint_url" not in options:
-        needs["devices"] = ["gpu"]
     if "endpoint_url" in options:
         needs["network"] = True
-    name = reward["reward_type"]
-    scorer: Tree = {"name": name, "options": options, "needs": needs}
-    return {**scorer, "key": _KEYS[name]} if name in _KEYS else scorer
+    return needs
+
+
+def _python(given: str, where: str) -> str:
+    """Return the interpreter of a scorer's own environment; empty for that of the service."""
+    if given in ("", "python", "python3"):
+        return ""
+    if "/" not in given:
+        raise ConfigError(f"{where}.venv_python = {shown(given)}: give the path of an interpreter, or `python`")
+    return given
 
 
 def _check_redis(tree: Tree) -> None:
