@@ -34,12 +34,17 @@ class WorkerKind:
         """Return the environment variables that choose the device.
 
         Raises:
-            ConfigError: the service itself does not see the device.
+            ConfigError: there is no such device, or the service itself does not see it.
         """
         if not self.device:
             return {}
         if self.device == "cpu":
             return {_VISIBLE: ""}
+        if not self.needs.device_files():
+            raise ConfigError(
+                f"device is {self.device!r}, and this machine has no GPU that can be shown (as /dev/nvidia0): start the "
+                "service where there is one, or set `cpu`."
+            )
         number = int(self.device.partition(":")[2])
         seen = environment_variables([_VISIBLE]).get(_VISIBLE)
         if seen is None:
