@@ -399,6 +399,12 @@ def test_limits(tmp_path: Path) -> None:
         status, answer = raw.post("enqueue", lines(large, prompts=["a"], reward_fn={"ocr": 1}))
         assert (status, b"more than 1 MiB" in answer) == (413, True)
         assert raw.form("ping", info_data="x" * (65 << 10))[0] == 413
+        for _ in range(4):  # what is refused takes no memory
+            assert raw.post("enqueue", lines(large[..., :-4], prompts=["a", "b"], reward_fn={"ocr": 1}))[0] == 413
+            assert raw.post("enqueue", lines(large[:, :, :, :300], prompts=["a", "b"], reward_fn={"ocr": 1}))[0] == 422
+        for _ in range(4):  # nor what was scored
+            id = json.loads(raw.post("enqueue", lines(large[:, :, :, :300], prompts=["a"], reward_fn={"ocr": 1}))[1])
+            raw.until_ready(uuid=id["uuid"], type="ocr")
         hanging = lines(VIDEO.repeat(2, 0), prompts=["hang", "a"], reward_fn={"dance_grpo": 1})
         assert raw.post("enqueue", hanging)[0] == 200
         status, answer = raw.post("enqueue", lines(VIDEO, prompts=["a"], reward_fn={"ocr": 1}))

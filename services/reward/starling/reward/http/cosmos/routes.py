@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -92,12 +93,13 @@ def cosmos_routes(service: CosmosService) -> APIRouter:
     async def enqueue(request: Request) -> Response:
         """Score the media after the first line of the body, which is JSON; the answer has the uuid to pull with."""
         data = await request.body()
-        line = data[: max(0, data.find(b"\n", 0, MAX_LINE_BYTES + 1))]
-        num_bytes = memory_of(line) + len(data) - len(line)
-        service.table.check_room(num_bytes)
+        line_bytes = memory_of(data[: max(0, data.find(b"\n", 0, MAX_LINE_BYTES + 1))])
         id = str(uuid.uuid4())
-        found = await asyncio.to_thread(service.read, data, id)
+        with _counted(service.table, len(data) + line_bytes):
+            # In a thread: the others are not to wait for it.
+            found = await asyncio.to_thread(service.read, data, id)
         info = {**found.info, PUSHED_UNTIL: time.time() + service.pushed.timeout_s}
+        num_bytes = line_bytes + found.request.media_bytes
         await service.table.add(found.request, num_bytes, RequestBody(BODY_FORM, data), info)
         service.pushed.expect(id, info[PUSHED], len(found.request.samples), info[INPUT_INFO])
         answer = {"uuid": id}
@@ -143,6 +145,17 @@ def body_limits(max_media_bytes: int) -> dict[tuple[str, str], int]:
     limits = dict.fromkeys(("pull", "ping", "latent_attr"), MAX_FORM_BYTES)
     limits |= {"push": MAX_PUSH_BYTES, "enqueue": max_media_bytes}
     return {("POST", f"{PREFIX}/{name}"): limit for name, limit in limits.items()}
+
+
+@contextmanager
+def _counted(table: RequestTable, num_bytes: int) -> Iterator[None]:
+    """Count memory that a body takes while it is read, besides its media. Raises HttpError when there is no room."""
+    table.check_room(num_bytes)
+    table.size_bytes += num_bytes
+    try:
+        yield
+    finally:
+        table.size_bytes -= num_bytes
 
 
 async def _fields(request: Request, *required: str) -> dict[str, str]:
