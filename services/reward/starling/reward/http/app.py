@@ -127,7 +127,7 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
     async def readyz() -> Response:
         """Whether requests would be scored, and the scorers of which the scores would fail, with the reasons."""
         now = status()
-        if reason := now.why_not_ready:
+        if reason := now.why_not_ready or (table.problem and "the store of requests cannot be reached"):
             return JSONResponse({"status": reason}, 503)
         if now.quarantined:
             return JSONResponse({"status": "degraded", "quarantined": dict(now.quarantined)})

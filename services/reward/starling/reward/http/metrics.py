@@ -13,6 +13,12 @@ def render(status: ServiceStatus, table: RequestTable) -> str:
         *_family("starling_reward_requests", "gauge", "Requests and results that are held.", {"": len(table)}),
         *_family("starling_reward_pending_samples", "gauge", "Samples that are being scored.", {"": table.num_samples}),
         *_family("starling_reward_held_bytes", "gauge", "Memory of requests and results.", {"": table.held_bytes}),
+        *_family(
+            "starling_reward_store_available",
+            "gauge",
+            "Whether the store of requests can be reached.",
+            {"": 0.0 if table.problem else 1.0},
+        ),
         *_family("starling_reward_pending_scores", "gauge", "Scores to come.", {"": gauges.get("queue_depth", 0.0)}),
         *_family("starling_reward_workers", "gauge", "Workers that are ready.", {"": gauges.get("workers_ready", 0.0)}),
         *_family(

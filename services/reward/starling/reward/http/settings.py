@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,10 +49,42 @@ class HttpSettings(SettingsSection):
     """Types of rewards that workers of your own score, and push to `/api/reward/push`; a request that asks for one
     waits for it, up to `timeout_s`."""
 
+    store: Literal["memory", "sqlite", "redis"] = "memory"
+    """Where requests and results are kept. `memory`: until the service ends. `sqlite`: in a file, from which the next
+    process continues. `redis`: shared by several instances behind a load balancer, which take over from each other."""
+    store_path: str = ""
+    """File of the store `sqlite`, on a local disk; without it, `requests-<name>.sqlite` in the service's folder."""
+    redis_url: str = ""
+    """The store `redis`: `redis://USER:PASSWORD@HOST:PORT/DATABASE`, `rediss://` with TLS, or `unix://PATH`."""
+    redis_ca_file: str = ""
+    """Certificates (PEM) of those who sign that of a `rediss://` server; without it, those of the system."""
+    redis_prefix: str = Field(default="starling-reward:", min_length=1, max_length=200)
+    """How all keys in Redis begin. Instances with one prefix score each other's requests: they need equal scorers."""
+    redis_lease_s: float = Field(default=15.0, ge=1.0, le=3600.0, allow_inf_nan=False)
+    """After so many seconds without a sign of life, others take over the requests of an instance."""
+
     @property
     def max_media_bytes(self) -> int:
         """Limit on the body of a request with media, in bytes."""
         return min(self.max_media_mb, self.max_memory_mb) << 20
+
+    @model_validator(mode="after")
+    def _store_is_known(self) -> Self:
+        if (self.store == "redis") != bool(self.redis_url):  # never shown: it has a password
+            raise ConfigError(
+                "reward.http.redis_url is set, and reward.http.store is not redis: set it, or remove the URL"
+                if self.redis_url
+                else 'reward.http.store is "redis": set reward.http.redis_url to redis://USER:PASSWORD@HOST:PORT/DATABASE'
+            )
+        if self.redis_ca_file and not self.redis_url.startswith("rediss://"):
+            raise ConfigError(
+                "reward.http.redis_ca_file is set, and reward.http.redis_url does not begin with rediss://"
+            )
+        if self.store_path and self.store != "sqlite":
+            raise ConfigError(
+                f'reward.http.store_path is set, and reward.http.store is "{self.store}": set it to "sqlite"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _body_fits(self) -> Self:

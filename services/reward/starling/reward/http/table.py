@@ -236,7 +236,8 @@ class RequestTable:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*self._keeping)
         if self._is_open:
-            await self._store.close()
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.close()
 
     async def _tend(self) -> None:
         """Keep what is ours, and score the requests that the store holds for nobody, as long as we live."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -28,7 +29,7 @@ from starling.reward.http.cosmos.routes import BODY_FORM, REPLICA_VARIABLE, Cosm
 from starling.reward.http.schema import RewardsReader
 from starling.reward.http.settings import TOKEN_VARIABLES
 from starling.reward.http.status import ServiceStatus
-from starling.reward.http.stores.memory import MemoryStore
+from starling.reward.http.stores.make import make_store
 from starling.reward.http.table import RequestTable
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.score.workers.shared import MediaMemory
@@ -53,12 +54,13 @@ class HttpFrontEnd:
     Args:
         settings: of the service.
         replica: its name, whose number is added to the port.
+        folder: of the files of the service.
 
     Raises:
-        ConfigError: the address cannot be bound, or others can reach it and there is no token.
+        ConfigError: the address cannot be bound, others can reach it and there is no token, or the store is not usable.
     """
 
-    def __init__(self, settings: RewardSettings, replica: str) -> None:
+    def __init__(self, settings: RewardSettings, replica: str, folder: Path) -> None:
         http = settings.http
         token = (http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")).strip()
         http.check_token(token)
@@ -74,7 +76,7 @@ class HttpFrontEnd:
         )
         self._table = RequestTable(
             http,
-            MemoryStore(http.result_ttl_s),
+            make_store(http, folder / f"requests-{replica}.sqlite"),
             self._arrive,
             lambda id: self._arrive(CancelRequest(id)),
             readers={"v1": reader.read_again, BODY_FORM: lambda data, id: self._cosmos.read(data, id).request},

@@ -82,7 +82,7 @@ class Shell:
             # Imported here: a replica without HTTP does not load the web server's packages.
             from starling.reward.shell.http import HttpFrontEnd
 
-            self._fronts.append(HttpFrontEnd(settings.reward, arguments.name))
+            self._fronts.append(HttpFrontEnd(settings.reward, arguments.name, arguments.folder))
         self._reported_at = float("-inf")
 
     def run(self, stop: StopSignal) -> None:
