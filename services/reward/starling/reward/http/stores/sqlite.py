@@ -42,8 +42,7 @@ APPLICATION: Final = 0x53545251
 """SQLite application id of a store of requests."""
 VERSION: Final = 1
 """Of the schema."""
-TIMEOUT_S: Final = 10.0
-"""How long a request waits for the disk before its client is told to try again."""
+PATIENCE_S: Final = 10.0
 WAL_BYTES: Final = 64 << 20
 """A write-ahead log that has grown beyond this is truncated afterwards."""
 PURGE_INTERVAL_S: Final = 1.0
@@ -68,6 +67,7 @@ class SqliteStore:
         path: the file; it is created, readable for its owner only.
         result_ttl_s: how long a result is kept, in seconds of the wall clock.
         clock: wall clock, seconds since 1970.
+        patience_s: how long a request waits for the disk before its client is told to try again, in seconds.
 
     Raises:
         ConfigError: the file cannot be used, or another process uses it.
@@ -75,8 +75,14 @@ class SqliteStore:
 
     renew_interval_s = PURGE_INTERVAL_S
 
-    def __init__(self, path: Path, result_ttl_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._result_ttl_s, self._clock = result_ttl_s, clock
+    def __init__(
+        self,
+        path: Path,
+        result_ttl_s: float,
+        clock: Callable[[], float] = time.time,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._result_ttl_s, self._clock, self._patience_s = result_ttl_s, clock, patience_s
         self._owner = secrets.token_hex(8)
         self._db = _open_file(path)
         try:
@@ -117,7 +123,7 @@ class SqliteStore:
     async def finish(self, request: StoredRequest, result: bytes) -> bytes | None:
         """Write a result, in place of the pending request."""
         work = partial(self._finish, id=request.id, result=result)
-        first: bytes | None = await self._run(work, len(result), timeout_s=None)
+        first: bytes | None = await self._run(work, len(result), is_patient=True)
         return first
 
     async def find(self, id: str) -> bytes | Pending | None:
@@ -134,7 +140,7 @@ class SqliteStore:
         if not self._has_others:
             return []
         take = partial(self._take, after=self._last_taken, max_samples=max_samples, max_bytes=max_bytes)
-        rows = await self._run(take, timeout_s=None)
+        rows = await self._run(take, is_patient=True)
         self._has_others = bool(rows)
         if rows:
             self._last_taken = rows[-1][0]
@@ -150,15 +156,15 @@ class SqliteStore:
         try:
             await self._run(partial(_release, owner=self._owner))
         finally:
-            self._thread.submit(self._db.close)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
             self._thread.shutdown(wait=False)
 
-    async def _run(self, work: Work, size_bytes: int = 0, timeout_s: float | None = TIMEOUT_S) -> Any:
-        return await self._batches.run((work, size_bytes), timeout_s)
+    async def _run(self, work: Work, size_bytes: int = 0, *, is_patient: bool = False) -> Any:
+        return await self._batches.run((work, size_bytes), None if is_patient else self._patience_s)
 
     async def _forget(self, id: str) -> None:
         with suppress(StoreUnavailable):  # then it is scored after the next start
-            await self._run(partial(self._remove, id=id), timeout_s=None)
+            await self._run(partial(self._remove, id=id), is_patient=True)
 
     async def _in_thread(self, batch: Sequence[tuple[Work, int]]) -> Sequence[Any]:
         works = [work for work, _ in batch]
