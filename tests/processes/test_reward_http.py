@@ -158,6 +158,31 @@ def test_samples_are_scored_by_their_groups(client: Client) -> None:
     assert reply.body["statuses"] == ["ok"] * 4
 
 
+EVALUATED = """
+[[reward.scorers]]
+name = "{folder}/mine.py:reward"
+label = "judge"
+use = "evaluation"
+timeout_s = 1
+retries = 0
+"""
+
+
+def test_evaluation_scores_are_apart_from_rewards_and_cost_none(tmp_path: Path) -> None:
+    """A completion that hangs both scorers has no reward, one that hangs neither has both."""
+    with service(tmp_path, EVALUATED.format(folder=tmp_path)) as (_, port):
+        client = Client(port)
+        reply = client.score("abc", "hang")
+        assert (reply.body["rewards"], reply.body["statuses"]) == ([1.0, None], ["ok", "reward_timeout"])
+        assert reply.body["evaluation_scores"] == {"judge": [1.0, None]}
+        assert reply.body["scores"].keys() == {"right", "longest"}
+        samples = [{"completion": "abc"}]
+        without = client.send("POST", "/v1/rewards", {"samples": samples, "wait_s": 30, "evaluate": False})
+        assert without.body["evaluation_scores"] == {}
+        [*_, judge] = client.send("GET", "/v1/scorers").body
+        assert judge == {"label": "judge", "weight": 0.0, "use": "evaluation", "media": "text"}
+
+
 def test_named_group_is_one_however_its_metadata_are_written(client: Client) -> None:
     both = [{"a": 1, "b": 2.0}, {"b": 2, "a": True}]
     texts = ("abcd", "ab")
@@ -248,8 +273,8 @@ def test_description_of_the_api_names_every_path(client: Client) -> None:
     refusals = described["paths"]["/v1/rewards"]["post"]["responses"]
     assert {"200", "202", "401", "408", "413", "422", "429"} <= refusals.keys()
     scorers = [
-        {"label": "right", "weight": 1.0, "media": "text"},
-        {"label": "longest", "weight": 0.5, "media": "text"},
+        {"label": "right", "weight": 1.0, "use": "training", "media": "text"},
+        {"label": "longest", "weight": 0.5, "use": "training", "media": "text"},
     ]
     assert client.send("GET", "/v1/scorers").body == scorers
     assert client.send("PUT", "/v1/rewards", {}).status == 405

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from starling.common.setting_docs import setting_texts
+from starling.reward.core.rewards import WeightedScorer
 from starling.reward.settings import RewardSettings, ScorerSettings
 
 WHOLE = """
@@ -66,11 +67,33 @@ def test_settings_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 101}}, "max_body_mb"),
         ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 9, "max_memory_mb": 8}}, "raise max_memory_mb"),
         ({"scorers": [{"name": "gsm8k", "retries": -1}]}, "retries"),
+        ({"scorers": [{"name": "gsm8k", "use": "evaluation"}]}, "Every scorer has weight 0 or use = 'evaluation'"),
+        (
+            {"scorers": [{"name": "math"}, {"name": "gsm8k", "use": "evaluation", "weight": 0}]},
+            "'gsm8k' has use = 'evaluation', .* weight = 0 would do nothing: remove it",
+        ),
+        (
+            {"scorers": [{"name": "math"}, {"name": "gsm8k", "use": "evaluation", "clip_max": 2}]},
+            "'gsm8k' has use = 'evaluation', .* clip_max = 2 would do nothing: remove it",
+        ),
+        ({"scorers": [{"name": "gsm8k", "use": "both"}]}, "'training' or 'evaluation'"),
     ],
 )
 def test_invalid_reward_settings_are_rejected(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         RewardSettings.model_validate(values)
+
+
+def test_evaluation_scorer_has_no_weight_in_the_core() -> None:
+    settings = RewardSettings.model_validate(
+        {"scorers": [{"name": "math", "weight": 2.0}, {"name": "gsm8k", "use": "evaluation", "tasks": ["sums"]}]}
+    )
+    assert settings.weighted_scorers() == (
+        WeightedScorer("math", 2.0),
+        WeightedScorer("gsm8k", 0.0, ("sums",), evaluates=True),
+    )
+    assert [one.title for one in settings.trained_scorers()] == ["math"]
+    assert [one.title for one in settings.evaluation_scorers()] == ["gsm8k"]
 
 
 def test_every_field_is_documented() -> None:

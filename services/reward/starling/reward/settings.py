@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,6 +47,10 @@ class ScorerSettings(SettingsSection):
     `module:function` or `path/to/file.py:Class`."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
+    use: Literal["training", "evaluation"] = "training"
+    """`evaluation`: its scores are never part of a reward, and show whether the model gets better where it is not
+    trained. They are reported apart from the others, a failure costs no sample, and it has neither weight nor bounds.
+    """
     key: str = ""
     """Which of its scores counts, for a class with several `keys`: one of them, or a sum such as `quality+motion`."""
     clip_min: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
@@ -88,6 +92,19 @@ class ScorerSettings(SettingsSection):
             )
         return self
 
+    @model_validator(mode="after")
+    def _evaluation_is_apart(self) -> Self:
+        if self.use == "evaluation":
+            for name, value, unset in (
+                ("weight", self.weight, 1.0), ("clip_min", self.clip_min, None), ("clip_max", self.clip_max, None)
+            ):  # fmt: skip
+                if value != unset:
+                    raise ConfigError(
+                        f"Scorer {self.title!r} has use = 'evaluation', so its scores are no part of the reward, and "
+                        f"{name} = {value:g} would do nothing: remove it, or set use = 'training'."
+                    )
+        return self
+
     @property
     def title(self) -> str:
         """The name in metrics: `label`, or else `name`."""
@@ -124,7 +141,8 @@ class RewardSettings(SettingsSection):
     """How trajectories are scored."""
 
     scorers: tuple[ScorerSettings, ...] = Field(default=(), validate_default=True)
-    """The scorers whose weighted sum is the reward; at least one with a weight other than 0."""
+    """The scorers whose weighted sum is the reward, at least one with a weight other than 0; and those that only
+    evaluate."""
     num_workers: int = Field(default=2, ge=1, le=MAX_PROCESSES)
     """Worker processes for the scorers of equal `needs`, `python`, `device` and `memory_mb`; each scores one completion
     or batch at a time."""
@@ -151,13 +169,19 @@ class RewardSettings(SettingsSection):
 
     def trained_scorers(self) -> tuple[ScorerSettings, ...]:
         """Return the scorers that count in the reward."""
-        return tuple(scorer for scorer in self.scorers if scorer.weight)
+        return tuple(scorer for scorer in self.scorers if scorer.weight and scorer.use == "training")
+
+    def evaluation_scorers(self) -> tuple[ScorerSettings, ...]:
+        """Return the scorers that only evaluate."""
+        return tuple(scorer for scorer in self.scorers if scorer.use == "evaluation")
 
     def weighted_scorers(self) -> tuple[WeightedScorer, ...]:
         """Return the scorers in the form of the core."""
         return tuple(
-            WeightedScorer(scorer.title, scorer.weight, scorer.tasks, *_range(scorer.clip_min, scorer.clip_max))
-            for scorer in self.scorers
+            WeightedScorer(one.title, 0.0, one.tasks, evaluates=True)
+            if one.use == "evaluation"
+            else WeightedScorer(one.title, one.weight, one.tasks, *_range(one.clip_min, one.clip_max))
+            for one in self.scorers
         )
 
     @property
@@ -180,8 +204,10 @@ class RewardSettings(SettingsSection):
             raise ConfigError(
                 'No scorer is set, so there would be no reward: add `scorers = [{ name = "exact_match" }]`.'
             )
-        if not any(scorer.weight for scorer in scorers):
-            raise ConfigError("Every scorer has weight 0, so every reward would be 0: give one another weight.")
+        if not any(scorer.weight and scorer.use == "training" for scorer in scorers):
+            raise ConfigError(
+                "Every scorer has weight 0 or use = 'evaluation', so every reward would be 0: give one a weight."
+            )
         twice = [title for title, count in Counter(scorer.title for scorer in scorers).items() if count > 1]
         if twice:
             raise ConfigError(f"Two scorers are called {twice[0]!r} in metrics: give one of them another `label`.")

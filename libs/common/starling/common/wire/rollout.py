@@ -67,6 +67,8 @@ class ScoreGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="score
     lease: str
     prompt: Prompt
     completions: tuple[CompletionText, ...]
+    evaluate: bool = False
+    """Evaluation scorers score them, too."""
 
 
 class GroupScored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_scored"):
@@ -80,6 +82,8 @@ class GroupScored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="grou
     """Unweighted score of each scorer, by name."""
     problems: tuple[str, ...] = ()
     """One sentence for each failure."""
+    evaluation_scores: dict[str, tuple[float | None, ...]] = {}
+    """Score of each evaluation scorer, by name; no part of the rewards."""
 
 
 class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="score_tokens"):

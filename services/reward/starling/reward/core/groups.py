@@ -8,7 +8,8 @@ scored and keeps its status. A scorer for other prompts adds nothing, and its sc
 has no reward.
 
 A group whose needed score has timed out is answered at once: the controller uses no group with a failure, and texts
-that are made to hang the scorer would take the time limit of each completion.
+that are made to hang the scorer would take the time limit of each completion. Likewise a group waits no more for its
+evaluation scores once one of them has timed out.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class _GroupInProgress:
     scores: list[list[Score | None]]
     """[scorer][completion]; None while a score is outstanding, or where none is needed."""
     num_missing: int
+    num_unevaluated: int = 0
+    """Those of the missing scores that are only for evaluation."""
+    evaluation_is_late: bool = False
+    """An evaluation score has timed out."""
 
 
 @dataclass
@@ -80,7 +85,8 @@ class GroupScores:
         task = _task_of(message, self.scorers)
         num_completions = len(message.completions)
         scores: list[list[Score | None]] = [[None] * num_completions for _ in self.scorers]
-        group = _GroupInProgress(message, task, scores, num_missing=len(task.samples) * len(task.scorers))
+        num, evaluating = len(task.samples), sum(self.scorers[scorer].evaluates for scorer in task.scorers)
+        group = _GroupInProgress(message, task, scores, num * len(task.scorers), num * evaluating)
         if not group.num_missing:
             return [SendScores(_scored(group, self.scorers, self.bounds))]
         self._groups[message.lease] = group
@@ -93,9 +99,13 @@ class GroupScores:
         if group is None or group.scores[score.scorer][score.completion] is not None:
             return []
         group.scores[score.scorer][score.completion] = score
+        scorer, is_late = self.scorers[score.scorer], score.status is Status.REWARD_TIMEOUT
         group.num_missing -= 1
-        is_lost = score.status is Status.REWARD_TIMEOUT and bool(self.scorers[score.scorer].weight)
-        if group.num_missing and not is_lost:
+        group.num_unevaluated -= scorer.evaluates
+        group.evaluation_is_late |= is_late and scorer.evaluates
+        is_lost = is_late and bool(scorer.weight)
+        is_complete = group.num_missing == (group.num_unevaluated if group.evaluation_is_late else 0)
+        if not is_complete and not is_lost:
             return []
         del self._groups[score.task]
         unfinished: list[Command] = [CancelTask(score.task)] if group.num_missing else []
@@ -130,7 +140,8 @@ def prompt_text(prompt: Prompt) -> str:
 def _task_of(message: ScoreGroup, scorers: tuple[WeightedScorer, ...]) -> ScoreTask:
     trainable = ((i, item) for i, item in enumerate(message.completions) if item.status in TRAINABLE_STATUSES)
     prompt = PromptText(prompt_text(message.prompt), message.prompt.reference, message.prompt.metadata)
-    scored_by = tuple(index for index, scorer in enumerate(scorers) if scorer.scores(message.prompt.metadata))
+    wanted = ((i, scorer) for i, scorer in enumerate(scorers) if message.evaluate or not scorer.evaluates)
+    scored_by = tuple(index for index, scorer in wanted if scorer.scores(message.prompt.metadata))
     return group_task(message.lease, trainable, prompt, scored_by)
 
 
@@ -155,6 +166,7 @@ def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...], bounds
         rewards=tuple(rewards),
         statuses=tuple(statuses),
         components=components(scorers, group.scores),
+        evaluation_scores=components(scorers, group.scores, evaluates=True) if group.message.evaluate else {},
         problems=tuple(_problem(text, indices, len(rewards)) for text, indices in problems.items()),
     )
 

@@ -9,7 +9,7 @@ their rewards. `add`, `record`, `expire` and `cancel` return the commands that f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class RewardRequest:
     """Indices of the scorers that score them; None for all."""
     media: tuple[MediaTensor, ...] = ()
     """Media of the samples."""
+    evaluate: bool = True
+    """Evaluation scorers score them, too. No matter if `only` names the scorers."""
 
     @property
     def media_bytes(self) -> int:
@@ -55,6 +57,8 @@ class RequestResult:
     empty where it has a score."""
     decode_s: float = 0.0
     """How long the decoding of latents took, in seconds."""
+    evaluation_scores: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """The same of evaluation scorers, which are no part of the rewards; those that `only` names are among `scores`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,8 @@ def scorers_of(request: RewardRequest, scorers: Sequence[WeightedScorer]) -> tup
         tuple(
             index
             for index, scorer in enumerate(scorers)
-            if (request.only is None or index in request.only) and scorer.scores(prompt.metadata)
+            if scorer.scores(prompt.metadata)
+            and (index in request.only if request.only is not None else request.evaluate or not scorer.evaluates)
         )
         for prompt in request.prompts
     )
@@ -135,6 +140,9 @@ class RewardRequests:
     _requests: dict[str, _RequestInProgress] = field(default_factory=dict)
     _request_of: dict[str, str] = field(default_factory=dict)
     """By task."""
+
+    def __post_init__(self) -> None:
+        self._named = tuple(replace(scorer, evaluates=False) for scorer in self.scorers)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -207,14 +215,20 @@ class RewardRequests:
 
     def _result(self, entry: _RequestInProgress) -> RequestResult:
         outcomes = [self._outcome(entry, sample) for sample in entry.request.samples]
+        request, scorers = entry.request, self._seen_by(entry.request)
         return RequestResult(
-            entry.request.id,
+            request.id,
             tuple(one.reward for one in outcomes),
             tuple(one.status for one in outcomes),
             tuple(one.problems for one in outcomes),
-            components(self.scorers, entry.scores),
+            components(scorers, entry.scores),
             self._failures(entry),
+            evaluation_scores=components(scorers, entry.scores, evaluates=True) if request.evaluate else {},
         )
+
+    def _seen_by(self, request: RewardRequest) -> tuple[WeightedScorer, ...]:
+        """Return all scorers as a request sees them: to one that names its scorers, they are all alike."""
+        return self.scorers if request.only is None else self._named
 
     def _failures(self, entry: _RequestInProgress) -> dict[str, tuple[str, ...]]:
         """Return why samples have no score of a scorer, by its label."""
@@ -238,7 +252,8 @@ class RewardRequests:
     def _outcome(self, entry: _RequestInProgress, sample: Sample) -> CombinedScores:
         column = [row[sample.index] for row in entry.scores]
         wanted = entry.wanted[sample.prompt]
-        found = combine(column, self.scorers, self.bounds, wanted=wanted, status=sample.completion.status)
+        scorers = self._seen_by(entry.request)
+        found = combine(column, scorers, self.bounds, wanted=wanted, status=sample.completion.status)
         missing = sum(column[scorer] is None for scorer in wanted)
         if not missing:
             return found

@@ -25,6 +25,11 @@ class WeightedScorer:
     clip_min: float = -math.inf
     clip_max: float = math.inf
     """Bounds of the score in the reward; metrics have the score itself."""
+    evaluates: bool = False
+    """Its scores are never part of a reward: its weight is 0, and they are kept apart from those of the others."""
+
+    def __post_init__(self) -> None:
+        assert not (self.evaluates and self.weight), f"{self.label} evaluates, and has the weight {self.weight}"
 
     def scores(self, metadata: Mapping[str, Any]) -> bool:
         """Whether it scores the completions of a prompt with `metadata`."""
@@ -65,7 +70,8 @@ def combine(
     """Return the reward of a completion that can be trained.
 
     If a *needed* score (of weight other than 0) fails, the completion has no reward but the status of the failure,
-    never a reward of 0. A scorer of weight 0 is only observed: its failure is reported but costs no reward.
+    never a reward of 0. A scorer of weight 0 is only observed: its failure is reported but costs no reward. A prompt
+    that only evaluation scorers score has no reward.
 
     Args:
         column: its score by each scorer; None where there is none.
@@ -79,7 +85,7 @@ def combine(
     if None in [column[scorer] for scorer in wanted if scorers[scorer].weight]:
         failed = [score.status for score in column if score and score.value is None]
         return CombinedScores(None, next(iter(failed), Status.REWARD_TIMEOUT), problems)
-    if not any(column):
+    if not any(score for score, scorer in zip(column, scorers, strict=True) if not scorer.evaluates):
         return CombinedScores(
             None, Status.REWARD_ERROR, ("no scorer is for this prompt; name its task in one of them.",)
         )
@@ -114,16 +120,19 @@ def _clipped(value: float, bounds: WeightedScorer | RewardBounds) -> float:
 
 
 def components(
-    scorers: Sequence[WeightedScorer], rows: Sequence[Sequence[Score | None]]
+    scorers: Sequence[WeightedScorer], rows: Sequence[Sequence[Score | None]], *, evaluates: bool = False
 ) -> dict[str, tuple[float | None, ...]]:
     """Return the scores of completions by the scorers' labels, and by ``label/key`` of those that name their scores.
 
     Args:
         scorers: all of them.
         rows: of each scorer its scores of the completions.
+        evaluates: return the scores of evaluation scorers, and otherwise those of the others.
     """
     found: dict[str, tuple[float | None, ...]] = {}
     for scorer, row in zip(scorers, rows, strict=True):
+        if scorer.evaluates is not evaluates:
+            continue
         found[scorer.label] = tuple(score.value if score else None for score in row)
         if not any(score.parts for score in row if score):  # most scorers have one score, without a name
             continue

@@ -114,7 +114,7 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
 
     @app.get("/v1/scorers")
     async def scorers() -> list[dict[str, Any]]:
-        """Return the scorers, with their weights and what they read: `text`, `pixels` or `latents`."""
+        """Return the scorers: their weights, what they are for, and what they read: `text`, `pixels` or `latents`."""
         return list(status().scorers)
 
     @app.get("/healthz")

@@ -73,6 +73,8 @@ class RewardsBody(BaseModel):
 
     samples: Annotated[list[SampleBody], Field(min_length=1, max_length=MAX_SAMPLES)]
     wait_s: Annotated[Wait, Field(strict=False)] = 0.0
+    evaluate: bool = True
+    """Whether evaluation scorers score them, too."""
 
     @model_validator(mode="after")
     def _metadata_is_flat(self) -> Self:
@@ -202,6 +204,7 @@ def render_result(finished: FinishedRequest) -> bytes:
             "statuses": result.statuses,
             "problems": result.problems,
             "scores": result.scores,
+            "evaluation_scores": result.evaluation_scores,
         }
     )
 
@@ -226,7 +229,7 @@ def _request(body: RewardsBody, id: str, media: SharedMedia) -> RewardRequest:
         )
         msgspec.msgpack.encode(completion)
         samples.append(Sample(index, number, completion, media.rows[index]))
-    return RewardRequest(id, tuple(texts), tuple(samples), media=media.tensors)
+    return RewardRequest(id, tuple(texts), tuple(samples), media=media.tensors, evaluate=body.evaluate)
 
 
 def is_deeper(value: Any, depth: int) -> bool:

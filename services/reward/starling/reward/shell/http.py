@@ -176,6 +176,11 @@ class HttpFrontEnd:
 def _described(scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]) -> tuple[dict[str, Any], ...]:
     """Return what clients are told of the scorers."""
     return tuple(
-        {"label": scorer.label, "weight": scorer.weight, "media": media}
+        {
+            "label": scorer.label,
+            "weight": scorer.weight,
+            "use": "evaluation" if scorer.evaluates else "training",
+            "media": media,
+        }
         for scorer, media in zip(scorers, inputs, strict=True)
     )
