@@ -23,7 +23,12 @@ class RewardModel(NamedTuple):
     """What to give to `pip install`."""
 
 
-REWARD_MODELS: Final[dict[str, RewardModel]] = {}
+_MODELS: Final = "starling.reward.score.scorers.models"
+REWARD_MODELS: Final[dict[str, RewardModel]] = {
+    "pickscore": RewardModel(
+        f"{_MODELS}.pickscore:PickScore", ("torch", "transformers", "PIL"), "torch transformers pillow"
+    ),
+}
 """By the name of the scorer, which is that of the reward type of Cosmos-RL."""
 
 COSMOS_TYPES: Final = (
