@@ -98,6 +98,10 @@ class MediaTensor:
         assert 0 <= row < self.num
         return self.offset + row * self.form.size_bytes
 
+    def read(self, row: int) -> bytes:
+        """Return a copy of the media of a sample."""
+        return self.buffer.read(self.offset_of(row), self.form.size_bytes)
+
 
 class MediaRow(NamedTuple):
     """Place of a sample's media."""

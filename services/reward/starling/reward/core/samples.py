@@ -51,10 +51,20 @@ class ScoreTask:
 
 
 def group_task(
-    id: str, completions: Iterable[tuple[int, CompletionText]], prompt: PromptText, scorers: tuple[int, ...]
+    id: str,
+    completions: Iterable[tuple[int, CompletionText]],
+    prompt: PromptText,
+    scorers: tuple[int, ...],
+    media: tuple[MediaTensor, ...] = (),
 ) -> ScoreTask:
-    """Return the task of a group: completions, with their indices in it, of one prompt."""
-    return ScoreTask(id, (prompt,), tuple(Sample(index, 0, completion) for index, completion in completions), scorers)
+    """Return the task of a group: completions, with their indices in it, of one prompt.
+
+    With media, there is one tensor for each index.
+    """
+    samples = tuple(
+        Sample(index, 0, completion, MediaRow(index) if media else None) for index, completion in completions
+    )
+    return ScoreTask(id, (prompt,), samples, scorers, media)
 
 
 class Score(NamedTuple):

@@ -117,10 +117,14 @@ class Shell:
             for score in pool.poll():
                 for front in self._fronts:
                     front.record(pool, score)
-            for lost in pool.take_lost():
-                self._quarantine.add(lost)
+            self._keep_lost(pool)
             if time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
                 self._report(pool)
+
+    def _keep_lost(self, pool: ScoringPool) -> None:
+        # A method, so that no variable of the loop holds the media of the last one until the next.
+        for lost in pool.take_lost():
+            self._quarantine.add(lost)
 
     def _report(self, pool: ScoringPool) -> None:
         self._reported_at = time.monotonic()

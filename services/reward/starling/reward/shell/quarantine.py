@@ -1,6 +1,7 @@
 """Quarantine: files of completions that ended their scorer's worker, or exceeded a limit, at every try.
 
-A scorer that compares the completions of a prompt gets, and loses, all of them; they are one file.
+A scorer that compares the completions of a prompt gets, and loses, all of them; they are one file. The media that the
+scorer read are beside it, for each completion a `.npy` file of the same name with the completion's number.
 
 `starling reward replay FILE --config recipe.toml` scores one again.
 """
@@ -11,17 +12,26 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText
+from starling.reward.core.media import MediaForm, MediaKind, MediaTensor, form_problem
 from starling.reward.core.samples import LostCall, PromptText
+from starling.reward.http.npy import NpyError, npy_header, read_npy
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
+
+
+class QuarantinedMedia(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file with the media of a completion does not say."""
+
+    kind: MediaKind
+    fps: float = 0.0
 
 
 class QuarantinedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +48,19 @@ class QuarantinedCall(msgspec.Struct, frozen=True, kw_only=True):
     """Of one call: one, or all of the prompt."""
     completion: CompletionText | None = None
     """The only completion, in files of earlier versions."""
+    media: tuple[QuarantinedMedia, ...] = ()
+    """Of each completion, if the scorer read them."""
+
+
+class Quarantined(NamedTuple):
+    """A call that can be made again."""
+
+    scorer: str
+    """Title of the scorer."""
+    prompt: PromptText
+    completions: tuple[CompletionText, ...]
+    media: tuple[tuple[MediaForm, memoryview], ...]
+    """Of each completion, if the scorer read them."""
 
 
 class Quarantine:
@@ -51,7 +74,7 @@ class Quarantine:
         self._prefix = f"{replica}-"
         self._left_bytes = settings.quarantine_mb << 20
         self._number = 0
-        for file in folder.glob(f"{self._prefix}*.json"):
+        for file in folder.glob(f"{self._prefix}*"):
             with contextlib.suppress(OSError):  # it was deleted
                 self._left_bytes -= file.stat().st_size
                 number = file.name.removeprefix(self._prefix).partition("-")[0]
@@ -69,9 +92,11 @@ class Quarantine:
                 metadata=lost.prompt.metadata,
                 completions=lost.completions,
                 problem=lost.problem,
+                media=tuple(QuarantinedMedia(kind=one.form.kind, fps=one.form.fps) for one, _ in lost.media),
             )
         )
-        if len(content) > self._left_bytes:
+        size_bytes = len(content) + sum(len(_header(one)) + one.form.size_bytes for one, _ in lost.media)
+        if size_bytes > self._left_bytes:
             self._say_full(f"the limit reward.quarantine_mb is reached in {self._folder}")
             return
         self._number += 1
@@ -79,12 +104,16 @@ class Quarantine:
         file = self._folder / name
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with open(file, "xb", opener=_private) as stream:
-                stream.write(content)
+            for number, (tensor, row) in enumerate(lost.media):
+                _write(_media_file(file, number), _header(tensor), tensor.read(row))
+            _write(file, content)
         except OSError as error:
+            for written in (file, *(_media_file(file, number) for number in range(len(lost.media)))):
+                with contextlib.suppress(OSError):
+                    written.unlink(missing_ok=True)
             self._say_full(f"{file} cannot be written: {error.strerror}")
             return
-        self._left_bytes -= len(content)
+        self._left_bytes -= size_bytes
         log.warning("quarantined", scorer=title, file=str(file), reason=lost.problem)
 
     def _say_full(self, reason: str) -> None:
@@ -93,22 +122,58 @@ class Quarantine:
         self._is_full = True
 
 
-def read_quarantined(file: Path) -> tuple[str, PromptText, tuple[CompletionText, ...]]:
-    """Return the scorer's title, the prompt and the completions in a file of a quarantine.
+def read_quarantined(file: Path) -> Quarantined:
+    """Return what is in a file of a quarantine, and beside it.
 
     Raises:
-        ConfigError: the file cannot be read, or is none.
+        ConfigError: the file, or one with its media, cannot be read, or is none.
     """
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=QuarantinedCall)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of <run folder>/quarantine") from None
+        found = msgspec.json.decode(_contents(file), type=QuarantinedCall)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ConfigError(f"{file} is no file of a quarantine: {error}; give one that a reward service wrote") from None
     completions = found.completions or ((found.completion,) if found.completion else ())
     if not completions:
         raise ConfigError(f"{file} is no file of a quarantine: no completion; give one that a reward service wrote")
-    return found.scorer, PromptText(found.prompt, found.reference, found.metadata), completions
+    if found.media and len(found.media) != len(completions):
+        raise ConfigError(f"{file} is no file of a quarantine: it has media of some completions only")
+    media = tuple(_read_media(_media_file(file, number), one) for number, one in enumerate(found.media))
+    return Quarantined(found.scorer, PromptText(found.prompt, found.reference, found.metadata), completions, media)
+
+
+def _read_media(file: Path, media: QuarantinedMedia) -> tuple[MediaForm, memoryview]:
+    """Return the media in a file. Raises ConfigError."""
+    try:
+        header, data = read_npy(_contents(file))
+    except NpyError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    form = MediaForm(media.kind, header.dtype, header.shape, media.fps)
+    if problem := "are not in C order" if header.is_fortran else form_problem(form):
+        raise ConfigError(f"{file}: the {media.kind} {problem}")
+    return form, data
+
+
+def _contents(file: Path) -> bytes:
+    """Return the bytes of a file. Raises ConfigError."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of <run folder>/quarantine") from None
+
+
+def _media_file(file: Path, number: int) -> Path:
+    """Return the file with the media of a completion, beside that of its call."""
+    return file.with_name(f"{file.name.removesuffix('.json')}.{number}.npy")
+
+
+def _header(tensor: MediaTensor) -> bytes:
+    return npy_header(tensor.form.dtype, tensor.form.shape)
+
+
+def _write(file: Path, *parts: bytes) -> None:
+    """Write a new file. Raises OSError."""
+    with open(file, "xb", opener=_private) as stream:
+        stream.writelines(parts)
 
 
 def _private(path: str, flags: int) -> int:

@@ -10,9 +10,11 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError
 from starling.common.service import SECTIONS
 from starling.common.settings import ServiceSettings, load
+from starling.reward.core.media import MediaForm, MediaTensor
 from starling.reward.core.samples import Score, ScoreTask, group_task
 from starling.reward.cosmos_settings import translate
 from starling.reward.score.workers.pool import ScoringPool, check_scorers
+from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, aligned, raise_descriptor_limit
 from starling.reward.settings import RewardSettings
 from starling.reward.shell.quarantine import read_quarantined
 
@@ -37,16 +39,35 @@ def replay(argv: Sequence[str]) -> None:
     known, flags = parser.parse_known_args(list(argv))
     settings = load(_Settings, known.config, flags, others=SECTIONS, translate=translate).reward
     titles = [scorer.title for scorer in settings.scorers]
+    raise_descriptor_limit()
+    memory = MediaMemory()
     tasks: list[ScoreTask] = []
     for file in known.files:
-        title, prompt, completions = read_quarantined(file)
+        title, prompt, completions, media = read_quarantined(file)
         if title not in titles:
             raise ConfigError(f"{file} is of scorer {title!r}, and the recipe has {', '.join(titles)}; give its recipe")
-        tasks.append(group_task(str(file), enumerate(completions), prompt, (titles.index(title),)))
+        tensors = _shared(media, memory)
+        tasks.append(group_task(str(file), enumerate(completions), prompt, (titles.index(title),), tensors))
     check_scorers(settings)
     num_failed, total = _score(tasks, settings), sum(len(task.samples) for task in tasks)
     if num_failed:
         raise StarlingError(f"{num_failed} of {counted(total, 'completion')} failed again")
+
+
+def _shared(media: Sequence[tuple[MediaForm, memoryview]], memory: MediaMemory) -> tuple[MediaTensor, ...]:
+    """Return the media of completions in one buffer. Raises ConfigError."""
+    if not media:
+        return ()
+    offsets, end = list[int](), 0
+    for form, _ in media:
+        offsets.append(end)
+        end = aligned(end + form.size_bytes)
+    padded = (part for form, data in media for part in (data, bytes(aligned(form.size_bytes) - form.size_bytes)))
+    try:
+        buffer = memory.share(padded)
+    except TooManyBuffersError as error:
+        raise ConfigError(f"{error}; replay fewer files at a time") from None
+    return tuple(MediaTensor(form, 1, buffer, offset) for (form, _), offset in zip(media, offsets, strict=True))
 
 
 def _score(tasks: Sequence[ScoreTask], settings: RewardSettings) -> int:
