@@ -124,7 +124,7 @@ class AsyncRewardClient:
         """
         started, deadline = time.monotonic(), self._deadline(timeout_s)
         groups = group_indices(samples)
-        sendable = [index for index, sample in enumerate(samples) if sample.media is None or sample.media.is_finite]
+        sendable = await asyncio.to_thread(_sendable, samples)
         parts = self._divide(samples, groups, sendable)
         found = await gathered([_or_missing(self._hedged(part, deadline)) for part in parts])
         rewards = _all_or_some(found, [part.groups for part in parts])
@@ -252,10 +252,12 @@ class AsyncRewardClient:
                 self._in_background(self.remove(ticket))
 
     async def _enqueue(self, part: _Part, deadline: Deadline, target: _Target) -> Ticket:
-        def make() -> tuple[int, HttpRequest]:
+        async def make() -> tuple[int, HttpRequest]:
             previous = target.avoid if target.index is None else target.index
             target.index = self._rotation.choose(time.monotonic(), previous)
-            return target.index, self._protocol.enqueue(self.settings.endpoints[target.index], part.samples)
+            endpoint = self.settings.endpoints[target.index]
+            # Media take long to encode, during which other requests go on.
+            return target.index, await asyncio.to_thread(self._protocol.enqueue, endpoint, part.samples)
 
         async def send(request: HttpRequest) -> Reply:
             assert target.index is not None, "chosen by `make`"
@@ -329,7 +331,7 @@ class AsyncRewardClient:
         """Return a reply on a part of the result of a ticket: the result, not ready, or not known."""
         protocol, settings = self._protocol, self.settings
 
-        def make() -> tuple[int, HttpRequest]:
+        async def make() -> tuple[int, HttpRequest]:
             wait_s = settings.polling.long_poll_s(self._num_waiting, settings.max_polls, deadline.left_s)
             return index, protocol.poll(endpoint, ticket, name, wait_s)
 
@@ -381,6 +383,11 @@ def _protocol_of(settings: ClientSettings) -> RewardProtocol:
     if settings.protocol == "v1":
         return V1Protocol(settings.rule)
     return CosmosProtocol(settings.rule, settings.extras, use_replica=settings.use_replica)
+
+
+def _sendable(samples: Sequence[RewardSample]) -> list[int]:
+    """Return the indices of the samples that a service would not refuse, and all others with them."""
+    return [index for index, sample in enumerate(samples) if sample.media is None or sample.media.is_finite]
 
 
 async def _or_missing(rewards: Coroutine[Any, Any, Rewards]) -> Rewards | RewardsMissingError:

@@ -32,7 +32,7 @@ class Deadline:
 
 
 async def exchange(
-    make: Callable[[], tuple[int, HttpRequest]],
+    make: Callable[[], Awaitable[tuple[int, HttpRequest]]],
     send: Callable[[HttpRequest], Awaitable[Reply]],
     *,
     expected: frozenset[int],
@@ -60,7 +60,7 @@ async def exchange(
     while True:
         if not deadline.left_s:
             raise RewardsLateError(f"a request was not sent within {deadline.timeout_s:g} s; raise timeout_s")
-        index, request = make()
+        index, request = await make()
         verdict, delay_s = Verdict.RETRY, None
         try:
             reply = await send(request)

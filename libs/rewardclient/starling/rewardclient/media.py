@@ -53,7 +53,7 @@ def pixels(array: Any, fps: float = 16.0) -> Media:
 
     Args:
         array: uint8, ``[H, W, 3]`` or ``[T, H, W, 3]``; of numpy, or a tensor of torch on any device.
-        fps: frames per second.
+        fps: frames per second; without effect on images.
 
     Raises:
         ConfigError: it is none.
@@ -72,13 +72,16 @@ def latents(array: Any, fps: float = 16.0) -> Media:
     """Return the media of a latent video.
 
     Args:
-        array: float16, float32 or bfloat16, ``[C, T, H, W]``; of numpy, or a tensor of torch on any device.
+        array: float16, float32 or bfloat16, ``[C, T, H, W]``; of numpy, or a tensor of torch on any device. numpy has
+            no bfloat16: give its bytes as uint8, ``[C, T, H, 2 W]``.
         fps: frames per second of the decoded video.
 
     Raises:
         ConfigError: it is none.
     """
     data, dtype = _to_numpy(array)
+    if dtype == "uint8" and data.ndim == 4 and data.shape[-1] % 2 == 0:
+        data, dtype = np.ascontiguousarray(data), BFLOAT16
     if dtype not in LATENT_DTYPES:
         raise ConfigError(f"latents have the dtype {dtype}; give {', '.join(LATENT_DTYPES)}")
     if data.ndim != 4 or not data.size:
@@ -92,7 +95,7 @@ def npy_bytes(array: Array) -> bytes:
     Raises:
         ConfigError: its dtype is not one of `NPY_DTYPES`.
     """
-    if array.dtype.str not in NPY_DTYPES:
+    if array.dtype not in [np.dtype(name) for name in NPY_DTYPES]:
         raise ConfigError(f"an array has the dtype {array.dtype.str}; give {', '.join(NPY_DTYPES)}")
     whole = np.ascontiguousarray(array)
     header = io.BytesIO()
@@ -113,8 +116,6 @@ def _to_numpy(array: Any) -> tuple[Array, str]:
         array = tensor.numpy()
     if not isinstance(array, np.ndarray):
         raise ConfigError(f"media are of type {type(array).__name__}; give an array of numpy or a tensor of torch")
-    if array.dtype.name == BFLOAT16 and array.ndim:  # of the package ml_dtypes
-        return np.ascontiguousarray(array).view(np.uint8), BFLOAT16
     little = array.astype(array.dtype.newbyteorder("<"), copy=False) if array.dtype.kind in "fiu" else array
     return little, array.dtype.name
 

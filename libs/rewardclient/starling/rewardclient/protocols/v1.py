@@ -104,17 +104,19 @@ class V1Protocol:
 
 def _sample(sample: RewardSample) -> dict[str, Any]:
     fields = {
-        "completion": sample.completion,
         "prompt": sample.prompt,
         "reference": sample.reference,
         "metadata": dict(sample.metadata),
         "num_tokens": sample.num_tokens,
         "truncated": sample.truncated,
-        "environment_reward": sample.environment_reward,
         "group": sample.group,
     }
-    given = {name: value for name, value in fields.items() if name == "completion" or value not in ("", None, {}, 0)}
-    return given if sample.media is None else given | {"media": _media(sample.media)}
+    given: dict[str, Any] = {"completion": sample.completion} | {name: one for name, one in fields.items() if one}
+    if sample.environment_reward is not None:
+        given["environment_reward"] = sample.environment_reward
+    if sample.media is not None:
+        given["media"] = _media(sample.media)
+    return given
 
 
 def _media(media: Media) -> dict[str, Any]:
