@@ -37,6 +37,8 @@ class Video:
     def score(self, batch):
         if "hang" in batch.prompts:
             time.sleep(3600.0)
+        if "slow" in batch.prompts:
+            time.sleep(1.0)
         if "raise" in batch.prompts:
             raise RuntimeError("no such video")
         return {"overall_reward": [float(one.mean()) for one in batch.pixels],
@@ -411,6 +413,24 @@ def test_limits(tmp_path: Path) -> None:
         assert (status, b"reward.http.max_samples is 2" in answer) == (429, True)
         pushed = lines(VIDEO, prompts=["a"], reward_fn={"mine": 1})
         assert raw.post("enqueue", pushed)[0] == 422, "nothing is pushed here"
+
+
+def test_requests_and_results_outlive_the_process_in_a_store(tmp_path: Path) -> None:
+    stored = RECIPE + 'store = "sqlite"\n'
+    videos = np.stack([np.full((3, 1, 2, 2), shade, np.uint8) for shade in (10, 30)])
+    meta = {"reward_fn": {"dance_grpo": 1.0}, "media_type": "video", "video_infos": [{"video_fps": 8}, {}]}
+    with service(tmp_path, stored) as port:
+        client = client_of(port)
+        done, _ = client.enqueue(videos, {"prompts": ["a", "b"], **meta})
+        before = client.fetch(done, None, "dance_grpo")
+        begun, _ = client.enqueue(videos, {"prompts": ["slow", "b"], **meta})
+        assert Raw(port).form("pull", uuid=begun)[0] == 400
+    with service(tmp_path, stored) as port:
+        client = client_of(port)
+        assert client.fetch(done, None, "dance_grpo") == before
+        after = client.fetch(begun, None, "dance_grpo")
+    assert after["scores"] == {"overall_reward": [10.0, 30.0], "vq_reward": [12.0, 17.0]}
+    assert after["input_info"] == before["input_info"]
 
 
 def test_replica_without_a_name_does_not_give_one(tmp_path: Path) -> None:

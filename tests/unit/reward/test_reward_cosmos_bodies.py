@@ -317,6 +317,14 @@ def test_sample_that_failed_has_a_null_and_a_reason() -> None:
     assert msgspec.json.decode(render(found, "o", "other", {}))["error"] == "sample 0: x sample 1: y"
 
 
+def test_request_that_was_not_scored_says_why() -> None:
+    result = RequestResult("id", (None,) * 2, (Status.REWARD_ERROR,) * 2, (("it is damaged.",),) * 2, {})
+    document = msgspec.json.decode(render(FinishedRequest(result=result, info={}, duration_s=0.0), "ocr", "judge", {}))
+    assert (document["scores"], document["error"]) == (None, "it is damaged.")
+    renamed = finished({"judge": (1.0,)})
+    assert msgspec.json.decode(render(renamed, "ocr", "ocr", {}))["error"] == "scorer 'ocr' gave no scores."
+
+
 def test_failure_has_all_fields() -> None:
     document = msgspec.json.decode(render_failure("ocr", {"shape": [1]}, "no"))
     assert list(document) == ["scores", "input_info", "duration", "decoded_duration", "type", "error"]

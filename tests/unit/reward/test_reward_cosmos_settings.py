@@ -114,6 +114,19 @@ def test_device_is_granted_to_the_worker(
     assert found == (device, seen, devices)
 
 
+@pytest.mark.parametrize(
+    ("redis", "store"),
+    [
+        ({"redis_host": "localhost", "redis_port": 6379}, {}),
+        ({"redis_host": "10.0.0.5", "redis_port": 0}, {}),
+        ({"redis_host": "10.0.0.5"}, {"store": "redis", "redis_url": "redis://10.0.0.5:6379/0"}),
+        ({"redis_host": "fd00::5", "redis_port": 7000}, {"store": "redis", "redis_url": "redis://[fd00::5]:7000/0"}),
+    ],
+)
+def test_redis_elsewhere_is_the_store(redis: dict[str, Any], store: dict[str, str]) -> None:
+    assert translate({**reward(), **redis}, "")["reward"]["http"] == {"enabled": True, **store}
+
+
 def test_environment_of_a_reward_type_is_that_of_its_worker() -> None:
     (scorer,) = translate(reward(venv_python="/root/hpsv3/bin/python"), "")["reward"]["scorers"]
     assert scorer["python"] == "/root/hpsv3/bin/python"
@@ -139,7 +152,6 @@ def test_keys_without_effect_are_logged() -> None:
         (reward(enable="yes"), "reward_args.0.enable = 'yes' must be of type true or false"),
         ({**reward(), "port": True}, "port = True must be of type integer"),
         ({**reward(), "prot": 8080}, "unknown setting prot = 8080; did you mean port"),
-        ({**reward(), "redis_host": "10.0.0.5"}, "redis_host = '10.0.0.5': results are kept by the service itself"),
         ({**reward(), "decode_args": {"model_pth": "x"}}, "unknown setting decode_args.model_pth"),
         ({**reward(), "decode_args": {"model_path": "x.pth"}}, "decode_args: latents are not decoded here"),
         ({"reward_args": ["hpsv3"]}, "reward_args.0 = 'hpsv3' is no table"),

@@ -26,7 +26,9 @@ def test_reward_type_without_a_scorer_is_refused_with_the_remedy(name: str) -> N
 def test_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = RewardModel("a.b:C", ("json", "no_such_package"), "no-such-package")
     monkeypatch.setitem(reward_models.REWARD_MODELS, "hpsv3", model)
-    with pytest.raises(ConfigError, match=r"needs no_such_package, which is not installed.*pip install no-such-package"):
+    with pytest.raises(
+        ConfigError, match=r"needs no_such_package, which is not installed.*pip install no-such-package"
+    ):
         check_name("hpsv3")
 
 

@@ -96,8 +96,7 @@ def translate(tree: Tree, origin: str) -> Tree:
 
 def _translated(tree: Tree) -> Tree:
     _check(tree, _SERVICE, "")
-    http: Tree = {"enabled": True, **{key: tree[key] for key in ("host", "port") if key in tree}}
-    _check_redis(tree)
+    http: Tree = {"enabled": True, **{key: tree[key] for key in ("host", "port") if key in tree}, **_store(tree)}
     _check_decoder(tree.get("decode_args", {}))
     reward: Tree = {
         "timeout_s": _TIMEOUT_S,
@@ -166,11 +165,12 @@ def _python(given: str, where: str) -> str:
     return given
 
 
-def _check_redis(tree: Tree) -> None:
-    """Raise ConfigError for a Redis server elsewhere; the one that Cosmos-RL starts itself is not needed."""
-    host = tree.get("redis_host", "")
-    if host not in _LOCAL and tree.get("redis_port", 1) > 0:
-        raise ConfigError(f"redis_host = {shown(host)}: results are kept by the service itself; remove it")
+def _store(tree: Tree) -> Tree:
+    """Return the settings of the store: of a Redis server elsewhere. The one that Cosmos-RL starts is not needed."""
+    host, port = tree.get("redis_host", ""), tree.get("redis_port", 6379)
+    if host in _LOCAL or port <= 0:
+        return {}
+    return {"store": "redis", "redis_url": f"redis://[{host}]:{port}/0" if ":" in host else f"redis://{host}:{port}/0"}
 
 
 def _check_decoder(decode: Tree) -> None:

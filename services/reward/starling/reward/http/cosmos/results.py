@@ -23,6 +23,9 @@ def render(finished: FinishedRequest, type: str, label: str, input_info: dict[st
         input_info: what `enqueue` found out about the media.
     """
     result = finished.result
+    if label not in result.scores:  # it was not scored at all, or by other scorers than there are now
+        problems = dict.fromkeys(problem for one in result.problems for problem in one)
+        return render_failure(type, input_info, " ".join(problems) or f"scorer {label!r} gave no scores.")
     failures = {index: text for index, text in enumerate(result.failures.get(label, ())) if text}
     num = len(result.statuses)
     document = {

@@ -177,8 +177,10 @@ async def _document(service: CosmosService, id: str, type: str) -> bytes | None:
 
 def _rendered(service: CosmosService, finished: FinishedRequest, type: str) -> bytes | None:
     info = finished.info
-    if type in info[TYPES] and type in service.scorers:
-        return render(finished, type, service.labels[service.scorers[type]], info[INPUT_INFO])
+    if type in info[TYPES]:
+        index = service.scorers.get(type)
+        label = type if index is None else service.labels[index]
+        return render(finished, type, label, info[INPUT_INFO])
     if type not in info[PUSHED]:
         asked = ", ".join([*info[TYPES], *info[PUSHED]])
         return render_failure(type, info[INPUT_INFO], f"the request did not ask for {type!r}; it asked for {asked}.")
