@@ -138,6 +138,22 @@ def test_function_is_called_for_each_completion_of_a_batch() -> None:
         assert pool.gauges()["workers_replaced"] == 0
 
 
+def test_quick_function_is_called_for_many_completions_at_a_time_and_one_that_hangs_alone_fails() -> None:
+    act = {"name": f"{CLASSES.with_name('misbehaving.py')}:act", "retries": 0}
+    with ScoringPool(RewardSettings.model_validate({"scorers": [act], "num_workers": 1, "timeout_s": 2.0})) as pool:
+        collect(pool, task(*["good"] * 200))  # it turns out to be quick
+        pool.submit(one := task(*["good"] * 3, "hang", *["good"] * 3))
+        scores, waits = list[Score](), set[str]()
+        while len(scores) < len(one.samples):
+            waits |= {wait.what for wait in pool.waits()}
+            scores += pool.poll(PATIENCE_S)
+    assert any("completions from" in what for what in waits), waits
+    assert any("on completion 3" in what for what in waits), waits
+    found = {score.completion: (score.value, score.status) for score in scores}
+    assert found.pop(3) == (None, Status.REWARD_TIMEOUT)
+    assert set(found.values()) == {(1.0, Status.OK)}
+
+
 def test_batch_without_a_score_that_does_not_count_is_not_repeated() -> None:
     found = scores_of(task("a", "b", "c"), settings("HalfNone", scorer={"key": "calls"}))
     assert [score.value for score in found] == [1.0, 1.0, 1.0], "the first call had all three"

@@ -85,6 +85,8 @@ class ScorerForm(NamedTuple):
     batch_size: int = 1
     media: Input = "text"
     """What it reads of the samples, besides the texts."""
+    is_function: bool = False
+    """It judges one completion at a time, so that a call may be of any number of them."""
 
 
 class MediaArray(NamedTuple):
@@ -136,7 +138,7 @@ def function_scorer(function: Callable[..., float], fields: tuple[str, ...]) -> 
                 is_exhausted = is_exhausted or _is_exhaustion(error)
         return BatchScores(tuple(values), tuple(problems), is_exhausted)
 
-    return LoadedScorer(ScorerForm(), score)
+    return LoadedScorer(ScorerForm(is_function=True), score)
 
 
 def class_scorer(name: str, scorer: Any) -> LoadedScorer:
@@ -168,10 +170,13 @@ def class_scorer(name: str, scorer: Any) -> LoadedScorer:
 def _form_of(name: str, scorer: Any) -> ScorerForm:
     """Return how a user's scorer is called. Raises ConfigError."""
     default = ScorerForm()
-    return checked_form(name, *(getattr(scorer, field, getattr(default, field)) for field in ScorerForm._fields))
+    keys, scope, batch_size, media = (
+        getattr(scorer, field, getattr(default, field)) for field in ("keys", "scope", "batch_size", "media")
+    )
+    return checked_form(name, keys, scope, batch_size, media, is_function=False)
 
 
-def checked_form(name: str, keys: Any, scope: Any, batch_size: Any, media: Any) -> ScorerForm:
+def checked_form(name: str, keys: Any, scope: Any, batch_size: Any, media: Any, is_function: bool) -> ScorerForm:
     """Return the form of scorer `name`, if what it declares is one. Raises ConfigError."""
     if isinstance(keys, str) or not isinstance(keys, Sequence) or not 0 < len(keys) <= MAX_KEYS:
         raise ConfigError(f"Scorer {name!r}: its `keys` must be 1 to {MAX_KEYS} names, not {keys!r}.")
@@ -187,7 +192,7 @@ def checked_form(name: str, keys: Any, scope: Any, batch_size: Any, media: Any) 
     if media not in INPUTS:
         known = ", ".join(map(repr, INPUTS))
         raise ConfigError(f"Scorer {name!r}: its `media` must be one of {known}, not {media!r}.")
-    return ScorerForm(tuple(keys), scope, batch_size, media)
+    return ScorerForm(tuple(keys), scope, batch_size, media, is_function)
 
 
 def _batch(samples: Samples) -> Batch:

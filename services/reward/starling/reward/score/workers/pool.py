@@ -8,9 +8,10 @@ readable or `next_deadline()` has passed, and calls `poll()`:
         poller.poll(...)               # on pool.fileno() among others, at most until pool.next_deadline()
         for score in pool.poll(): ...
 
-A *call* is one scorer on one completion, or on a batch of them. Calls are sent to workers in chunks of about `_CHUNK_S`
-of expected work, so that cheap scorers are not slowed by messages and expensive ones spread over the workers. A worker
-reports after each call, with the time; so the service always knows a worker's current call and when it began. Three
+A *call* is one scorer on one completion, or on a batch of them; a function that is quick gets several, too. Calls are
+sent to workers in chunks of about `_CHUNK_S` of expected work, so that cheap scorers are not slowed by messages and
+expensive ones spread over the workers. A worker reports after each call, with the time; so the service always knows a
+worker's current call and when it began. Three
 outcomes are failures:
 
     the call raised, or returned no finite number    reward_error     the worker continues
@@ -46,7 +47,7 @@ from starling.common.sandbox.output import OutputAllowance
 from starling.common.wire.messages import Status, Wait
 from starling.reward.core.media import MediaTensor, lacks
 from starling.reward.core.samples import LostCall, Sample, Score, ScoreTask
-from starling.reward.score.scorers.batch import SCORE, BatchScores, ScorerForm, checked_form
+from starling.reward.score.scorers.batch import MAX_BATCH, SCORE, BatchScores, ScorerForm, checked_form
 from starling.reward.score.workers.kinds import WorkerKind, kinds_of
 from starling.reward.score.workers.process import WorkerExit, WorkerProcess
 from starling.reward.score.workers.protocol import (
@@ -67,6 +68,8 @@ _CHUNK_S: Final = 0.004
 """Expected seconds of work in a chunk; a worker gets another chunk when it has less than this left."""
 _CHUNK_CALLS: Final = 64
 """Limit on the calls of a chunk. Twice as many reports fit a socket's buffer, so a worker never waits to report."""
+_SHORT_S: Final = 0.001
+"""Expected seconds of a call of a function for several completions: their reports would cost more than the work."""
 _UNKNOWN_S: Final = 0.05
 """Expected seconds of a call before the first measurement: one call at a time."""
 _MOST_FAILED_STARTS: Final = 3
@@ -176,7 +179,7 @@ class ScoringPool:
         self._kind_of = {spec.index: kind for kind in self._kinds for spec in kind.workers.scorers}
         self._limits_s = [scorer.timeout_s or settings.timeout_s for scorer in settings.scorers]
         self._expected_s = [_UNKNOWN_S] * len(settings.scorers)
-        """Of one call."""
+        """Of one call; of one completion where a function judges it."""
         self._forms: dict[int, ScorerForm] = {}
         """How each scorer is called; known once a worker has loaded it."""
         self._columns: dict[int, tuple[int, ...]] = {}
@@ -228,8 +231,19 @@ class ScoringPool:
         else:
             if form.media != "text":
                 positions = self._with_media(samples, form)
-            size = self._settings.scorers[scorer].batch_size or form.batch_size
-            kind.queue.extend(_Call(state, some, scorer) for some in _divided(state.task, positions, form, size))
+            calls = _divided(state.task, positions, form, self._batch_size(scorer, form))
+            kind.queue.extend(_Call(state, some, scorer) for some in calls)
+
+    def _batch_size(self, scorer: int, form: ScorerForm) -> int:
+        """Return how many completions a call of a scorer may have; for a function, what it does in `_SHORT_S`."""
+        if not form.is_function:
+            return self._settings.scorers[scorer].batch_size or form.batch_size
+        return max(1, int(min(MAX_BATCH, _SHORT_S / max(self._expected_s[scorer], 1e-9))))
+
+    def _expected_of(self, call: _Call) -> float:
+        """Return the expected seconds of a call."""
+        expected_s = self._expected_s[call.scorer]
+        return expected_s * len(call.positions) if self._forms[call.scorer].is_function else expected_s
 
     def _with_media(self, samples: _Undivided, form: ScorerForm) -> tuple[int, ...]:
         """Return the positions of the samples that a scorer of media can score; the others fail."""
@@ -464,11 +478,12 @@ class ScoringPool:
         begun_at = max(worker.begun_at, sent_at)
         finished_at = min(max(begun_at, report.finished_at), self._clock())  # in this order, NaN is not taken
         worker.begun_at = finished_at
-        self._expected_s[call.scorer] += 0.3 * (finished_at - begun_at - self._expected_s[call.scorer])
-        scores, keys = report.scores, self._forms[call.scorer].keys
+        scores, (keys, _, _, _, is_function) = report.scores, self._forms[call.scorer]
+        took_s = (finished_at - begun_at) / (len(call.positions) if is_function else 1)
+        self._expected_s[call.scorer] += 0.3 * (took_s - self._expected_s[call.scorer])
         names_its_scores = keys not in ((SCORE,), (self._settings.scorers[call.scorer].title,))
         found = [self._value(call.scorer, values) for values in scores.values]
-        if len(found) > 1 and all(value is None for value, _ in found) and self._separate(call):
+        if not is_function and all(value is None for value, _ in found) and self._separate(call):
             return
         for row, (position, (value, why)) in enumerate(zip(call.positions, found, strict=True)):
             problem, values = scores.problems[row], scores.values[row]
@@ -669,7 +684,7 @@ class ScoringPool:
             if call.state.cancelled:
                 queue.popleft()
                 continue
-            expected_s += self._expected_s[call.scorer]
+            expected_s += self._expected_of(call)
             if chunk and (call.state is not chunk[0].state or expected_s > _CHUNK_S):
                 break
             chunk.append(queue.popleft())
@@ -680,7 +695,7 @@ class ScoringPool:
         for call in chunk:
             indices = tuple([places.setdefault(position, len(places)) for position in call.positions])
             calls.append((worker.serial, call.scorer, indices))
-            expected_s = self._expected_s[call.scorer]
+            expected_s = self._expected_of(call)
             worker.calls.append(_SentCall(call, worker.serial, expected_s, now))
             worker.expected_s += expected_s
             worker.serial += 1
