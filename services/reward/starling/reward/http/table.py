@@ -37,6 +37,7 @@ from starling.reward.score.workers.shared import MediaMemory
 log = structlog.get_logger(__name__)
 
 RETRY_AFTER_S: Final = 1
+MAX_LOGGED: Final = 1000
 CLOSE_S: Final = 2.0
 """How long the last results may take to be stored when the service stops."""
 MAX_DEATHS: Final = 3
@@ -112,13 +113,15 @@ class RequestTable:
     @property
     def problem(self) -> str:
         """Why no request would be accepted; empty if one would."""
-        return self._store.problem
+        has_failed = self._tending is not None and self._tending.done() and not self._is_closed
+        return "it has failed; see the log" if has_failed else self._store.problem
 
     async def start(self) -> None:
         """Open the store, and begin to score the requests that it holds. Raises ConfigError."""
         await self._store.open()
         self._is_open = True
         self._tending = asyncio.create_task(self._tend())
+        self._tending.add_done_callback(_report_failure)
 
     def check_room(self, num_bytes: int) -> None:
         """Raise HttpError if a body of `num_bytes` would exceed the limit on memory."""
@@ -260,27 +263,38 @@ class RequestTable:
                 return
             for stored in taken:
                 if stored.id not in self._entries:
-                    self._score_again(stored)
-                await asyncio.sleep(0)  # reading bodies must not delay other clients
+                    await self._score_again(stored)
 
-    def _score_again(self, stored: StoredRequest) -> None:
+    async def _score_again(self, stored: StoredRequest) -> None:
         """Score a request of an instance that has gone, or answer it as failed where that cannot be done."""
-        self._hold(stored)
+        self._hold(stored, stored.num_bytes)  # its reader asks for room
+        try:
+            request = await self._read_again(stored)
+        except _UnusableRequest as error:
+            log.warning("stored_request_failed", id=stored.id, reason=str(error))
+            self.finish(_failed(stored, str(error)))
+            return
+        entry = self._entries.get(stored.id)
+        if entry is not None:  # it was not removed meanwhile
+            self._resize(entry, stored.num_bytes - request.media_bytes + ENTRY_BYTES)
+            self._submit(request)
+
+    async def _read_again(self, stored: StoredRequest) -> RewardRequest:
+        """Read a stored body, once there is room for it. Raises _UnusableRequest."""
         if stored.num_deaths > MAX_DEATHS:
-            problem = f"{stored.num_deaths} processes of the service ended while this request was scored."
-        else:
+            raise _UnusableRequest(f"{stored.num_deaths} processes of the service ended while this request was scored.")
+        reader = self._readers.get(stored.body.form)
+        if reader is None:
+            raise _UnusableRequest("the stored request is damaged, or of another version of the service.")
+        end = self._clock() + self._settings.timeout_s
+        while True:
             try:
-                request = self._readers[stored.body.form](stored.body.data, stored.id)
-            except KeyError:
-                problem = "the stored request cannot be read: it is damaged, or of another version of the service."
+                # In a thread: other clients are not to wait for it.
+                return await asyncio.to_thread(reader, stored.body.data, stored.id)
             except (HttpError, ValueError) as error:
-                problem = f"the request cannot be read again after a restart: {error}"
-            else:
-                self._resize(self._entries[stored.id], stored.num_bytes - request.media_bytes + ENTRY_BYTES)
-                self._submit(request)
-                return
-        log.warning("stored_request_failed", id=stored.id, reason=problem)
-        self.finish(_failed(stored, problem))
+                if not (isinstance(error, HttpError) and error.status == 429) or self._clock() >= end:
+                    raise _UnusableRequest(f"the request cannot be read again after a restart: {error}") from None
+            await asyncio.sleep(RETRY_AFTER_S)
 
     async def _keep(self, entry: _Entry, data: bytes) -> None:
         """Store a result, however long it takes; then only the store holds it."""
@@ -349,6 +363,15 @@ class RequestTable:
                 return await event.wait()
         except TimeoutError:
             return False
+
+
+class _UnusableRequest(Exception):
+    """A stored request that cannot be scored; one sentence says why."""
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("store_failed", error=repr(error)[:MAX_LOGGED])
 
 
 def _failed(stored: StoredRequest, problem: str) -> RequestResult:
