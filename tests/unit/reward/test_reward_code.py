@@ -10,46 +10,21 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from code_judge import PATIENCE_S, Judge, pool_of
 from sandbox_levels import ALL, STRONG
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox import execution, launch, syscalls
 from starling.common.sandbox.launch import Mechanism, problem_of
-from starling.common.wire.messages import CompletionText, Status
-from starling.reward.core.samples import PromptText, Score, group_task
-from starling.reward.score.scorers.code import program_of
+from starling.common.wire.messages import Status
 from starling.reward.score.scorers.registry import check_executor, resolve_scorer
 from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
-PATIENCE_S = 240.0
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
-
-
-class Judge:
-    """A pool with the scorer `code` only."""
-
-    def __init__(self, pool: ScoringPool) -> None:
-        self.pool, self.number = pool, 0
-
-    def score(self, *programs: str, reference: str = "", **metadata: Any) -> list[Score]:
-        self.number += 1
-        texts = (CompletionText(text=text, status=Status.OK, num_tokens=1) for text in programs)
-        prompt = PromptText("", reference, metadata)
-        self.pool.submit(group_task(f"score:{self.number}", enumerate(texts), prompt, (0,)))
-        scores: list[Score] = []
-        while len(scores) < len(programs):
-            new = self.pool.poll(PATIENCE_S)
-            assert new, "no score came"
-            scores += new
-        return sorted(scores, key=lambda score: score.completion)
-
-    def values(self, *programs: str, reference: str = "", **metadata: Any) -> list[float | None]:
-        return [score.value for score in self.score(*programs, reference=reference, **metadata)]
 
 
 JUDGES: dict[str, Judge] = {}
@@ -284,14 +259,6 @@ def test_program_that_sleeps_ends_at_its_limit_although_others_take_all_processo
         judge, tests = Judge(pool), [{"input": "", "output": "done"}]
         judge.values(BUSY, BUSY, tests=tests)  # both workers have started
         assert judge.values(BURNER, SLEEPER, tests=tests) == [0.0, 0.0]
-
-
-def pool_of(level: Mechanism, *, num_workers: int = 1, timeout_s: float = 20.0) -> ScoringPool:
-    if problem := problem_of(level):
-        pytest.skip(f"this machine does not offer the level {level}: {problem}")
-    scorer = {"name": "code", "timeout_s": 200.0, "options": {"timeout_s": timeout_s}}
-    settings = {"scorers": [scorer], "num_workers": num_workers, "sandbox": level}
-    return ScoringPool(RewardSettings.model_validate(settings))
 
 
 IN_FLIGHT = """
@@ -578,19 +545,6 @@ def test_code_is_resolved_outside_of_a_worker() -> None:  # as the dry run does
     resolve_scorer("code", {"partial": True})
     with pytest.raises(ConfigError, match="'code': timeout_s must be a number above 0"):
         resolve_scorer("code", {"timeout_s": 0})
-
-
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        ("print(1)", "print(1)"),
-        ("a\n```python\nprint(1)\n```\nb\n```py\nprint(2)\n```\n", "print(2)\n"),
-        ("```\nprint(1)\n", "print(1)\n"),
-        ("", ""),
-    ],
-)
-def test_last_block_is_the_program(completion: str, program: str) -> None:
-    assert program_of(completion) == program
 
 
 NOTES = """

@@ -14,22 +14,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import secrets
 import select
-import signal
 import socket
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from itertools import chain
+from typing import Final, NoReturn
 
 from starling.common.sandbox import syscalls
 from starling.common.sandbox.inside import Sessions, send_descriptors
+from starling.common.sandbox.programs.session import BEGUN, TOKEN_BYTES, Program, be_program
 from starling.common.sandbox.shortage import PROBED_EVERY_S, shortage_of_user
 from starling.common.sandbox.usage import MEASURED_EVERY_S, UNKNOWN, Meter, Usage, busy_s, waited_s
 
@@ -37,18 +34,17 @@ OUTPUT_BYTES: Final = 1 << 20
 """Limit on what a program may print; the rest is dropped."""
 _GRACE_S: Final = 30.0
 """How long the executor may take to start or to kill a session."""
-_NUM_DESCRIPTORS: Final = 3
-"""Of a session: the program with its token, and the writing ends of the pipes for its output and its report."""
+_MOST_SESSIONS: Final = 2
+_MOST_DESCRIPTORS: Final = 8
+"""Of a session: the program with its token, the writing ends of the pipes for its output and its report, and what else
+its kind has."""
 _KILLED: Final = b"killed"
 """Answer of the executor; what was short while the session ran may follow it."""
-_BEGUN: Final = b"b"
-"""First byte of a report: all is there that the program needs. What goes wrong before says nothing of the program."""
 _START, _MEASURE, _KILL = b"s", b"m", b"k"
 """Requests to the executor."""
 _ANSWER_BYTES: Final = 1 << 12
 _CHUNK: Final = 1 << 16
-_TOKEN_BYTES: Final = 16
-_REPORT_BYTES: Final = 2 + _TOKEN_BYTES
+_REPORT_BYTES: Final = 2 + TOKEN_BYTES
 
 
 class ExecutionError(Exception):
@@ -65,15 +61,6 @@ class ProgramResult:
     """What it printed, on both channels."""
     finished: bool
     """Whether it, and `check`, ran to their ends, and did not exit before. A program that looks for it can pretend."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    code: str
-    check: str
-    stdin: str
-    timeout_s: float
-    memory_mb: int
 
 
 _line: socket.socket | None = None
@@ -96,7 +83,13 @@ def start_executor(mechanism: str) -> None:
 
 
 def run_python(
-    code: str, *, check: str = "", stdin: str = "", timeout_s: float = 5.0, memory_mb: int = 1024
+    code: str,
+    *,
+    check: str = "",
+    stdin: str = "",
+    timeout_s: float = 5.0,
+    memory_mb: int = 1024,
+    output_bytes: int = OUTPUT_BYTES,
 ) -> ProgramResult:
     """Run a Python program, and then `check` with its names, in a session of their own.
 
@@ -106,6 +99,7 @@ def run_python(
         stdin: what the program reads.
         timeout_s: limit on both together, in seconds, without those in which others have the processors.
         memory_mb: limit on the address space, in MiB.
+        output_bytes: limit on what it may print; the rest is dropped.
 
     Where the executor has ended, this process ends, too: it could run no further program.
 
@@ -113,43 +107,80 @@ def run_python(
         ExecutionError: this process has no executor, as in the worker of a scorer that declares needs; or the program
             cannot be started, or has failed while others of its user may have had what it needs.
     """
+    return run_program(
+        Program("python", timeout_s, memory_mb, code=code, check=check, stdin=stdin), output_bytes=output_bytes
+    )
+
+
+def run_program(
+    program: Program,
+    *,
+    passed_fd: int | None = None,
+    peer: tuple[Program, int] | None = None,
+    output_bytes: int = OUTPUT_BYTES,
+    when_sent: Callable[[], object] = lambda: None,
+) -> ProgramResult:
+    """Run a program in a session of its own, as `run_python` does.
+
+    Args:
+        program: what to run.
+        passed_fd: descriptor that its kind has besides; the caller closes it.
+        peer: a program that runs in another session at the same time, and its descriptor; of its end nothing is known.
+        output_bytes: limit on what it may print; the rest is dropped.
+        when_sent: called when the sessions have the descriptors, to close those of which they wait for the end.
+
+    Raises:
+        ExecutionError: see `run_python`.
+    """
     if _line is None:
         raise ExecutionError(
             "programs can be run in workers of the reward service only, in a sandbox, and not by a scorer that "
             "declares needs, which the programs would get, too"
         )
     try:
-        return _run(_line, _Program(code, check, stdin, timeout_s, memory_mb))
+        return _run(_line, program, passed_fd, peer, output_bytes, when_sent)
     except (BrokenPipeError, ConnectionResetError):
         _end_without_executor()
     except OSError as error:
         raise ExecutionError(f"the program cannot be run ({error})") from None
 
 
-def _run(line: socket.socket, program: _Program) -> ProgramResult:
-    token = secrets.token_bytes(_TOKEN_BYTES)
+def _run(
+    line: socket.socket,
+    program: Program,
+    passed_fd: int | None,
+    peer: tuple[Program, int] | None,
+    output_bytes: int,
+    when_sent: Callable[[], object],
+) -> ProgramResult:
+    token = secrets.token_bytes(TOKEN_BYTES)
     with contextlib.ExitStack() as read:
         with contextlib.ExitStack() as passed:
-            described = os.memfd_create("program", os.MFD_CLOEXEC)
             (output, output_write), (report, report_write) = os.pipe(), os.pipe()
-            for stack, descriptors in ((read, (output, report)), (passed, (described, output_write, report_write))):
+            for stack, descriptors in ((read, (output, report)), (passed, (output_write, report_write))):
                 for descriptor in descriptors:
                     stack.callback(os.close, descriptor)
-            with os.fdopen(described, "wb", closefd=False) as file:
-                file.write(token + json.dumps(asdict(program)).encode())
+            own = [_described(program, token, passed), output_write, report_write]
+            sessions = [own if passed_fd is None else [*own, passed_fd]]
+            if peer is not None:
+                nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                passed.callback(os.close, nowhere)
+                described = _described(peer[0], secrets.token_bytes(TOKEN_BYTES), passed)
+                sessions.append([described, nowhere, nowhere, peer[1]])
             line.settimeout(_GRACE_S)
             num_oom_kills, busy_before_s = _num_oom_kills(), busy_s(unknown=0.0)
-            send_descriptors(line, _START, [described, output_write, report_write])
+            send_descriptors(line, _START + bytes(map(len, sessions)), list(chain.from_iterable(sessions)))
+        when_sent()
         try:
             begun = time.monotonic()
             delay_s = partial(_delay_s, line, program.timeout_s, begun, busy_before_s)
-            printed, reported, in_time = _collect(output, report, program.timeout_s, delay_s)
+            printed, reported, in_time = _collect(output, report, program.timeout_s, delay_s, output_bytes)
         finally:
             shortage = _end_session(line)
-    if not reported.startswith(_BEGUN):
+    if not reported.startswith(BEGUN):
         raise ExecutionError("its process ended, or its time was over, before it had what a program needs")
-    text = bytes(printed[:OUTPUT_BYTES]).decode("utf-8", "replace")
-    ended = bytes(reported[len(_BEGUN) :])
+    text = bytes(printed[:output_bytes]).decode("utf-8", "replace")
+    ended = bytes(reported[len(BEGUN) :])
     if shortage and not (in_time and ended.startswith(b"\0")):
         raise ExecutionError(f"it failed, perhaps for want of what programs of other completions had: {shortage}")
     if not in_time:
@@ -157,6 +188,15 @@ def _run(line: socket.socket, program: _Program) -> ProgramResult:
     if not ended and _num_oom_kills() != num_oom_kills:
         raise ExecutionError("the kernel has ended processes for want of memory, perhaps also this one")
     return ProgramResult(ended[0] if ended else 1, text, finished=ended == b"\0" + token)
+
+
+def _described(program: Program, token: bytes, passed: contextlib.ExitStack) -> int:
+    """Return a descriptor of a file without a name that describes a program, which `passed` closes."""
+    described = os.memfd_create("program", os.MFD_CLOEXEC)
+    passed.callback(os.close, described)
+    with os.fdopen(described, "wb", closefd=False) as file:
+        file.write(token + json.dumps(asdict(program)).encode())
+    return described
 
 
 def _num_oom_kills() -> int:
@@ -206,7 +246,7 @@ def _delay_s(line: socket.socket, timeout_s: float, begun: float, busy_before_s:
 
 
 def _collect(
-    output: int, report: int, timeout_s: float, delay_s: Callable[[], float]
+    output: int, report: int, timeout_s: float, delay_s: Callable[[], float], output_bytes: int = OUTPUT_BYTES
 ) -> tuple[bytearray, bytearray, bool]:
     """Read what the program prints and its report, until it has ended; return both, and whether it ended in time.
 
@@ -224,7 +264,7 @@ def _collect(
     while report in left and len(reported) < _REPORT_BYTES:  # what a child prints after its end does not count
         has_begun = bool(reported)
         for descriptor, _ in poller.poll(max(0.0, end - time.monotonic()) * 1000):
-            if not _read(descriptor, left[descriptor]):
+            if not _read(descriptor, left[descriptor], output_bytes):
                 poller.unregister(descriptor)
                 del left[descriptor]
         now = time.monotonic()  # before the delay is measured: until the answer is read, the program may wait again
@@ -235,20 +275,20 @@ def _collect(
             if end <= now:
                 return printed, reported, False
             end = max(end, time.monotonic() + MEASURED_EVERY_S)
-    while output in left and len(printed) <= OUTPUT_BYTES:  # a child may hold it open, and print on
+    while output in left and len(printed) <= output_bytes:  # a child may hold it open, and print on
         size = len(printed)
-        if not _read(output, printed) or len(printed) == size or time.monotonic() >= end:
+        if not _read(output, printed, output_bytes) or len(printed) == size or time.monotonic() >= end:
             break
     return printed, reported, True
 
 
-def _read(descriptor: int, into: bytearray) -> bool:
-    """Read what a pipe has now, and drop what is beyond `OUTPUT_BYTES`; return whether it is open."""
+def _read(descriptor: int, into: bytearray, limit: int) -> bool:
+    """Read what a pipe has now, and drop what is beyond `limit` bytes; return whether it is open."""
     try:
         data = os.read(descriptor, _CHUNK)
     except BlockingIOError:
         return True
-    if len(into) <= OUTPUT_BYTES:
+    if len(into) <= limit:
         into += data
     return bool(data)
 
@@ -265,29 +305,41 @@ def _execute_all(line: socket.socket, mechanism: str) -> NoReturn:
         syscalls.die_with_parent()
         os.closerange(3, line.fileno())
         os.closerange(line.fileno() + 1, 1024)
-        sessions = Sessions(mechanism, _be_program, leave=line.close, network=False)
+        sessions = Sessions(mechanism, be_program, leave=line.close, network=False)
         while True:
             sessions.prepare()
-            data, descriptors, _, _ = socket.recv_fds(line, 1, _NUM_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(line, 1 + _MOST_SESSIONS, _MOST_DESCRIPTORS)
             if not data:
                 break
-            answer = _run_session(line, sessions, descriptors)
+            answer = _run_sessions(line, sessions, descriptors, data[1:])
             line.send(answer)
         sessions.kill_all()
     finally:
         os._exit(0)
 
 
-def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]) -> bytes:
-    """Start a session, and kill it when the worker says so; return the answer to the worker."""
-    pid, shortage = None, shortage_of_user()
+def _run_sessions(line: socket.socket, sessions: Sessions, descriptors: list[int], sizes: bytes) -> bytes:
+    """Start sessions, and kill them when the worker says so; return the answer to the worker.
+
+    Args:
+        line: the socket of the worker.
+        sessions: starts them.
+        descriptors: of one session after the other.
+        sizes: number of descriptors of each.
+    """
+    pids, shortage = list[int](), shortage_of_user()
+    answer = _KILLED
     try:
-        pid = sessions.start(descriptors)
-        answer = _KILLED
+        for size in sizes:
+            own, descriptors = descriptors[:size], descriptors[size:]
+            try:
+                pids.append(sessions.start(own))
+            finally:
+                for descriptor in own:  # the worker sees the ends of the pipes when the session alone has them
+                    os.close(descriptor)
     except OSError as error:
         answer = f"no process can be started for it: {error}".encode()
-    finally:
-        for descriptor in descriptors:  # the worker sees the ends of the pipes when the session alone has them
+        for descriptor in descriptors:
             os.close(descriptor)
     request = _MEASURE
     while request == _MEASURE:
@@ -295,12 +347,18 @@ def _run_session(line: socket.socket, sessions: Sessions, descriptors: list[int]
             shortage = shortage or shortage_of_user()
         request = line.recv(1)
         if request == _MEASURE:
-            line.send(json.dumps(UNKNOWN if pid is None else Meter(pid).usage()).encode())
-    if pid is None:
-        return answer
+            line.send(json.dumps(_usage_of(pids)).encode())
     shortage = shortage or shortage_of_user()
-    sessions.kill(pid)
-    return answer + shortage.encode()
+    for pid in pids:
+        sessions.kill(pid)
+    return answer + (shortage.encode() if answer == _KILLED else b"")
+
+
+def _usage_of(pids: list[int]) -> Usage:
+    """Return the use of processors by sessions of which one waits for another."""
+    measured = [Meter(pid).usage() for pid in pids] or [UNKNOWN]
+    processor_s, delay_s, is_whole = zip(*measured, strict=True)
+    return Usage(sum(processor_s), sum(delay_s), all(is_whole))
 
 
 def _has_request(line: socket.socket) -> bool:
@@ -308,50 +366,3 @@ def _has_request(line: socket.socket) -> bool:
     poller = select.poll()
     poller.register(line, select.POLLIN)
     return bool(poller.poll(PROBED_EVERY_S * 1000))
-
-
-def _be_program(descriptors: list[int]) -> NoReturn:
-    """Run the program of a request in this process, and report that it has come to its end."""
-    status = 1
-    try:
-        passed, output, report = descriptors
-        with os.fdopen(passed, "rb") as file:
-            file.seek(0)
-            token = file.read(_TOKEN_BYTES)
-            program = _Program(**json.loads(file.read()))
-        given = os.memfd_create("stdin", 0)
-        os.write(given, program.stdin.encode())
-        os.lseek(given, 0, os.SEEK_SET)
-        for descriptor, standard in ((given, 0), (output, 1), (output, 2)):
-            os.dup2(descriptor, standard)
-        kept = os.dup2(report, 63, inheritable=False)
-        os.closerange(3, 63)
-        os.closerange(64, 1024)
-        syscalls.set_limits([(resource.RLIMIT_AS, program.memory_mb << 20)])
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.chdir(tempfile.gettempdir())
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
-        os.write(kept, _BEGUN)
-        status, finished = _run_source(program)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os.write(kept, bytes([status]) + (token if finished else bytes(len(token))))
-    finally:
-        os._exit(status)
-
-
-def _run_source(program: _Program) -> tuple[int, bool]:
-    """Return the exit status, and whether the program ran to its end."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        exec(compile(program.code, "<program>", "exec"), names)
-        if program.check:
-            exec(compile(program.check, "<check>", "exec"), names)
-    except SystemExit as end:
-        return (0 if end.code in (None, 0) else 1), False
-    except BaseException:  # noqa: BLE001 - a program may raise anything
-        with contextlib.suppress(BaseException):
-            traceback.print_exc()
-        return 1, False
-    return 0, True

@@ -43,7 +43,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "json_schema": f"{_PACKAGE}.schema:make_json_schema",
     "gsm8k": f"{_PACKAGE}.gsm8k:make_gsm8k",
     "math": f"{_PACKAGE}.mathematics:make_math",
-    "code": f"{_PACKAGE}.code:make_code",
+    "code": f"{_PACKAGE}.code.scorer:make_code",
     "environment": f"{_PACKAGE}.environment:make_environment",
     "length": f"{_PACKAGE}.length:make_length",
     "overlong": f"{_PACKAGE}.overlong:make_overlong",

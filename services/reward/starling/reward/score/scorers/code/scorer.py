@@ -1,0 +1,210 @@
+"""The scorer `code`: the share of tests that the program in the completion passes, each run in a session of its own.
+
+The process that runs the program has nothing of what is expected of it: what it prints, and what its functions return,
+is compared in the worker, and code of tests runs in another session, which calls the program's functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from starling.common.errors import ConfigError
+from starling.common.sandbox.execution import OUTPUT_BYTES, has_executor, run_python
+from starling.common.sandbox.programs.runs import call_function, check_program, compiled, run_compiled
+from starling.reward.score.scorers.code.blocks import LANGUAGES, Language, Source, program_of
+from starling.reward.score.scorers.code.compare import Rule, same_output, same_value
+from starling.reward.score.scorers.code.datasets import CallTest, CodeTest, OutputTest, Test, read_tests
+from starling.reward.score.scorers.registry import Scorer
+
+_STANDARDS: Final = tuple(f"{kind}{year}" for kind in ("gnu++", "c++") for year in (11, 14, 17, 20, 23))
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    timeout_s: float
+    memory_mb: int
+    compile_timeout_s: float
+    compile_memory_mb: int
+    compiler_options: tuple[str, ...]
+    compare: Rule
+    tolerance: float
+
+
+def make_code(
+    timeout_s: float = 5.0,
+    memory_mb: int = 1024,
+    partial: bool = False,
+    language: str = "auto",
+    compare: str = "lines",
+    tolerance: float = 0.0,
+    cpp_standard: str = "gnu++17",
+    compile_timeout_s: float = 30.0,
+    compile_memory_mb: int = 2048,
+) -> Scorer:
+    """Make the scorer `code`.
+
+    The program is the last block of Python or C++ between fences, or the whole completion without one (see `blocks`);
+    the tests are those of the row, in the forms of known data sets (see `datasets`).
+
+    Args:
+        timeout_s: limit of one test, in seconds; give the scorer's own `timeout_s` room for all tests.
+        memory_mb: limit on the address space of a program, in MiB.
+        partial: return the share of tests that pass, instead of 1 for all and 0 otherwise.
+        language: ``python`` or ``cpp``; ``auto`` for both.
+        compare: how outputs are compared: ``lines``, ``tokens`` or ``exact``, see `same_output`.
+        tolerance: by how much numbers in outputs and results may differ, absolutely or relatively; 0 for not at all.
+        cpp_standard: of g++.
+        compile_timeout_s: limit of a compilation, in seconds. A program is compiled once for all of its tests.
+        compile_memory_mb: limit on the address space of the compiler, in MiB.
+
+    Raises:
+        ConfigError: an option is not valid, or a language cannot be run.
+    """
+    positive = {
+        "timeout_s": timeout_s, "memory_mb": memory_mb, "compile_timeout_s": compile_timeout_s,
+        "compile_memory_mb": compile_memory_mb,
+    }  # fmt: skip
+    for name, value in positive.items():
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ConfigError(f"Scorer 'code': {name} must be a number above 0, not {value!r}.")
+    if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
+        raise ConfigError(f"Scorer 'code': tolerance must be a number from 0 to below 1, not {tolerance!r}.")
+    choices = {
+        "language": (language, ("auto", *LANGUAGES)),
+        "compare": (compare, get_args(Rule)),
+        "cpp_standard": (cpp_standard, _STANDARDS),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"Scorer 'code': {name} must be one of {', '.join(known)}, not {value!r}.")
+    if language == "cpp" and has_executor() and shutil.which("g++") is None:
+        raise ConfigError("Scorer 'code': language 'cpp' needs the program g++ on this machine; install it.")
+    limits = _Limits(
+        float(timeout_s), int(memory_mb), float(compile_timeout_s), int(compile_memory_mb),
+        (f"-std={cpp_standard}", "-O2", "-pipe", "-w"), _RULES[compare], float(tolerance),
+    )  # fmt: skip
+    wanted = _LANGUAGE_OF[language]
+
+    def passes(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
+        tests = read_tests(metadata, reference)
+        program = program_of(completion, wanted)
+        if program is None:
+            return 0.0
+        passed = 0
+        with _ready(program, limits) as run:
+            for test in tests:
+                if run is not None and run.passes(test):
+                    passed += 1
+                elif not partial:
+                    return 0.0
+        return passed / len(tests)
+
+    return passes
+
+
+_RULES: Final[dict[str, Rule]] = {rule: rule for rule in get_args(Rule)}
+_LANGUAGE_OF: Final[dict[str, Language | None]] = {"auto": None, "python": "python", "cpp": "cpp"}
+
+
+@contextlib.contextmanager
+def _ready(program: Source, limits: _Limits) -> Iterator[_Python | _Cpp | None]:
+    """Yield what runs the tests of a program; None if it cannot be compiled."""
+    if program.language == "python":
+        yield _Python(program.text, limits)
+        return
+    with compiled(
+        program.text,
+        options=limits.compiler_options,
+        timeout_s=limits.compile_timeout_s,
+        memory_mb=limits.compile_memory_mb,
+    ) as made:
+        yield None if made is None else _Cpp(made, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Python:
+    """A program in Python."""
+
+    text: str
+    limits: _Limits
+
+    def passes(self, test: Test) -> bool:
+        """Return whether the program passes a test."""
+        limits = self.limits
+        match test:
+            case OutputTest():
+                result = run_python(
+                    self.text,
+                    stdin=test.input,
+                    timeout_s=limits.timeout_s,
+                    memory_mb=limits.memory_mb,
+                    output_bytes=_room(test),
+                )
+                return result.status == 0 and _prints(result.output, test, limits)
+            case CallTest():
+                called = call_function(
+                    self.text,
+                    test.function,
+                    test.arguments,
+                    timeout_s=limits.timeout_s,
+                    memory_mb=limits.memory_mb,
+                )
+                same = (same_value(called.value, one, tolerance=limits.tolerance) for one in test.outputs)
+                return called.returned and any(same)
+            case CodeTest():
+                return check_program(
+                    _completed(self.text, test),
+                    test.code,
+                    setup=test.setup,
+                    entry_points=test.entry_points,
+                    timeout_s=limits.timeout_s,
+                    memory_mb=limits.memory_mb,
+                ).finished
+
+
+@dataclass(frozen=True, slots=True)
+class _Cpp:
+    """A compiled program. It passes no test that calls a function of Python."""
+
+    made: int
+    """Its descriptor."""
+    limits: _Limits
+
+    def passes(self, test: Test) -> bool:
+        """Return whether the program passes a test."""
+        if not isinstance(test, OutputTest):
+            return False
+        result = run_compiled(
+            self.made,
+            stdin=test.input,
+            timeout_s=self.limits.timeout_s,
+            memory_mb=self.limits.memory_mb,
+            output_bytes=_room(test),
+        )
+        return result.status == 0 and _prints(result.output, test, self.limits)
+
+
+def _room(test: OutputTest) -> int:
+    """Return how many bytes of output are read: more than what is expected, so that too much is not cut to it."""
+    return max(OUTPUT_BYTES, 2 * len(test.output.encode("utf-8", "replace")))
+
+
+def _prints(output: str, test: OutputTest, limits: _Limits) -> bool:
+    return same_output(output, test.output, rule=limits.compare, tolerance=limits.tolerance)
+
+
+def _completed(text: str, test: CodeTest) -> str:
+    """Return the program with the beginning that its prompt has, where it goes on from that or may need its imports."""
+    if not test.prompt:
+        return text
+    defines = any(
+        line.startswith((f"def {name}(", f"async def {name}("))
+        for name in test.entry_points
+        for line in text.splitlines()
+    )
+    return f"{test.prompt}\n{text}" if defines else test.prompt + text
