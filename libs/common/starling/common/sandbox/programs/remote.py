@@ -343,8 +343,9 @@ def _replace(old: Any, new: Any) -> None:
     elif isinstance(old, dict) and isinstance(new, dict):
         old.clear()
         old.update(new)
-    elif isinstance(old, set | deque) and isinstance(new, set | deque):
+    elif isinstance(old, set) and isinstance(new, set):
         old.clear()
-        old |= new if isinstance(old, set) else ()
-        if isinstance(old, deque):
-            old.extend(new)
+        old |= new
+    elif isinstance(old, deque) and isinstance(new, deque):
+        old.clear()
+        old.extend(new)

@@ -79,9 +79,9 @@ def make_code(
         "compare": (compare, get_args(Rule)),
         "cpp_standard": (cpp_standard, _STANDARDS),
     }
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ConfigError(f"Scorer 'code': {name} must be one of {', '.join(known)}, not {value!r}.")
+    for name, (choice, known) in choices.items():
+        if choice not in known:
+            raise ConfigError(f"Scorer 'code': {name} must be one of {', '.join(known)}, not {choice!r}.")
     if language == "cpp" and has_executor() and shutil.which("g++") is None:
         raise ConfigError("Scorer 'code': language 'cpp' needs the program g++ on this machine; install it.")
     limits = _Limits(
