@@ -1,1 +1,1 @@
-"""Programs that a model wrote: what runs in their sessions, and how a worker runs, calls, compiles and checks them."""
+"""Programs that a model wrote, inside their sessions: what is executed by kind, and calls between two sessions."""

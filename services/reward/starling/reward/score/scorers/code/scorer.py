@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.execution import OUTPUT_BYTES, has_executor, run_python
-from starling.common.sandbox.programs.runs import call_function, check_program, compiled, run_compiled
+from starling.common.sandbox.program_runs import call_function, check_program, compiled, run_compiled
 from starling.reward.score.scorers.code.blocks import LANGUAGES, Language, Source, program_of
 from starling.reward.score.scorers.code.compare import Rule, same_output, same_value
 from starling.reward.score.scorers.code.datasets import CallTest, CodeTest, OutputTest, Test, read_tests
