@@ -38,7 +38,10 @@ CHECKS: Final = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-RULES: Final = ("than the first of the group", "cannot be encoded", "is nested more than")
+RULES: Final = (
+    *("than the first of the group", "cannot be encoded", "is nested more than", "completion is missing"),
+    *("media.npy of sample", "no attributes of latents"),
+)
 """Of the API that JSON Schema cannot express: requests that break one of them may be refused though they fit."""
 BOTH: Final = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 OPERATIONS: Final = [
@@ -47,6 +50,8 @@ OPERATIONS: Final = [
     *(("DELETE", "/v1/rewards/{id}", mode) for mode in BOTH),
     # Without parameters, no request can be wrong.
     *(("GET", path, GenerationMode.POSITIVE) for path in ("/v1/scorers", "/healthz", "/readyz", "/metrics")),
+    # Every value of a form is a text, so that none is of a wrong type.
+    *(("POST", f"/api/reward/{name}", GenerationMode.POSITIVE) for name in ("pull", "push", "ping", "latent_attr")),
 ]
 
 

@@ -386,6 +386,50 @@ def test_reward_worker_pushes_the_scores_that_a_request_waits_for(port: int) -> 
     assert client.fetch(id, replica, "mine") == found, "the first push counts"
 
 
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    """Return a body with some bytes changed, doubled, removed, or put elsewhere; mostly at its beginning."""
+    found = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        at = min(int(rng.expovariate(1 / 120)), len(found) - 1)
+        match rng.randrange(4):
+            case 0:
+                found[at] = rng.randrange(256)
+            case 1:
+                del found[at : at + rng.randrange(1, 40)]
+            case 2:
+                found[at:at] = found[rng.randrange(len(found)) :][: rng.randrange(1, 40)]
+            case 3:
+                found = found[: rng.randrange(1, len(found))] or bytearray(b"x")
+        if not found:
+            return b""
+    return bytes(found)
+
+
+def test_mutated_bodies_are_refused_or_scored_and_leave_nothing(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    latents = np.ones((1, 16, 1, 2, 2), np.float16)
+    with service(tmp_path) as port:
+        raw, statuses, ids = Raw(port), set[int](), []
+        valid = [
+            lines(VIDEO, prompts=["a"], reward_fn={"ocr": 1}, media_type="video", video_infos=[{"video_fps": 16.0}]),
+            lines(latents, prompts=["a"], reward_fn={"latent_mean": 1.0, "ocr": 0.5}),
+        ]
+        for number in range(400):
+            status, answer = raw.post("enqueue", mutated(rng, valid[number % 2]))
+            statuses.add(status)
+            assert status in (200, 422), answer
+            if status == 200:
+                ids.append(json.loads(answer)["uuid"])
+            else:
+                assert json.loads(answer)["detail"]
+        assert statuses == {200, 422}
+        for id in ids:  # also those of the types of numbers that mutations made
+            raw.until_ready(uuid=id, type="ocr")
+        assert client_of(port).fetch(
+            *client_of(port).enqueue(VIDEO, {"prompts": ["a"], "reward_fn": {"ocr": 1}}), "ocr"
+        )
+
+
 LIMITS = """
 max_memory_mb = 2
 max_media_mb = 1

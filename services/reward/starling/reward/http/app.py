@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from starling.reward.http.body import Application, LimitedBodies
 from starling.reward.http.cosmos.routes import CosmosService, body_limits, cosmos_routes
-from starling.reward.http.errors import HttpError
+from starling.reward.http.errors import REFUSALS, HttpError
 from starling.reward.http.metrics import render
 from starling.reward.http.schema import AskedRewards, RewardsReader, Wait, render_result, rewards_schema
 from starling.reward.http.settings import HttpSettings
@@ -31,17 +31,6 @@ LARGE_BYTES: Final = 1 << 20
 """A larger body is read in a thread of its own."""
 JSON: Final = "application/json"
 RequestId = Annotated[str, Path(max_length=100)]
-_REFUSALS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"description": text}
-    for status, text in (
-        (401, "no token, or a wrong one"),
-        (408, "the body took too long"),
-        (413, "the body is too large"),
-        (422, "the body is not valid; `detail` says why"),
-        (429, "a limit is reached; try again after `retry-after` seconds"),
-        (503, "the service starts or stops, or cannot reach its store; try again after `retry-after` seconds"),
-    )
-}
 
 
 def make_application(
@@ -90,7 +79,7 @@ class TokenCheck:
 def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status: Callable[[], ServiceStatus]) -> None:
     described = {"requestBody": {"required": True, "content": {JSON: {"schema": rewards_schema()}}}}
 
-    @app.post("/v1/rewards", responses={202: {"description": "being scored"}, **_REFUSALS}, openapi_extra=described)
+    @app.post("/v1/rewards", responses={202: {"description": "being scored"}, **REFUSALS}, openapi_extra=described)
     async def ask(request: Request) -> Response:
         """Score samples; the answer has the rewards if they come within `wait_s`, else the id of the request."""
         data = await request.body()

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from starling.common.errors import StarlingError
+
+Responses = dict[int | str, dict[str, Any]]
+"""Descriptions of answers by their status, as FastAPI has them."""
+REFUSALS: Final[Responses] = {
+    status: {"description": text}
+    for status, text in (
+        (401, "no token, or a wrong one"),
+        (408, "the body took too long"),
+        (413, "the body is too large"),
+        (422, "the body is not valid; `detail` says why"),
+        (429, "a limit is reached; try again after `retry-after` seconds"),
+        (503, "the service starts or stops, or cannot reach its store; try again after `retry-after` seconds"),
+    )
+}
+"""Descriptions of the statuses of requests that are refused."""
 
 
 class HttpError(StarlingError):

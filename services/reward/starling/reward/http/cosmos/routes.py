@@ -20,12 +20,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from starling.reward.http.cosmos.enqueue import MAX_LINE_BYTES
-from starling.reward.http.cosmos.forms import FORM, read_form, short_field
+from starling.reward.http.cosmos.forms import FORM, MAX_FIELDS, MAX_NAME_CHARACTERS, read_form, short_field
 from starling.reward.http.cosmos.latents import read_attributes
 from starling.reward.http.cosmos.pushed import PushedScores
 from starling.reward.http.cosmos.request import INPUT_INFO, PUSHED, TYPES, Enqueued, read_enqueue
 from starling.reward.http.cosmos.results import render, render_failure
-from starling.reward.http.errors import HttpError
+from starling.reward.http.errors import REFUSALS, HttpError, Responses
 from starling.reward.http.schema import memory_of
 from starling.reward.http.stores.store import FinishedRequest, RequestBody
 from starling.reward.http.table import RETRY_AFTER_S, RequestTable
@@ -87,7 +87,9 @@ def scorers_by_type(scorers: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 def cosmos_routes(service: CosmosService) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(prefix=PREFIX, tags=["Cosmos-RL"])
+    router = APIRouter(prefix=PREFIX, tags=["Cosmos-RL"], responses=REFUSALS)
+    not_ready: Responses = {400: {"description": "no scores yet, or no such uuid"}}
+    not_expected: Responses = {404: {"description": "no request waits for a push of this type"}}
 
     @router.post("/enqueue", openapi_extra=_body("application/octet-stream", {"type": "string", "format": "binary"}))
     async def enqueue(request: Request) -> Response:
@@ -107,7 +109,7 @@ def cosmos_routes(service: CosmosService) -> APIRouter:
             answer["replica_id"] = service.replica_id
         return JSONResponse(answer)
 
-    @router.post("/pull", openapi_extra=_form("uuid", type="type"))
+    @router.post("/pull", responses=not_ready, openapi_extra=_form("uuid", type="type"))
     async def pull(request: Request) -> Response:
         """Return the scores of one type, as often as asked for; 400 while they are not there."""
         fields = await _fields(request, "uuid")
@@ -117,7 +119,7 @@ def cosmos_routes(service: CosmosService) -> APIRouter:
             return JSONResponse({"message": f"Not found scores for {id}"}, 400)
         return Response(document, media_type="application/json")
 
-    @router.post("/push", openapi_extra=_form("uuid", "scores", "type"))
+    @router.post("/push", responses=not_expected, openapi_extra=_form("uuid", "scores", "type"))
     async def push(request: Request) -> Response:
         """Give the scores of a type of `reward.http.pushed_types`; those that come first count."""
         fields = await _fields(request, "uuid", "scores", "type")
@@ -190,9 +192,12 @@ def _rendered(service: CosmosService, finished: FinishedRequest, type: str) -> b
 
 
 def _form(*required: str, **optional: str) -> dict[str, Any]:
-    names = [*required, *optional.values()]
-    properties = {name: {"type": "string"} for name in names}
-    return _body(FORM, {"type": "object", "properties": properties, "required": list(required)})
+    short = {"type": "string", "maxLength": MAX_NAME_CHARACTERS}
+    properties = {
+        name: short if name in ("uuid", "type") else {"type": "string"} for name in (*required, *optional.values())
+    }
+    schema = {"type": "object", "properties": properties, "required": list(required), "maxProperties": MAX_FIELDS}
+    return _body(FORM, schema)
 
 
 def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
