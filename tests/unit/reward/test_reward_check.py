@@ -11,7 +11,7 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import choose
 from starling.reward.score.scorers.gym import make_gym
-from starling.reward.score.scorers.registry import BUILT_IN
+from starling.reward.score.scorers.registry import BUILT_IN, BUILT_IN_CLASSES
 from starling.reward.score.workers.pool import check_scorers
 from starling.reward.settings import RewardSettings
 
@@ -28,8 +28,9 @@ def test_every_built_in_scorer_can_be_used() -> None:
         "overlong": {"max_tokens": 8, "buffer": 2},
         "regex": {"pattern": "(.*)"},
         "length": {"max_tokens": 8},
+        "ocr": {"recogniser": "bitmap"},
     }
-    names = [*BUILT_IN, "reasoning_gym:spell_backward"]
+    names = [*BUILT_IN, *BUILT_IN_CLASSES, "reasoning_gym:spell_backward"]
     scorers = [{"name": name, "options": needed.get(name, {})} for name in names]
     level = "process" if choose("auto").mechanism == "process" else "auto"
     check_scorers(RewardSettings.model_validate({"scorers": scorers, "sandbox": level}))

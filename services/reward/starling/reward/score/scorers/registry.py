@@ -50,18 +50,33 @@ BUILT_IN: Final[dict[str, str]] = {
     "repetition": f"{_PACKAGE}.repetition:make_repetition",
 }
 """The function that makes each built-in scorer from its options, as ``module:function``."""
+_MEDIA: Final = f"{_PACKAGE}.media"
+BUILT_IN_CLASSES: Final[dict[str, str]] = {
+    "brightness": f"{_MEDIA}.colour:Brightness",
+    "target_colour": f"{_MEDIA}.colour:TargetColour",
+    "colourfulness": f"{_MEDIA}.colour:Colourfulness",
+    "motion": f"{_MEDIA}.motion:Motion",
+    "smoothness": f"{_MEDIA}.motion:Smoothness",
+    "flicker": f"{_MEDIA}.motion:Flicker",
+    "first_frame_consistency": f"{_MEDIA}.motion:FirstFrameConsistency",
+    "sharpness": f"{_MEDIA}.detail:Sharpness",
+    "jpeg_compressibility": f"{_MEDIA}.detail:JpegCompressibility",
+    "latent_target": f"{_MEDIA}.latents:LatentTarget",
+    "ocr": f"{_MEDIA}.ocr:WrittenText",
+}
+"""The class of each built-in scorer of pixels or latents, as ``module:class``."""
 _REASONING_GYM: Final = f"{_PACKAGE}.gym:make_gym"
 _RUNS_PROGRAMS: Final = "code"
 
 
 def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is built in, installed, or has the form of a user's scorer; imports nothing."""
-    if name in BUILT_IN or is_import_path(name) or name in (installed := plug_ins()):
+    if name in BUILT_IN or name in BUILT_IN_CLASSES or is_import_path(name) or name in (installed := plug_ins()):
         return
     if name in REWARD_MODELS or name in COSMOS_TYPES:
         check_reward_model(name)
         return
-    known = nearest(name, [*BUILT_IN, *installed, REASONING_GYM_PREFIX + "<task>"])
+    known = nearest(name, [*BUILT_IN, *BUILT_IN_CLASSES, *installed, REASONING_GYM_PREFIX + "<task>"])
     raise ConfigError(
         f"There is no scorer {name!r}: {known}; your own function or class is named `module:function` or "
         "`path/to/file.py:function`."
@@ -184,9 +199,11 @@ def _make(name: str, maker: str, subject: tuple[str, ...], options: dict[str, An
 
 
 def _import(name: str) -> Any:
-    """Import what a user's or an installed scorer is. Raises ConfigError."""
+    """Import what a user's or an installed scorer is, or a built-in class. Raises ConfigError."""
     if is_import_path(name):
         return import_object(name, "Scorer")
+    if name in BUILT_IN_CLASSES:
+        return import_object(BUILT_IN_CLASSES[name], "Scorer")
     installed = plug_ins()
     return import_object(installed[name] if name in installed else REWARD_MODELS[name].scorer, "Scorer")
 

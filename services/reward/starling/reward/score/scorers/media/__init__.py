@@ -1,0 +1,1 @@
+"""Scorers of pixels and latents: measures of images and videos, without any model."""
