@@ -53,6 +53,9 @@ class Proxy:
     def __init__(self, port: int, rule: Callable[[Seen], Fault]) -> None:
         self._target, self.rule = port, rule
         self.seen: list[Seen] = []
+        self._open, self._lock = Counter[str](), threading.Lock()
+        self.most_open = Counter[str]()
+        """How many requests there were at once, by path, or by method of those to `/v1`."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._ended = threading.Event()
@@ -87,23 +90,38 @@ class Proxy:
             if request is None:
                 return
             self.seen.append(request)
-            fault = self.rule(request)
-            match fault.kind:
-                case "reset":
+            with self._counted(request.method if request.path.startswith("/v1") else request.path):
+                self._answer(connection, request)
+
+    def _answer(self, connection: socket.socket, request: Seen) -> None:
+        fault = self.rule(request)
+        match fault.kind:
+            case "reset":
+                _reset(connection)
+            case "stall":
+                self._ended.wait(PATIENCE_S)
+            case "answer":
+                connection.sendall(_reply(fault))
+            case _:
+                self._ended.wait(fault.delay_s)
+                reply = self._passed(request)
+                if fault.kind == "cut":
+                    connection.sendall(reply[: len(reply) - 20])
+                if fault.kind != "pass":
                     _reset(connection)
-                case "stall":
-                    self._ended.wait(PATIENCE_S)
-                case "answer":
-                    connection.sendall(_reply(fault))
-                case _:
-                    self._ended.wait(fault.delay_s)
-                    reply = self._passed(request)
-                    if fault.kind == "cut":
-                        connection.sendall(reply[: len(reply) - 20])
-                    if fault.kind != "pass":
-                        _reset(connection)
-                    else:
-                        connection.sendall(reply)
+                else:
+                    connection.sendall(reply)
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        with self._lock:
+            self._open[what] += 1
+            self.most_open[what] = max(self.most_open[what], self._open[what])
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[what] -= 1
 
     def _passed(self, request: Seen) -> bytes:
         """Pass a request to the service; return the reply."""

@@ -131,6 +131,42 @@ def test_cosmos_images_are_one_array_after_a_line() -> None:
     assert (shape, dtype, elements) == ((2, 4, 5, 3), "uint8", VIDEO[:1].tobytes() * 2)
 
 
+def test_cosmos_tags_have_an_element_for_each_sample() -> None:
+    samples = [
+        RewardSample(media=pixels(VIDEO[0])),
+        RewardSample(media=pixels(VIDEO[0]), metadata={"geneval_tags": "color"}),
+    ]
+    fields = body_of(cosmos().enqueue(COSMOS, samples).content)[0]
+    assert fields["geneval_tags"] == [None, "color"]
+    assert "geneval_includes" not in fields
+
+
+@pytest.mark.parametrize(
+    ("status", "score", "expected"),
+    [
+        ("ok", 1.0, "ok"),
+        ("truncated", 1.0, "truncated"),
+        ("reward_error", 1.0, "ok"),
+        ("ok", None, "reward_error"),
+        ("truncated", None, "reward_error"),
+        ("reward_timeout", None, "reward_timeout"),
+    ],
+)
+def test_v1_status_fits_the_reward_of_the_clients_rule(status: str, score: float | None, expected: str) -> None:
+    result = {
+        "rewards": [None],
+        "statuses": [status],
+        "problems": [["why"]],
+        "scores": {"q/b": [score], "q": [9.0], "r": [None]},
+        "evaluation_scores": {"e": [0.5]},
+    }
+    rule = RewardRule(functions=(RewardFunction(name="q", score_key="b"),))
+    found = V1Protocol(rule).read_result(ticket(1), [json.dumps(result).encode()])
+    assert (found.rewards, found.statuses) == ((score,), (expected,))
+    assert found.problems[0][0] == "why"
+    assert found.evaluation_scores == {"e": (0.5,)}
+
+
 def test_cosmos_videos_have_their_channels_second() -> None:
     sent = cosmos().enqueue(COSMOS, [RewardSample(media=pixels(VIDEO, 8.0))])
     fields, shape, dtype, elements = body_of(sent.content)
@@ -183,7 +219,7 @@ def test_cosmos_reward_is_combined_from_all_types() -> None:
     assert found.rewards == (0.5, None)
     assert found.statuses == ("ok", "reward_error")
     assert found.problems[1] == ("scorer 'dance_grpo' has no score for this sample: x",)
-    assert found.scores["pickscore/pickscore"] == (0.25, 0.5)
+    assert found.scores["pickscore"] == (0.25, 0.5)
     assert found.scores["dance_grpo/mq_reward"] == (0.5, None)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 from starling.common.errors import ConfigError
 from starling.rewardclient.errors import TooFewRewardsError
 
 OK: Final = "ok"
+TRUNCATED: Final = "truncated"
 REWARD_ERROR: Final = "reward_error"
 REWARD_TIMEOUT: Final = "reward_timeout"
 MAX_SHOWN: Final = 3
@@ -51,6 +52,8 @@ class Rewards:
     """Of each scorer by its label, and by ``label/key`` of those with several scores."""
     groups: tuple[int, ...]
     """Number of each sample's group."""
+    evaluation_scores: Mapping[str, Column] = field(default_factory=dict)
+    """As `scores`, of scorers that are no part of the reward."""
     wait_s: float = 0.0
     """From the call to the last reward, in seconds."""
     num_hedged: int = 0
@@ -124,20 +127,16 @@ def merge(parts: Sequence[tuple[Sequence[int], Rewards]], groups: Sequence[int])
     num = len(groups)
     rewards: list[float | None] = [None] * num
     statuses, problems = [REWARD_ERROR] * num, [()] * num  # type: tuple[list[str], list[tuple[str, ...]]]
-    scores: dict[str, list[float | None]] = {}
     for indices, part in parts:
         for position, index in enumerate(indices):
             rewards[index] = part.rewards[position]
             statuses[index], problems[index] = part.statuses[position], part.problems[position]
-        for name, column in part.scores.items():
-            whole = scores.setdefault(name, [None] * num)
-            for index, value in zip(indices, column, strict=True):
-                whole[index] = value
     return Rewards(
         rewards=tuple(rewards),
         statuses=tuple(statuses),
         problems=tuple(problems),
-        scores={name: tuple(column) for name, column in scores.items()},
+        scores=_merged([(indices, part.scores) for indices, part in parts], num),
+        evaluation_scores=_merged([(indices, part.evaluation_scores) for indices, part in parts], num),
         groups=tuple(groups),
         wait_s=max((part.wait_s for _, part in parts), default=0.0),
         num_hedged=sum(part.num_hedged for _, part in parts),
@@ -163,6 +162,16 @@ def check_rate(rate: float) -> None:
     """Raise ConfigError unless `rate` is a share."""
     if not 0.0 <= rate <= 1.0:
         raise ConfigError(f"min_valid_rate is {rate!r}; give a share from 0 to 1")
+
+
+def _merged(parts: Sequence[tuple[Sequence[int], Mapping[str, Column]]], num: int) -> dict[str, Column]:
+    wholes: dict[str, list[float | None]] = {}
+    for indices, columns in parts:
+        for name, column in columns.items():
+            whole = wholes.setdefault(name, [None] * num)
+            for index, value in zip(indices, column, strict=True):
+                whole[index] = value
+    return {name: tuple(whole) for name, whole in wholes.items()}
 
 
 def _rate(rewards: Column) -> float:

@@ -35,6 +35,8 @@ from starling.rewardclient.settings import Endpoint
 
 REPLICA_HEADER: Final = "x-lepton-replica-target"
 OWN_FIELDS: Final = ("prompts", "reward_fn", "video_infos", "media_type")
+PER_SAMPLE: Final = ("geneval_tags", "geneval_includes")
+"""Metadata of samples that have a field in the request, with one element for each sample."""
 FIELDS_BYTES: Final = 100
 PIXEL_CHANNELS: Final = 3
 """Services take what has so many channels for pixels, whatever the media type says."""
@@ -75,6 +77,11 @@ class CosmosProtocol:
         media = [sample.media for sample in samples if sample.media is not None]
         fields = {
             **self._extras,
+            **{
+                name: [sample.metadata.get(name) for sample in samples]
+                for name in PER_SAMPLE
+                if any(name in sample.metadata for sample in samples)
+            },
             "prompts": [sample.prompt for sample in samples],
             # The service leaves out what has no positive weight, and uses weights for nothing else.
             "reward_fn": {function.name: abs(function.weight) for function in self._rule.used},
@@ -114,7 +121,11 @@ class CosmosProtocol:
             rewards=combined.rewards,
             statuses=combined.statuses,
             problems=combined.problems,
-            scores={f"{name}/{key}": one for name, found in scores.items() for key, one in found.columns.items()},
+            scores={
+                name if key == name else f"{name}/{key}": column
+                for name, found in scores.items()
+                for key, column in found.columns.items()
+            },
             groups=ticket.groups,
         )
 

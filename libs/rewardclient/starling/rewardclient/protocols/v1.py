@@ -24,7 +24,7 @@ from starling.rewardclient.protocols.protocol import (
     read_numbers,
     read_text,
 )
-from starling.rewardclient.rewards import REWARD_ERROR, Rewards
+from starling.rewardclient.rewards import OK, REWARD_ERROR, TRUNCATED, Rewards
 from starling.rewardclient.samples import RewardSample
 from starling.rewardclient.settings import Endpoint
 
@@ -82,24 +82,32 @@ class V1Protocol:
         statuses = _texts(found.get("statuses"), num)
         problems = _problems(found.get("problems"), num)
         scores = _columns(found.get("scores"), num)
-        if rewards is None or statuses is None or problems is None or scores is None:
+        evaluation_scores = _columns(found.get("evaluation_scores", {}), num)
+        if rewards is None or statuses is None or problems is None or scores is None or evaluation_scores is None:
             raise AnswerInvalidError(f"the result of request {ticket.id} does not have the fields of {num} samples")
         if self._rule.functions:
-            combined = combine(self._rule, _by_scorer(scores, found), num)
-            # A sample that was cut off keeps its status, and problems of scorers that do not count are kept.
-            statuses = tuple(
-                own if reward is not None and own == "truncated" else new
-                for own, new, reward in zip(statuses, combined.statuses, combined.rewards, strict=True)
-            )
+            combined = combine(self._rule, _by_scorer(scores), num)
+            # Problems of scorers that do not count are kept.
             problems = tuple(
                 tuple(dict.fromkeys((*own, *new))) for own, new in zip(problems, combined.problems, strict=True)
             )
             rewards = combined.rewards
-        statuses = tuple(
-            REWARD_ERROR if reward is None and status in ("ok", "truncated") else status
-            for reward, status in zip(rewards, statuses, strict=True)
+        statuses = tuple(_status(own, reward) for own, reward in zip(statuses, rewards, strict=True))
+        return Rewards(
+            rewards=rewards,
+            statuses=statuses,
+            problems=problems,
+            scores=scores,
+            evaluation_scores=evaluation_scores,
+            groups=ticket.groups,
         )
-        return Rewards(rewards=rewards, statuses=statuses, problems=problems, scores=scores, groups=ticket.groups)
+
+
+def _status(own: str, reward: float | None) -> str:
+    """Return the status of a sample, given what the service says: a rule may do without scorers that failed there."""
+    if reward is None:
+        return REWARD_ERROR if own in (OK, TRUNCATED) else own
+    return own if own == TRUNCATED else OK
 
 
 def _sample(sample: RewardSample) -> dict[str, Any]:
@@ -151,7 +159,7 @@ def _columns(value: Any, num: int) -> dict[str, tuple[float | None, ...]] | None
     )
 
 
-def _by_scorer(scores: dict[str, tuple[float | None, ...]], found: dict[str, Any]) -> dict[str, FunctionScores]:
+def _by_scorer(scores: dict[str, tuple[float | None, ...]]) -> dict[str, FunctionScores]:
     """Return the scores of each scorer by key: those called `label/key`, and its own under its label."""
     columns: dict[str, dict[str, tuple[float | None, ...]]] = {}
     for name, column in scores.items():
