@@ -276,7 +276,7 @@ def test_number_of_a_gpu_counts_those_that_the_service_sees(
     else:
         assert shown.device_variables() == {"CUDA_VISIBLE_DEVICES": chosen}
     if not kind.needs.device_files():
-        with pytest.raises(ConfigError, match="this machine has no GPU"):
+        with pytest.raises(ConfigError, match="this machine shows no GPU"):
             kind.device_variables()
 
 

@@ -42,8 +42,8 @@ class WorkerKind:
             return {_VISIBLE: ""}
         if not self.needs.device_files():
             raise ConfigError(
-                f"device is {self.device!r}, and this machine has no GPU that can be shown (as /dev/nvidia0): start "
-                "the service where there is one, or set `cpu`."
+                f"device is {self.device!r}, and this machine shows no GPU (as /dev/nvidia0): start the service where "
+                "there is one, or set `cpu`."
             )
         number = int(self.device.partition(":")[2])
         seen = environment_variables([_VISIBLE]).get(_VISIBLE)

@@ -1,6 +1,7 @@
 """Pool of worker processes that score completions, and the check that they can import the scorers.
 
-Everything happens inside `poll`, `submit` and `close`; there is no thread. The service's loop waits until `fileno()` is
+Everything happens inside `poll`, `submit` and `close`, but the start and the end of a worker, which take tens of
+milliseconds: each kind of workers has a thread for them (`keeper`). The service's loop waits until `fileno()` is
 readable or `next_deadline()` has passed, and calls `poll()`:
 
     pool.submit(task)
@@ -31,12 +32,14 @@ others are scored as before. `poll` raises only when all of them are.
 from __future__ import annotations
 
 import math
+import queue
 import select
 import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple, Self
 
 import structlog
@@ -44,10 +47,12 @@ import structlog
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import Sandboxing, choose, report
 from starling.common.sandbox.output import OutputAllowance
+from starling.common.wakeup import Wakeup
 from starling.common.wire.messages import Status, Wait
 from starling.reward.core.media import MediaTensor, lacks
 from starling.reward.core.samples import LostCall, Sample, Score, ScoreTask
 from starling.reward.score.scorers.batch import MAX_BATCH, SCORE, BatchScores, ScorerForm, checked_form
+from starling.reward.score.workers.keeper import WorkerKeeper
 from starling.reward.score.workers.kinds import WorkerKind, kinds_of
 from starling.reward.score.workers.process import WorkerExit, WorkerProcess
 from starling.reward.score.workers.protocol import (
@@ -123,6 +128,10 @@ class _Kind:
     workers: WorkerKind
     allowance: OutputAllowance = field(default_factory=OutputAllowance)
     """How much of what they print is logged, of all together."""
+    keeper: WorkerKeeper = field(default_factory=WorkerKeeper)
+    """Starts and ends them."""
+    num_starting: int = 0
+    """Workers that the keeper is to start."""
     queue: deque[_Call] = field(default_factory=deque)
     num_failed_starts: int = 0
     """In a row."""
@@ -170,7 +179,7 @@ class _Worker:
 
 
 class ScoringPool:
-    """Worker processes that score tasks. The workers end with the thread that creates the pool."""
+    """Worker processes that score tasks; they are started and ended by threads of the pool."""
 
     def __init__(self, settings: RewardSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._sandboxing = settings, choose(settings.sandbox)
@@ -194,7 +203,14 @@ class ScoringPool:
         self._num_cancelled = 0
         """At most so many of the queued calls are of cancelled tasks."""
         self._num_replaced = 0
+        self._is_closed = False
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What follows from jobs that keepers have done, to be called by the thread of this pool."""
+        self._wakeup = Wakeup()
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self._start_workers()
+        while any(kind.num_starting for kind in self._kinds):
+            self._done.get()()
 
     def __enter__(self) -> Self:
         return self
@@ -363,23 +379,36 @@ class ScoringPool:
 
     def close(self, grace_s: float = 0.5) -> None:
         """End all workers: idle ones may exit by themselves within `grace_s`, altogether; the others are killed."""
+        self._is_closed = True
         until = self._clock() + grace_s
         for worker in self._workers:
             worker.process.close_socket()
         for worker in self._workers:
-            idle = worker.ready and not worker.calls
-            worker.process.end(max(0.0, until - self._clock()) if idle else 0.0)
+            worker.kind.keeper.submit(partial(self._end, worker, until if worker.ready and not worker.calls else 0.0))
+        for kind in self._kinds:
+            kind.keeper.close()
+        while not self._done.empty():  # workers that were being started
+            self._done.get()()
         self._workers.clear()
         self._tasks.clear()
         for kind in self._kinds:
             kind.queue.clear()
         self._selector.close()
+        self._wakeup.close()
+
+    def _end(self, worker: _Worker, until: float) -> None:
+        worker.process.end(max(0.0, until - self._clock()))
 
     # --- one iteration of the loop -------------------------------------------------------------------------------
 
     def _run_once(self, wait_s: float) -> None:
         for key, _ in self._selector.select(wait_s):
-            self._receive(key.data)
+            if key.data is None:
+                self._wakeup.clear()
+            elif key.data in self._workers:  # else it has been stopped meanwhile
+                self._receive(key.data)
+        while not self._done.empty():
+            self._done.get()()
         now = self._clock()
         for worker in list(self._workers):
             deadline = self._deadline(worker)
@@ -404,16 +433,19 @@ class ScoringPool:
                 self._start_failed(worker, problem)
             return
         if worker.process.ended:
-            exit = self._stop_worker(worker)
-            if worker.ready and (worker.calls or self._has_settled(worker)):
-                self._fail_current_call(worker, Status.REWARD_ERROR, exit.problem)
-            elif worker.ready:
-                self._start_failed(worker, f"its process ended before any call ({exit.text})")
-            else:
-                self._start_failed(worker, f"the process ended while it imported the scorers ({exit.text})")
+            self._stop_worker(worker, self._handle_exit)
         elif worker.is_writing and worker.process.flush():
             worker.is_writing = False
             self._selector.modify(worker.process, selectors.EVENT_READ, worker)
+
+    def _handle_exit(self, worker: _Worker, exit: WorkerExit) -> None:
+        """Fail the current call of a worker that has ended, or note that it could not be started."""
+        if worker.ready and (worker.calls or self._has_settled(worker)):
+            self._fail_current_call(worker, Status.REWARD_ERROR, exit.problem)
+        elif worker.ready:
+            self._start_failed(worker, f"its process ended before any call ({exit.text})")
+        else:
+            self._start_failed(worker, f"the process ended while it imported the scorers ({exit.text})")
 
     def _handle(self, worker: _Worker, message: FromWorker) -> str:
         """Handle one message. Returns why the worker has to be replaced: its start failed, or it cannot have sent the
@@ -582,8 +614,10 @@ class ScoringPool:
         return worker.has_scored or self._clock() - worker.ready_at >= _SETTLED_S
 
     def _start_failed(self, worker: _Worker, problem: str) -> None:
-        kind = worker.kind
         self._return_calls(worker)
+        self._count_failed_start(worker.kind, problem)
+
+    def _count_failed_start(self, kind: _Kind, problem: str) -> None:
         kind.num_failed_starts += 1
         kind.start_at = self._clock() + min(_RETRY_S * 2**kind.num_failed_starts, _LONGEST_RETRY_S)
         if kind.num_failed_starts < _MOST_FAILED_STARTS or any(
@@ -592,7 +626,7 @@ class ScoringPool:
             return
         if len(kind.workers.scorers) > 1:
             self._give_workers_of_their_own(kind, problem)
-        else:
+        elif kind.workers.scorers:
             self._quarantine(kind, problem)
 
     def _give_workers_of_their_own(self, kind: _Kind, problem: str) -> None:
@@ -638,13 +672,25 @@ class ScoringPool:
             kind.problem = ""
             log.info("scorer_restored", scorer=self._settings.scorers[kind.workers.scorers[0].index].title)
 
-    def _stop_worker(self, worker: _Worker) -> WorkerExit:
-        """End a worker, unless it has exited; returns how it ended."""
+    def _stop_worker(self, worker: _Worker, then: Callable[[_Worker, WorkerExit], None] | None = None) -> None:
+        """Have a worker ended, unless it has exited; `then` is called later, with how it ended."""
         if worker.ready and self._has_settled(worker):
             worker.kind.num_failed_starts = 0
         self._workers.remove(worker)
         self._selector.unregister(worker.process)
-        return worker.process.exit_description() if worker.process.ended else worker.process.end()
+        worker.kind.keeper.submit(partial(self._wait_exit, worker, then))
+
+    def _wait_exit(self, worker: _Worker, then: Callable[[_Worker, WorkerExit], None] | None) -> None:
+        """Wait for the end of a worker, in the thread of its keeper."""
+        exit = worker.process.exit_description() if worker.process.ended else worker.process.end()
+        if then is not None:
+            self._call_back(partial(self._handle_unless_closed, then, worker, exit))
+
+    def _handle_unless_closed(
+        self, then: Callable[[_Worker, WorkerExit], None], worker: _Worker, exit: WorkerExit
+    ) -> None:
+        if not self._is_closed:
+            then(worker, exit)
 
     def _start_workers(self) -> None:
         now = self._clock()
@@ -652,14 +698,43 @@ class ScoringPool:
             if now < kind.start_at:
                 continue
             for _ in range(self._num_lacking(kind)):
-                process = WorkerProcess(kind.workers, self._sandboxing, kind.allowance)
-                worker = _Worker(process, kind, started_at=now)
-                self._workers.append(worker)
-                self._selector.register(worker.process, selectors.EVENT_READ, worker)
+                kind.num_starting += 1
+                kind.keeper.submit(partial(self._start, kind))
+
+    def _start(self, kind: _Kind) -> None:
+        """Start a worker, in the thread of its keeper."""
+        try:
+            process = WorkerProcess(kind.workers, self._sandboxing, kind.allowance)
+        except (OSError, ConfigError) as error:  # for want of processes, or of what its needs name
+            self._call_back(partial(self._not_started, kind, str(error)))
+        except Exception as error:  # noqa: BLE001 - the edge of a thread
+            self._call_back(partial(_raise, error))
+        else:
+            self._call_back(partial(self._started, kind, process))
+
+    def _call_back(self, what: Callable[[], None]) -> None:
+        self._done.put(what)
+        self._wakeup.set()
+
+    def _not_started(self, kind: _Kind, problem: str) -> None:
+        kind.num_starting -= 1
+        if not self._is_closed:
+            self._count_failed_start(kind, problem.rstrip("."))
+
+    def _started(self, kind: _Kind, process: WorkerProcess) -> None:
+        kind.num_starting -= 1
+        if self._is_closed:
+            process.end()
+        elif not kind.workers.scorers:  # they have workers of their own now
+            kind.keeper.submit(process.end)
+        else:
+            worker = _Worker(process, kind, started_at=self._clock())
+            self._workers.append(worker)
+            self._selector.register(process, selectors.EVENT_READ, worker)
 
     def _num_lacking(self, kind: _Kind) -> int:
         """Return how many workers of a kind are to be started."""
-        return kind.num_wanted - sum(worker.kind is kind for worker in self._workers)
+        return kind.num_wanted - kind.num_starting - sum(worker.kind is kind for worker in self._workers)
 
     # --- dispatch ------------------------------------------------------------------------------------------------
 
@@ -763,6 +838,10 @@ def _placed(
         number = buffers.setdefault(tensor.buffer, len(buffers))
         placed.append(PlacedMedia(number, tensor.offset_of(sample.media.row), tensor.form))
     return tuple(placed), tuple(buffers)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _quarantined(kind: _Kind) -> str:
