@@ -14,7 +14,7 @@ and those before them name no type at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -195,7 +195,7 @@ def _latents(array: Array, dtype: str, media_type: object) -> Media:
     elif dtype == "float64":
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
             array, dtype = array.astype("<f4"), "float32"
-    bounds = _range(map(_floats, array) if dtype == "bfloat16" else array)
+    bounds = _range(map(_READERS[dtype], array))
     if not all(map(math.isfinite, bounds)):
         raise HttpError(422, "the latents have NaN or infinities; send finite numbers")
     return Media("latents", dtype, array, _info(array, dtype, bounds))
@@ -204,6 +204,17 @@ def _latents(array: Array, dtype: str, media_type: object) -> Media:
 def _floats(bits: Array) -> Array:
     """Return the numbers whose bits in bfloat16 are given, as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _as_float32(sample: Array) -> Array:
+    return sample.astype(np.float32, copy=False)
+
+
+_READERS: Final[dict[str, Callable[[Array], Array]]] = {
+    "bfloat16": _floats,
+    "float16": _as_float32,  # of which numpy finds the least one ten times as fast
+    "float32": _as_float32,
+}
 
 
 def _range(samples: Iterable[Array]) -> tuple[float, float]:
