@@ -286,6 +286,30 @@ def test_client_gets_several_types_of_one_request(port: int) -> None:
     )
 
 
+TRANSCRIPT = (
+    b'{"prompts": ["a cat"], "reward_fn": {"latent_mean": 1.0}, "video_infos": [{"video_fps": 16.0}]}\n'
+    b"\x93NUMPY\x01\x00v\x00{'descr': '<f2', 'fortran_order': False, 'shape': (1, 16, 1, 1, 2), }"
+    + b" " * 48
+    + b"\n"
+    + b"\x00\x3c\x00\xc0" * 16  # 1 and -2, sixteen times
+)
+"""What the first clients send, written out."""
+
+
+def test_request_in_bytes_has_an_answer_in_bytes(port: int) -> None:
+    raw = Raw(port)
+    status, answer = raw.post("enqueue", TRANSCRIPT)
+    assert status == 200, answer
+    document = raw.until_ready(uuid=json.loads(answer)["uuid"], type="latent_mean")
+    pattern = (
+        rb'\{"scores":\{"mean":\[-0\.5\]\},'
+        rb'"input_info":\{"shape":\[1,16,1,1,2\],"dtype":"torch\.float16","min":"-2\.000","max":"1\.000",'
+        rb'"video_infos":\[\{"video_fps":16\.0\}\]\},'
+        rb'"duration":"\d+\.\d\d","decoded_duration":"0\.00","type":"latent_mean"\}'
+    )
+    assert re.fullmatch(pattern, document), document
+
+
 def test_answers_byte_for_byte(port: int) -> None:
     raw = Raw(port)
     videos = np.zeros((1, 3, 2, 4, 4), np.uint8)
