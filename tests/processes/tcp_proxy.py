@@ -17,7 +17,7 @@ from typing import Literal
 PATIENCE_S = 60.0
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: close by RST."""
-Kind = Literal["pass", "reset", "reset_after", "cut", "stall", "answer"]
+Kind = Literal["pass", "reset", "reset_after", "cut", "stall", "drip", "answer"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Fault:
 
     kind: Kind = "pass"
     """`reset` ends the connection before the service hears of the request, `reset_after` instead of its reply, `cut`
-    after half of it. `stall` never replies. `answer` replies itself."""
+    after half of it. `stall` never replies, `drip` sends a byte of one now and then. `answer` replies itself."""
     status: int = 503
     headers: tuple[str, ...] = ()
     body: bytes = b""
@@ -100,6 +100,10 @@ class Proxy:
                 _reset(connection)
             case "stall":
                 self._ended.wait(PATIENCE_S)
+            case "drip":
+                for byte in _reply(Fault("answer", 200, body=bytes(1000))):
+                    connection.sendall(bytes([byte]))
+                    self._ended.wait(0.1)
             case "answer":
                 connection.sendall(_reply(fault))
             case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import signal
 import threading
@@ -181,7 +182,7 @@ def test_stalled_connection_is_given_up_and_tried_again(port: int) -> None:
     [
         (Fault("answer", 401, body=b'{"detail": "no token"}'), "status 401: no token; set REMOTE_REWARD_TOKEN"),
         (Fault("answer", 404, body=b"<html>\n"), r"status 404: <html>; is the URL that of a reward service\?"),
-        (Fault("answer", 429, body=b'{"detail": "full"}'), "status 429: full, and not when to try again"),
+        (Fault("answer", 429, body=b'{"detail": "full"}'), "status 429: full, and it does not say when"),
         (Fault("answer", 400, body=b'{"message": "bad"}'), "status 400: bad"),
         (Fault("answer", 307, ("location: http://elsewhere/",)), "status 307: the service gives no reason"),
         (
@@ -255,14 +256,40 @@ def test_result_with_a_number_that_is_none_is_not_valid(port: int) -> None:
     assert found.statuses == ("reward_error", "reward_error", "reward_error", "truncated")
 
 
-def test_reply_beyond_the_limit_is_not_read(port: int) -> None:
-    large = Fault("answer", 200, body=b" " * ((1 << 20) + 1))
+@pytest.mark.parametrize(
+    "large",
+    [
+        Fault("answer", 200, body=b" " * ((1 << 20) + 1)),
+        Fault("answer", 200, ("content-encoding: gzip",), gzip.compress(bytes(64 << 20))),
+    ],
+    ids=["plain", "compressed"],
+)
+def test_reply_beyond_the_limit_is_not_read(port: int, large: Fault) -> None:
     with (
         proxy(port, lambda _: large) as between,
         RewardClient(settings(between.url, max_answer_mb=1)) as client,
         pytest.raises(AnswerInvalidError, match="larger than 1 MiB; raise max_answer_mb"),
     ):
         client.score([sample("abc")])
+
+
+def test_reply_that_never_ends_is_given_up(port: int) -> None:
+    """It sends a byte now and then, so that no limit on a single read ends it."""
+    timeouts = Timeouts(connect_s=0.5, fixed_s=0.5)
+    with (
+        proxy(port, in_turn([Fault("drip")])) as between,
+        RewardClient(settings(between.url, timeouts=timeouts)) as client,
+    ):
+        assert client.score([sample("abc")]).rewards == (1.5,)
+        assert between.num_seen()["POST"] == 2
+
+
+def test_time_to_try_again_after_the_deadline_is_not_waited_for(port: int) -> None:
+    busy = Fault("answer", 429, ("retry-after: 86400",), b'{"detail": "full"}')
+    with proxy(port, lambda _: busy) as between, RewardClient(settings(between.url)) as client:
+        with pytest.raises(RewardsLateError, match="full; the limit of 60 s leaves no time for another try"):
+            client.score([sample("abc")])
+        assert between.num_seen() == {"POST": 1}
 
 
 def test_sample_that_is_late_is_a_timeout_and_is_removed(port: int) -> None:

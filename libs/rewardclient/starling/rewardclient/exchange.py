@@ -69,7 +69,9 @@ async def exchange(
         else:
             verdict = judge(reply.status, retry_after_s=reply.retry_after_s, accepted=expected)
             if verdict is not Verdict.ACCEPTED:
-                problem, delay_s = refusal(request, reply.status, reply.body), reply.retry_after_s
+                is_final = verdict is Verdict.FINAL
+                problem = refusal(request, reply.status, reply.body, is_final=is_final)
+                delay_s = reply.retry_after_s
         rotation.report(index, time.monotonic(), has_failed=verdict is Verdict.RETRY)
         if verdict is Verdict.ACCEPTED:
             return reply

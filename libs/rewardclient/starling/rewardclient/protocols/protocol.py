@@ -120,10 +120,10 @@ def read_numbers(value: Any, num: int) -> tuple[float | None, ...] | None:
     return tuple(_finite(one) for one in value)
 
 
-def refusal(request: HttpRequest, status: int, data: bytes) -> str:
-    """Return the sentence on a request that was refused for good."""
+def refusal(request: HttpRequest, status: int, data: bytes, *, is_final: bool = True) -> str:
+    """Return the sentence on a request that was refused, for good or for now."""
     why = _detail(data) or "the service gives no reason"
-    remedy = _REMEDIES.get(status, "")
+    remedy = _REMEDIES.get(status, "") if is_final else ""
     return f"{request.method} {shown(request.url)} was refused with status {status}: {why}{remedy}"
 
 
@@ -150,7 +150,7 @@ _REMEDIES: Final = {
     403: "; set REMOTE_REWARD_TOKEN to a token that may do this",
     404: "; is the URL that of a reward service?",
     413: "; lower max_request_mb or max_request_samples, or raise the limit of the service",
-    429: ", and not when to try again",
+    429: ", and it does not say when to try again",
 }
 
 
