@@ -4,7 +4,8 @@
 
 `starling reward` scores with `exact_match` and `prefix_match` in two workers. 200 clients, each over a connection of
 its own, send samples in batches of 64, wait for the answer, and compare the rewards with what they must be. The clients
-are one process beside the service, whose processor time is reported apart.
+are one process beside the service, whose processor time is reported apart. Then the same with requests and results in
+SQLite, on the disk of temporary files, and in a Redis on this machine, which syncs its file once a second.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import asyncio
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -45,6 +48,7 @@ weight = 0.5
 [reward.http]
 enabled = true
 port = 0
+{store}
 """
 SAMPLES: Final = (("answer", 1.5), ("ans", 0.25), ("none", 0.0))
 """Completions, and their rewards where `answer` is right."""
@@ -63,9 +67,23 @@ class Results:
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[tuple[psutil.Process, int]]:
-    """Run a reward service; yield its process and its port."""
-    (folder / "rewards.toml").write_text(RECIPE)
+def redis_server(folder: Path) -> Iterator[str]:
+    """Run a Redis server; yield its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder), "--appendonly", "yes"]
+    process = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
+    try:
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        process.wait(START_S)
+
+
+@contextmanager
+def service(folder: Path, store: str) -> Iterator[tuple[psutil.Process, int]]:
+    """Run a reward service with the settings of a store; yield its process and its port."""
+    (folder / "rewards.toml").write_text(RECIPE.format(store=store))
     command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -127,6 +145,35 @@ def processor_s(process: psutil.Process) -> float:
     return sum(one.cpu_times().user + one.cpu_times().system for one in everyone)
 
 
+def measure_stored(store: str, per_client: int) -> None:
+    """Measure and report rewards per second with a store that survives restarts."""
+    figure = f"rewards_per_s_{store}"
+    if store == "redis" and shutil.which("redis-server") is None:
+        reason = {"reason": "redis-server is not installed"}
+        print_figure("reward", figure, None, unit="rewards/s", goal=3000, better="higher", detail=reason)
+        return
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="starling-reward-")))
+        url = f'\nredis_url = "{stack.enter_context(redis_server(folder))}"' if store == "redis" else ""
+        process, port = stack.enter_context(service(folder, f'store = "{store}"{url}'))
+        asyncio.run(load(port, 4, 4))  # warms up
+        before = processor_s(process)
+        results, seconds = asyncio.run(load(port, CLIENTS, per_client))
+        used_s = processor_s(process) - before
+    num = CLIENTS * per_client * BATCH
+    progress(f"{num} rewards in {seconds:.1f} s with {store}, {results.num_wrong} lost")
+    detail = {
+        "rewards": num,
+        "lost_or_wrong": results.num_wrong,
+        "seconds": rounded(seconds),
+        "service_processor_s": rounded(used_s),
+        "request_p50_s": rounded(quantile(results.seconds, 0.5)),
+        "request_p99_s": rounded(quantile(results.seconds, 0.99)),
+        "see": "above",
+    }
+    print_figure("reward", figure, num / seconds, unit="rewards/s", goal=3000, better="higher", detail=detail)
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,7 +181,7 @@ def main() -> None:
     per_client = 1 if parser.parse_args().quick else 8
     with (
         tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary,
-        service(Path(temporary)) as (process, port),
+        service(Path(temporary), 'store = "memory"') as (process, port),
     ):
         asyncio.run(load(port, 4, 4))  # warms up
         before = processor_s(process)
@@ -162,6 +209,8 @@ def main() -> None:
     for share, name in ((0.5, "p50"), (0.99, "p99")):
         value = quantile(results.seconds, share)
         print_figure("reward", f"request_{name}_s", value, unit="s", goal=None, better="lower", detail=see)
+    for store in ("sqlite", "redis"):
+        measure_stored(store, per_client)
 
 
 if __name__ == "__main__":
