@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,8 @@ log = structlog.get_logger(__name__)
 
 Operation = TypeVar("Operation")
 
+REFUSED_INTERVAL_S: Final = 60.0
+"""Between two lines of the log on operations that a store refuses while it can be reached."""
 MAX_OPERATIONS: Final = 256
 MAX_BYTES: Final = 16 << 20
 """Bodies of one batch, unless it is a single one."""
@@ -29,6 +32,7 @@ class Availability:
         self.problem = ""
         """Why it cannot be reached; empty if it can."""
         self._since = 0.0
+        self._refused_at = -math.inf
 
     def failed(self, reason: str) -> None:
         """Note that an operation has failed."""
@@ -36,6 +40,13 @@ class Availability:
             self._since = time.monotonic()
             log.warning("store_unavailable", store=self._store, reason=reason)
         self.problem = reason
+
+    def refused(self, reason: str) -> None:
+        """Note that the store answers, and has refused an operation, as where its memory is full."""
+        now = time.monotonic()
+        if now - self._refused_at >= REFUSED_INTERVAL_S:
+            self._refused_at = now
+            log.warning("store_refused", store=self._store, reason=reason)
 
     def succeeded(self) -> None:
         """Note that an operation has succeeded."""

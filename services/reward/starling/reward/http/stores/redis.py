@@ -221,8 +221,7 @@ class RedisStore:
         cursor = 0
         while True:
             command = "SSCAN", self._key("owned", self._instance), cursor, "COUNT", 1000
-            (reply,) = await self._round_trip([command])
-            cursor, ids = int(reply[0]), reply[1]
+            cursor, ids = await self._ask(command)
             found.update(id.decode(errors="replace") for id in ids)
             if not cursor:
                 return found
@@ -258,15 +257,24 @@ class RedisStore:
         """Run a script, together with what else waits."""
         try:
             return await self._batches.run(self._script(script, *arguments), timeout_s)
-        except ResponseError as error:  # as where its memory is full
-            raise StoreUnavailable(str(error)) from error
+        except ResponseError as error:
+            raise self._refusal(error) from error
 
     async def _call(self, script: str, *arguments: Any) -> Any:
         """Run a script at once, in a round trip of its own."""
-        (reply,) = await self._round_trip([self._script(script, *arguments)])
+        return await self._ask(self._script(script, *arguments))
+
+    async def _ask(self, command: Command) -> Any:
+        """Return the reply to one command. Raises StoreUnavailable, also where Redis refuses it."""
+        (reply,) = await self._round_trip([command])
         if isinstance(reply, ResponseError):
-            raise StoreUnavailable(str(reply)) from reply
+            raise self._refusal(reply) from reply
         return reply
+
+    def _refusal(self, error: ResponseError) -> StoreUnavailable:
+        """Return what the caller of a command gets that Redis refuses, as where its memory is full."""
+        self._availability.refused(str(error))
+        return StoreUnavailable(str(error))
 
     def _script(self, script: str, *arguments: Any) -> Command:
         return ("EVAL", script, 1, self._prefix, *arguments)

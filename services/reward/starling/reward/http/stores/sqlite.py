@@ -55,6 +55,11 @@ _SCHEMA: Final = (
     "CREATE TABLE results (id TEXT NOT NULL PRIMARY KEY, expires_at REAL NOT NULL, result BLOB NOT NULL) STRICT",
     "CREATE INDEX results_by_expiry ON results (expires_at)",
 )
+# A damaged file can have values of any type.
+_RESULT: Final = "CAST(coalesce(result, '') AS BLOB)"
+_LENGTH: Final = "coalesce(length(result), 0)"
+_COUNTS: Final = "CAST(coalesce(num_samples, 0) AS INTEGER), CAST(coalesce(num_bytes, 0) AS INTEGER)"
+_DEATHS: Final = "CAST(coalesce(num_deaths, 0) AS INTEGER) + (owner != '')"
 
 Work = Callable[[sqlite3.Connection], Any]
 """One operation in the thread of the file, within a transaction."""
@@ -190,7 +195,7 @@ class SqliteStore:
         return outcomes
 
     def _finish(self, db: sqlite3.Connection, id: str, result: bytes) -> bytes | None:
-        first = db.execute("SELECT result FROM results WHERE id = ?", (id,)).fetchone()
+        first = db.execute(f"SELECT {_RESULT} FROM results WHERE id = ?", (id,)).fetchone()
         if first is not None:
             return bytes(first[0])
         if not db.execute("DELETE FROM pending WHERE id = ?", (id,)).rowcount:
@@ -200,19 +205,21 @@ class SqliteStore:
         return result
 
     def _find(self, db: sqlite3.Connection, id: str) -> bytes | Pending | None:
-        row = db.execute("SELECT result, expires_at FROM results WHERE id = ?", (id,)).fetchone()
+        query = f"SELECT {_RESULT}, expires_at > ? FROM results WHERE id = ?"
+        row = db.execute(query, (self._clock(), id)).fetchone()
         if row is not None:
-            return bytes(row[0]) if row[1] > self._clock() else None
+            return bytes(row[0]) if row[1] else None
         return PENDING if db.execute("SELECT 1 FROM pending WHERE id = ?", (id,)).fetchone() else None
 
     def _remove(self, db: sqlite3.Connection, id: str) -> bool:
         if db.execute("DELETE FROM pending WHERE id = ?", (id,)).rowcount:
             return True
-        row = db.execute("DELETE FROM results WHERE id = ? RETURNING length(result), expires_at", (id,)).fetchone()
+        query = f"DELETE FROM results WHERE id = ? RETURNING {_LENGTH}, expires_at > ?"
+        row = db.execute(query, (id, self._clock())).fetchone()
         if row is None:
             return False
         self._count(-1, -row[0])
-        return bool(row[1] > self._clock())
+        return bool(row[1])
 
     def _take(
         self, db: sqlite3.Connection, after: int, max_samples: int, max_bytes: int
@@ -220,7 +227,7 @@ class SqliteStore:
         taken: list[tuple[int, str, int, int, bytes]] = []
         while not taken or (len(taken) < MAX_TAKEN and max_samples > 0 and max_bytes > 0):
             row = db.execute(
-                "SELECT number, id, num_samples, num_bytes, num_deaths + (owner != ''), request FROM pending "
+                f"SELECT number, CAST(coalesce(id, '') AS TEXT), {_COUNTS}, {_DEATHS}, request FROM pending "
                 "WHERE number > ? AND owner != ? ORDER BY number LIMIT 1",
                 (after, self._owner),
             ).fetchone()
@@ -236,9 +243,8 @@ class SqliteStore:
         return taken
 
     def _purge(self, db: sqlite3.Connection) -> None:
-        rows = db.execute(
-            "DELETE FROM results WHERE expires_at <= ? RETURNING length(result)", (self._clock(),)
-        ).fetchall()
+        query = f"DELETE FROM results WHERE expires_at <= ? RETURNING {_LENGTH}"
+        rows = db.execute(query, (self._clock(),)).fetchall()
         self._count(-len(rows), -sum(row[0] for row in rows))
 
     def _count(self, num: int, size_bytes: int) -> None:
@@ -275,6 +281,7 @@ def _open_file(path: Path) -> sqlite3.Connection:
             f"cannot open {path}: {error}; set reward.http.store_path to a file on a local disk"
         ) from None
     try:
+        db.text_factory = lambda text: text.decode(errors="replace")  # of a damaged file
         db.execute("PRAGMA trusted_schema = OFF")
         db.execute("PRAGMA locking_mode = EXCLUSIVE")  # until the process ends, however it ends
         db.execute("BEGIN IMMEDIATE")
