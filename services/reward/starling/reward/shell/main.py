@@ -143,6 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["replay"]:
         return run_service("reward", lambda: replay(arguments[1:]))
+    if arguments[:1] == ["bench"]:
+        # Imported here: a service does not load the client.
+        from starling.reward.shell.bench import bench
+
+        return run_service("reward", lambda: bench(arguments[1:]))
     return serve("reward", RewardProcess, Shell, arguments, translate=translate)
 
 
