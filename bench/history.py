@@ -55,6 +55,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("rollout.py", "--quick"),
     ("sandbox.py", "--quick"),
     ("reward.py", "--quick"),
+    ("reward_isolation.py", "--quick"),
     ("chaos.py", "--quick"),
 )
 """The benches of `make bench` with their arguments."""
