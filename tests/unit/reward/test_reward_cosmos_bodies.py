@@ -20,7 +20,7 @@ from starling.reward.http.cosmos.enqueue import MAX_LINE_BYTES, read_header, spl
 from starling.reward.http.cosmos.forms import FORM, read_form, short_field
 from starling.reward.http.cosmos.latents import read_attributes
 from starling.reward.http.cosmos.pushed import PushedScores
-from starling.reward.http.cosmos.request import Enqueued, read_enqueue
+from starling.reward.http.cosmos.request import Enqueued, KnownTypes, read_enqueue
 from starling.reward.http.cosmos.results import render, render_failure
 from starling.reward.http.cosmos.routes import scorers_by_type
 from starling.reward.http.errors import HttpError
@@ -44,7 +44,8 @@ def body(array: Array | bytes, num: int = 1, **header: Any) -> bytes:
 
 
 def read(data: bytes, memory: MediaMemory | None = None) -> Enqueued:
-    return read_enqueue(data, "id", scorers=SCORERS, pushed=("mine",), memory=memory or MediaMemory())
+    known = KnownTypes(SCORERS, ("mine",), ("dance_grpo", "hpsv3", "mine"))
+    return read_enqueue(data, "id", known, memory or MediaMemory())
 
 
 def refusal(call: Any, *arguments: Any, **named: Any) -> str:
@@ -360,6 +361,19 @@ def test_first_push_counts_and_is_kept_until_it_expires() -> None:
     assert pushes.find("a", "mine") == document
     pushes.now = 15.0
     assert pushes.find("a", "mine") is None
+    assert pushes.size_bytes == 0
+
+
+def test_requests_that_wait_for_pushes_are_limited() -> None:
+    pushes = Pushes()
+    info = {"video_infos": ["x" * (1 << 20)]}
+    for number in range(63):
+        pushes.expect(str(number), ["mine"], 1, info)
+    with pytest.raises(HttpError, match="take 63 MiB") as caught:
+        pushes.expect("one more", ["mine"], 1, info)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+    for number in range(63):
+        pushes.forget(str(number))
     assert pushes.size_bytes == 0
 
 

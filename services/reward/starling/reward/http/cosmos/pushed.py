@@ -22,7 +22,9 @@ MAX_TEXT_CHARACTERS: Final = 200
 MAX_ERROR_CHARACTERS: Final = 1000
 MAX_DURATION_CHARACTERS: Final = 20
 MAX_BYTES: Final = 64 << 20
-"""Of all pushed scores."""
+"""Of all that is kept."""
+ENTRY_BYTES: Final = 1024
+"""What a request takes besides its documents."""
 RETRY_AFTER_S: Final = 1
 
 _Column = list[float | str | None]
@@ -41,12 +43,16 @@ class PushedResult(msgspec.Struct, frozen=True, omit_defaults=True):
 class _Expected:
     num_samples: int
     missing: set[str]
-    input_info: dict[str, Any]
+    input_info: msgspec.Raw
     late_at: float
     """When what is missing has failed."""
     expires_at: float
     documents: dict[str, bytes] = field(default_factory=dict)
     """By type."""
+
+    @property
+    def size_bytes(self) -> int:
+        return ENTRY_BYTES + len(bytes(self.input_info)) + sum(map(len, self.documents.values()))
 
 
 class PushedScores:
@@ -66,14 +72,23 @@ class PushedScores:
         self.timeout_s, self._ttl_s, self._clock = timeout_s, ttl_s, clock
         self._requests: dict[str, _Expected] = {}
         self.size_bytes = 0
-        """Of the documents."""
+        """What requests and documents take."""
 
     def expect(self, id: str, types: Sequence[str], num_samples: int, input_info: dict[str, Any]) -> None:
-        """Wait for pushes of `types` to a request that was accepted."""
+        """Wait for pushes of `types` to a request that is about to be accepted. Raises HttpError without room."""
         self._drop_expired()
         if types:
             late_at = self._clock() + self.timeout_s
-            self._requests[id] = _Expected(num_samples, set(types), input_info, late_at, late_at + self._ttl_s)
+            info = msgspec.Raw(msgspec.json.encode(input_info))
+            entry = _Expected(num_samples, set(types), info, late_at, late_at + self._ttl_s)
+            self._count(entry.size_bytes)
+            self._requests[id] = entry
+
+    def forget(self, id: str) -> None:
+        """Wait no more for pushes to a request, if there is one of this id."""
+        entry = self._requests.pop(id, None)
+        if entry is not None:
+            self.size_bytes -= entry.size_bytes
 
     def put(self, id: str, type: str, data: str) -> None:
         """Keep the document of a type; the first one counts.
@@ -91,11 +106,7 @@ class PushedScores:
         if type in entry.documents:
             return
         document = _document(result, type, entry.input_info)
-        if self.size_bytes + len(document) > MAX_BYTES:
-            raise HttpError(
-                429, f"pushed scores take {self.size_bytes >> 20} MiB; push again later", retry_after_s=RETRY_AFTER_S
-            )
-        self.size_bytes += len(document)
+        self._count(len(document))
         entry.missing.remove(type)
         entry.documents[type] = document
 
@@ -117,8 +128,16 @@ class PushedScores:
             id, entry = next(iter(self._requests.items()))
             if entry.expires_at > now:
                 return
-            del self._requests[id]
-            self.size_bytes -= sum(map(len, entry.documents.values()))
+            self.forget(id)
+
+    def _count(self, num_bytes: int) -> None:
+        if self.size_bytes + num_bytes > MAX_BYTES:
+            raise HttpError(
+                429,
+                f"pushed scores, and requests that wait for them, take {self.size_bytes >> 20} MiB; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.size_bytes += num_bytes
 
 
 def read_pushed(data: str, num_samples: int) -> PushedResult:
@@ -159,7 +178,7 @@ def _columns(scores: Mapping[str, _Column | dict[str, _Column]]) -> list[tuple[s
     return found
 
 
-def _document(result: PushedResult, type: str, input_info: dict[str, Any]) -> bytes:
+def _document(result: PushedResult, type: str, input_info: msgspec.Raw) -> bytes:
     document: dict[str, Any] = {
         "scores": result.scores,
         "input_info": input_info,

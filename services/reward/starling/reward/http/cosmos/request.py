@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -38,16 +38,24 @@ class Enqueued(NamedTuple):
     """What is kept with it, for the pulls."""
 
 
-def read_enqueue(
-    data: bytes, id: str, *, scorers: Mapping[str, int], pushed: Collection[str], memory: MediaMemory
-) -> Enqueued:
+class KnownTypes(NamedTuple):
+    """Types of rewards that a request may ask for."""
+
+    scorers: Mapping[str, int]
+    """The indices of the scorers by the types that name them."""
+    pushed: Collection[str]
+    """Types that reward workers push."""
+    shown: Sequence[str]
+    """Those that an error names."""
+
+
+def read_enqueue(data: bytes, id: str, types: KnownTypes, memory: MediaMemory) -> Enqueued:
     """Read the body of a request.
 
     Args:
         data: the body.
         id: of the request.
-        scorers: the indices of the scorers by the types that name them.
-        pushed: types that reward workers push.
+        types: what it may ask for.
         memory: takes the media.
 
     Raises:
@@ -56,10 +64,11 @@ def read_enqueue(
     """
     line, rest = split_body(data)
     header = read_header(line)
-    unknown = [name for name in header.types if name not in scorers and name not in pushed]
+    scorers = types.scorers
+    unknown = [name for name in header.types if name not in scorers and name not in types.pushed]
     if unknown:
-        known = ", ".join(sorted({*scorers, *pushed}))
-        raise HttpError(422, f"there is no scorer {unknown[0]!r} here; `reward_fn` may have {known}")
+        shown = ", ".join(types.shown)
+        raise HttpError(422, f"there is no scorer {unknown[0]!r} here; `reward_fn` may have {shown}")
     rates = frame_rates(header)
     media = read_media(header, rest)
     info = {

@@ -23,7 +23,7 @@ from starling.reward.http.cosmos.enqueue import MAX_LINE_BYTES
 from starling.reward.http.cosmos.forms import FORM, MAX_FIELDS, MAX_NAME_CHARACTERS, read_form, short_field
 from starling.reward.http.cosmos.latents import read_attributes
 from starling.reward.http.cosmos.pushed import PushedScores
-from starling.reward.http.cosmos.request import INPUT_INFO, PUSHED, TYPES, Enqueued, read_enqueue
+from starling.reward.http.cosmos.request import INPUT_INFO, PUSHED, TYPES, Enqueued, KnownTypes, read_enqueue
 from starling.reward.http.cosmos.results import render, render_failure
 from starling.reward.http.errors import REFUSALS, HttpError, Responses
 from starling.reward.http.schema import memory_of
@@ -66,10 +66,15 @@ class CosmosService:
     pushed: PushedScores
     replica_id: str = ""
 
+    @property
+    def types(self) -> KnownTypes:
+        """What a request may ask for."""
+        return KnownTypes(self.scorers, self.pushed.types, sorted({*self.labels, *self.pushed.types}))
+
     def read(self, data: bytes, id: str) -> Enqueued:
         """Read the body of `enqueue`. Raises HttpError."""
         try:
-            return read_enqueue(data, id, scorers=self.scorers, pushed=self.pushed.types, memory=self.memory)
+            return read_enqueue(data, id, self.types, self.memory)
         except TooManyBuffersError as error:
             raise HttpError(429, f"{error}; try again", retry_after_s=RETRY_AFTER_S) from None
 
@@ -102,8 +107,12 @@ def cosmos_routes(service: CosmosService) -> APIRouter:
             found = await asyncio.to_thread(service.read, data, id)
         info = {**found.info, PUSHED_UNTIL: time.time() + service.pushed.timeout_s}
         num_bytes = line_bytes + found.request.media_bytes
-        await service.table.add(found.request, num_bytes, RequestBody(BODY_FORM, data), info)
         service.pushed.expect(id, info[PUSHED], len(found.request.samples), info[INPUT_INFO])
+        try:
+            await service.table.add(found.request, num_bytes, RequestBody(BODY_FORM, data), info)
+        except BaseException:
+            service.pushed.forget(id)
+            raise
         answer = {"uuid": id}
         if service.replica_id:
             answer["replica_id"] = service.replica_id
