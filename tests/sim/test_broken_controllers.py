@@ -151,7 +151,7 @@ def payload_is_pruned_too_early(patch: pytest.MonkeyPatch) -> None:
 def groups_with_equal_rewards_are_trained(patch: pytest.MonkeyPatch) -> None:
     def keep(state: ControllerState, group: Group, reward: float, scorer: str) -> None:
         rewards = (reward,) * len(group.trajectories)
-        state.buffer.store_rewards(group, rewards, {})
+        state.buffer.store_rewards(group, RewardsStored(key=group.key, rewards=rewards))
         state.outbox.write(RewardsStored(key=group.key, rewards=rewards))
 
     patch.setattr(results, "_filter", keep)

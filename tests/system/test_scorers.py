@@ -167,6 +167,45 @@ def scores_of_classes(folder: Path) -> None:
         assert 0.0 < line["score/longest"] <= 1.0, "at least one of each group"
 
 
+STERN = """
+def reward(completion, reference, prompt_text, metadata, *, raises):
+    if prompt_text.rstrip(">") in raises:
+        raise LookupError("nothing is known of it")
+    return 1e12
+"""
+
+
+def scores_one_by_one_and_evaluation(folder: Path) -> None:
+    """GDPO trains the scores of two classes; a third scorer only evaluates, and its failures cost no group."""
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text(JUDGE)
+    (folder / "stern.py").write_text(STERN)
+    judge = {"name": "mine.py:Judge", "label": "judge", "key": "letters", "options": {"factor": 1e6}}
+    comparison = {"name": "mine.py:Comparison", "label": "longest", "weight": 0.5}
+    stern = {"name": "stern.py:reward", "label": "stern", "use": "evaluation", "options": {"raises": WORDS[:4]}}
+    make_workdir(
+        folder,
+        sft={"num_steps": 0},
+        rl={"num_steps": 3},
+        policy={"algorithm": {"name": "gdpo"}},
+        reward={"scorers": [judge, comparison, stern]},
+        evaluation={"at_end": True, "training_share": 1.0},
+    )
+    with run(folder) as command:
+        assert command.wait() == 0, command.transcript()
+    steps = metrics(folder, "step")
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert metrics(folder, "discarded") == metrics(folder, "waiting") == []
+    for line in steps:
+        assert line.get("eval_score/stern", 1e12) == 1e12
+        assert "score/stern" not in line
+        assert line["reward_max"] <= 1e6 + 0.5
+    assert any("eval_score/stern" in line for line in steps)
+    (evaluated,) = metrics(folder, "evaluation")
+    assert evaluated["eval_score/stern"] == 1e12
+    assert checkpoints(folder) == ["step-3"]
+
+
 def scorer_that_always_raises(folder: Path) -> None:
     make_workdir(folder, sft={"num_steps": 0}, evaluation={}, reward=write_scorer(folder, raises="always"))
     with run(folder) as command:
@@ -189,7 +228,13 @@ def example_longer_than_the_context(folder: Path) -> None:
 
 
 def test_misbehaving_scorers_fail_only_their_groups(tmp_path: Path) -> None:
-    scenarios = [impossible_prompts, equal_rewards, completions_up_to_the_context_length, scores_of_classes]
+    scenarios = [
+        impossible_prompts,
+        equal_rewards,
+        completions_up_to_the_context_length,
+        scores_of_classes,
+        scores_one_by_one_and_evaluation,
+    ]
     run_concurrently(*(partial(scenario, tmp_path / scenario.__name__) for scenario in scenarios))
 
 

@@ -77,7 +77,9 @@ def lines_of(num_steps: int) -> Iterator[dict[str, Any]]:
             yield {"kind": "step", "step": step, "loss": 1.0}
             continue
         done = (step - 3) / num_steps
-        yield {"kind": "step", "step": step, "reward_mean": done, "staleness_mean": 0.5, "staleness_max": step % 3}
+        judged = {"eval_score/judge": 1.0 - done} if step % 2 else {}
+        stale = {"staleness_mean": 0.5, "staleness_max": step % 3}
+        yield {"kind": "step", "step": step, "reward_mean": done, **stale, **judged}
         adopted = {"pull_s": done, "pause_s": 0.001, "attested": step % 2 == 0, "transport": "ucx"}
         yield {"kind": "adopted", "version": step, **adopted, "padding": "x" * 300}
         if step % 100 == 0:
@@ -108,6 +110,8 @@ def test_report_shows_a_short_run(tmp_path: Path) -> None:
     for expected in (
         "22, 20 of them by reinforcement",
         "0.025 -> 0.925 (first and last tenth of the steps)",
+        "evaluation score judge",
+        "1.000 -> 0.100 (of the steps that have it)",
         "mean 0.50, most 2",
         "20 adoptions over ucx, 10 attested; median pull 500.0 ms, pause 1.0 ms",
         "/run/step-9",

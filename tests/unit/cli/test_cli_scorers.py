@@ -72,6 +72,17 @@ def test_scorers_of_tasks_may_score_the_same_prompts() -> None:
     assert len(recipe(MATH, tasks).plan().scorers) == 2
 
 
+def test_evaluation_scorers_are_no_scorers_to_compare() -> None:
+    judge = '{ name = "gsm8k", label = "judge", use = "evaluation" }'
+    plan = recipe(MATH, FORMAT, judge, flags=("--evaluation.training-share", "0.5")).plan()
+    assert [scorer.label for scorer in plan.scorers] == ["math", "form"]
+    assert (plan.evaluation_scorers, plan.evaluated_share, plan.num_scorers) == (("judge",), 0.5, 3)
+    lines = describe_arithmetic(recipe(MATH, judge, name="grpo"))
+    assert "evaluation scorers: judge, in no reward; of 10% of the groups, and of all held-out prompts" in lines
+    with pytest.raises(ConfigError, match=r"those of this recipe \(math\) do not"):
+        recipe(MATH, judge)
+
+
 def test_run_without_steps_of_groups_needs_no_scorers() -> None:
     assert not recipe(MATH, flags=("--rl.num-steps", "0", "--evaluation.at-end", "false")).plan().num_steps
 

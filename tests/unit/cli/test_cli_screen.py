@@ -44,7 +44,7 @@ def test_live_screen_shows_active_alarms() -> None:
 
 def test_names_of_scores_are_no_markup() -> None:
     """A closing tag that closes nothing would end the screen, and `starling run` with it."""
-    summary = {"version": 1.0, "num_prompts": 2.0, "reward_mean": 0.5, "score/[/green]": 0.25}
+    summary = {"version": 1.0, "num_prompts": 2.0, "reward_mean": 0.5, "score/[/green]": 0.25, "eval_score/j": 0.125}
     snapshot = RunSnapshot(
         phase="rl",
         version=2,
@@ -56,7 +56,7 @@ def test_names_of_scores_are_no_markup() -> None:
         evaluations=(summary,),
     )
     text = shown(snapshot)
-    assert "version 1: reward 0.500 on 2 prompts ([/green] 0.250)" in text
+    assert "version 1: reward 0.500 on 2 prompts ([/green] 0.250, evaluation score j 0.125)" in text
     assert "0.375  ▁█" in text
 
 

@@ -16,7 +16,7 @@ from starling.controller.core.explain import waits
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft
+from starling.controller.core.records import JournalEntry, MemberJoined, MemberLeft, RewardsStored
 from starling.controller.core.replicas import joining, membership
 from starling.controller.core.replicas.membership import Member, Membership
 from starling.controller.core.replicas.routing.slots import FreeSlots
@@ -82,7 +82,7 @@ def test_discarded_prompts_are_counted_and_not_listed() -> None:
             assert buffer.rank(group) == rank
             buffer.lease(group, 0)
             buffer.store_completions(group, (), (), ())
-            buffer.store_rewards(group, (1.0,), {})
+            buffer.store_rewards(group, RewardsStored(key=group.key, rewards=(1.0,)))
         assert buffer.next_waiting() is buffer.next_to_score() is None
         assert len(buffer.freeze_next(step)) == 2
         buffer.retire(step)

@@ -10,7 +10,7 @@ from starling.controller.core.events import Note
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.machine import Controller
-from starling.controller.core.records import JournalEntry, StepCommitted
+from starling.controller.core.records import JournalEntry, RewardsStored, StepCommitted
 from starling.controller.core.training.metrics import filtered_metrics
 
 
@@ -137,7 +137,10 @@ def test_every_step_is_full_and_nothing_is_out_of_order(
             buffer.discard(group)
         else:
             buffer.store_completions(group, (), (), ())
-            buffer.store_rewards(group, (0.0, 1.0), {}) if outcome == "keep" else buffer.filter(group, 0.5, "reward-0")
+            if outcome == "keep":
+                buffer.store_rewards(group, RewardsStored(key=group.key, rewards=(0.0, 1.0)))
+            else:
+                buffer.filter(group, 0.5, "reward-0")
             (kept if outcome == "keep" else filtered).append(group.ordinal)
         assert all(buffer.rank(other) <= ranks[other.ordinal] for other in buffer.live()), "ranks only decrease"
         step = buffer.num_frozen_steps + 1

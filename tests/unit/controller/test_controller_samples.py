@@ -20,6 +20,7 @@ def group(ordinal: int, num: int) -> Group:
         for index in range(num)
     )
     sample.rewards, sample.components = (0.5,) * num, {"exact": (1.0,) * num, "short": (None,) * num}
+    sample.evaluation_scores = {"judge": (0.75,) * num}
     return sample
 
 
@@ -66,6 +67,7 @@ def test_sample_row_has_texts_rewards_and_versions() -> None:
         "reward": 0.5,
         "score/exact": 1.0,
         "score/short": None,
+        "eval_score/judge": 0.75,
         "status": "ok",
         "num_turns": 1,
         "num_tokens": 1,

@@ -138,7 +138,7 @@ def test_step_that_is_made_again_has_its_scores() -> None:
 
 
 def test_names_of_scorers_that_count_are_never_left_out() -> None:
-    names = MetricNames(num_scorers=2, trained=("right", "short"))
+    names = MetricNames(num_scorers=2, labels=("right", "short"))
     made_up = {str(index): 1.0 for index in range(2 * MAX_NAMES)}
     names.known("reward-9", made_up)
     assert names.known("reward-9", {"right": 1.0, "x": 2.0, "short": 3.0}) == {"right": 1.0, "short": 3.0}

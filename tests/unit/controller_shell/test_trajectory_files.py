@@ -53,6 +53,7 @@ def group(ordinal: int, *, usable: bool = True) -> StoredGroup:
         trajectories=(one, one),
         rewards=(1.0, 0.0),
         components={"s": (1.0, None)},
+        evaluation_scores={"e": (0.5, None)},
         tensors=tensors,
         buffers=buffers,
     )
@@ -213,6 +214,7 @@ def test_trajectories_steps_take_groups_in_order_across_files(files: TrajectoryF
     assert (first.record.key, scored.record.key) == ("t2", "t2")
     assert (first.payload, second.payload) == (group(4).buffers, group(5).buffers)
     assert (scored.record.rewards, scored.record.components) == ((1.0, 0.0), {"s": (1.0, None)})
+    assert scored.record.evaluation_scores == {"e": (0.5, None)}
     assert len(found.entries(5)) == 2, "an incomplete step"
 
 

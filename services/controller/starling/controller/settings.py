@@ -172,6 +172,12 @@ class EvaluationSettings(SettingsSection):
     """Maximum duration of one evaluation. Prompts that are not scored by then count as failed."""
     num_completions: int = Field(default=1, ge=1, le=MAX_ROWS)
     """Completions per prompt."""
+    training_share: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Share of the groups of training that scorers with `use = "evaluation"` score, too; such a group waits for their
+    scores. With 0 they score evaluations only."""
+    alarm_steps: int = Field(default=20, ge=4, le=1000)
+    """Alarm `reward_hacking`: steps with evaluation scores over which these are compared with the rewards, the newer
+    half with the older one."""
     temperature: Temperature = 0.0
     """Sampling temperature; 0 takes the most likely token."""
     tasks: tuple[TaskSettings, ...] = ()
@@ -292,6 +298,8 @@ class ControllerSettings(SettingsSection):
     compares_scores: bool = False
     """`rl.dynamic_sampling` compares the scores of each of these scorers, and not the rewards. Set by
     `policy.algorithm.name`."""
+    evaluation_scorers: tuple[str, ...] = ()
+    """Labels of the scorers that only evaluate. Set by `reward.scorers`."""
     start_s: Seconds = 120.0
     """The run fails when a role has had too few replicas for this long, or when the digest of the model folder of a run
     without a policy is not known this long after its replicas have joined."""
@@ -505,6 +513,9 @@ class ControllerProcess(ServiceSettings):
             num_scorers=self.controller.num_scorers,
             scorers=self.trained_scorers,
             compares_scores=self.controller.compares_scores,
+            evaluation_scorers=self.controller.evaluation_scorers,
+            evaluated_share=self.evaluation.training_share,
+            alarm_steps=self.evaluation.alarm_steps,
             fans_out=self.controller.fan_out and not kind.trains,
             timeouts=LeaseTimeouts(**self.controller.deadlines.model_dump()),
         )

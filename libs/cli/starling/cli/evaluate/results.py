@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,15 @@ def _completion(group: StoredGroup, index: int, *, scored: bool) -> dict[str, An
     }
     if scored:
         completion["reward"] = group.rewards[index]
-        scores = {name: values[index] for name, values in group.components.items()}
-        completion["scores"] = {name: value for name, value in scores.items() if value is not None}
+        completion["scores"] = _scores(group.components, index)
+        if group.evaluation_scores:
+            completion["evaluation_scores"] = _scores(group.evaluation_scores, index)
     return completion
+
+
+def _scores(scores: Mapping[str, Sequence[float | None]], index: int) -> dict[str, float]:
+    """Return the scores of one completion, without those that failed."""
+    return {name: value for name, values in scores.items() if (value := values[index]) is not None}
 
 
 def summary(groups: Sequence[StoredGroup]) -> dict[str, Any]:

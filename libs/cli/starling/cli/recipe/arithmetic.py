@@ -112,6 +112,11 @@ def _reinforcement(recipe: Recipe) -> list[str]:
         f"{recipe.plan().max_filtered} in a row"
     ]
     weighted = ", ".join(f"{one.weight:g} x {one.label}" for one in recipe.scores_to_train)
+    evaluation = [] if recipe.reward is None else [one.title for one in recipe.reward.evaluation_scorers()]
+    evaluated = [
+        f"evaluation scorers: {', '.join(evaluation)}, in no reward; of {recipe.evaluation.training_share:.0%} of the "
+        "groups, and of all held-out prompts"
+    ]
     decoupled = [f"advantages: each scorer normalised by itself, then {weighted}"] if is_decoupled else []
     teachers = []
     if recipe.teacher is not None:
@@ -130,6 +135,7 @@ def _reinforcement(recipe: Recipe) -> list[str]:
         f"the run: {_product('group', step=rl.num_steps, prompt=rl.prompts_per_step)}",
         *(filtered if rl.dynamic_sampling else []),
         *decoupled,
+        *(evaluated if evaluation else []),
         *teachers,
     ]
 

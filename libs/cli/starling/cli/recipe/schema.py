@@ -429,7 +429,9 @@ def load_recipe(files: Sequence[Path], flags: Sequence[str]) -> Recipe:
     follows |= {"teacher_top_k": recipe.teacher.top_k} if recipe.teacher is not None else {}
     # Weights that are elsewhere are not in the folder that the controller could read: the policy's digest counts.
     follows |= {"model_path": recipe.model.path} if untrained and not recipe.policy.weights_from else {}
-    follows |= {"num_scorers": len(recipe.reward.scorers)} if recipe.reward is not None else {}
+    if recipe.reward is not None:
+        labels = tuple(scorer.title for scorer in recipe.reward.evaluation_scorers())
+        follows |= {"num_scorers": len(recipe.reward.scorers), "evaluation_scorers": labels}
     follows |= {
         "trained_scorers": recipe.scores_to_train,
         "compares_scores": bool(compares_scores(recipe.policy.algorithm.name)),

@@ -10,7 +10,9 @@ from typing import Any, Final
 MAX_POINTS: Final = 4096
 """Points of a curve, and values of which a median is taken: a run with more of them gets means, or a sample."""
 MAX_LISTED: Final = 64
-"""Kinds of alarms, checkpoints, and losses of loggers that are listed."""
+"""Kinds of alarms, evaluation scores, checkpoints, and losses of loggers that are listed."""
+EVALUATION_SCORE: Final = "eval_score/"
+"""Of the names of metrics with the scores of evaluation scorers."""
 NUM_SPANS: Final = 3
 """Spans of an alarm that are listed; the others are counted."""
 
@@ -149,6 +151,8 @@ class RunStatistics:
     num_rl_steps: int = 0
     rewards: Curve = field(default_factory=Curve)
     """Of steps of reinforcement learning."""
+    evaluation_scores: dict[str, Curve] = field(default_factory=dict)
+    """By scorer, over the steps that have a score of it."""
     staleness_sum: float = 0.0
     staleness_max: float = 0.0
     files: FileStatistics = field(default_factory=FileStatistics)
@@ -191,8 +195,15 @@ class RunStatistics:
         if "staleness_max" in line:
             self.num_rl_steps += 1
             self.rewards.add(line["step"], reward_of(line))
+            for name, value in line.items():
+                if name.startswith(EVALUATION_SCORE):
+                    self._add_evaluation_score(name.removeprefix(EVALUATION_SCORE), line["step"], value)
             self.staleness_sum += line["staleness_mean"]
             self.staleness_max = max(self.staleness_max, line["staleness_max"])
+
+    def _add_evaluation_score(self, scorer: str, step: int, value: float) -> None:
+        if scorer in self.evaluation_scores or len(self.evaluation_scores) < MAX_LISTED:
+            self.evaluation_scores.setdefault(scorer, Curve()).add(step, value)
 
 
 def gather(lines: Iterable[dict[str, Any]]) -> RunStatistics:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from starling.cli.console import Console
-from starling.cli.report.statistics import FileStatistics, RunStatistics, gather
+from starling.cli.report.statistics import EVALUATION_SCORE, Curve, FileStatistics, RunStatistics, gather
 from starling.cli.run.attempt import Attempt, damaged_lines, iter_metrics
 from starling.cli.run.screen import short_path
 from starling.common.counts import counted
@@ -68,18 +68,19 @@ def task_table(last: dict[str, Any]) -> Table | None:
 def _rows(run: RunStatistics) -> list[tuple[str, str]]:
     rows = [("steps", f"{run.num_steps}, {run.num_rl_steps} of them by reinforcement")]
     if run.num_rl_steps:
-        rewards = [reward for _, reward in run.rewards.points()]
-        tenth = max(1, len(rewards) // 10)
-        first, last = (sum(part) / tenth for part in (rewards[:tenth], rewards[-tenth:]))
-        rows.append(("training reward", f"{first:.3f} -> {last:.3f} (first and last tenth of the steps)"))
+        rows.append(("training reward", f"{_first_and_last(run.rewards)} (first and last tenth of the steps)"))
+        rows += [
+            (f"evaluation score {scorer}", f"{_first_and_last(curve)} (of the steps that have it)")
+            for scorer, curve in run.evaluation_scores.items()
+        ]
         mean = run.staleness_sum / run.num_rl_steps
         rows.append(("staleness", f"mean {mean:.2f}, most {run.staleness_max:g}"))
     if run.num_evaluations > 1:
         begin, end = run.first_evaluation, run.last_evaluation
-        for name in (name for name in begin if name == "reward_mean" or name.startswith("score/")):
-            before, after = begin[name], end[name]
-            if before is not None and after is not None:
-                label = "reward" if name == "reward_mean" else name.removeprefix("score/")
+        for name in begin:
+            label = _label(name)
+            before, after = begin[name], end.get(name)
+            if label and before is not None and after is not None:
                 rows.append((f"held-out {label}", f"{before:.3f} -> {after:.3f} ({after - before:+.3f})"))
     rows += run.alarms.rows()
     rows += [(f"logger {line['logger']}", f"{line['dropped']} dropped: {line['reason']}") for line in run.losses]
@@ -93,6 +94,23 @@ def _rows(run: RunStatistics) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _first_and_last(curve: Curve) -> str:
+    """Return the means of the first and the last tenth of a curve."""
+    values = [value for _, value in curve.points()]
+    tenth = max(1, len(values) // 10)
+    first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
+    return f"{first:.3f} -> {last:.3f}"
+
+
+def _label(name: str) -> str:
+    """Return what a figure of an evaluation is called; empty if it is no score."""
+    if name == "reward_mean":
+        return "reward"
+    if name.startswith(EVALUATION_SCORE):
+        return f"evaluation score {name.removeprefix(EVALUATION_SCORE)}"
+    return name.removeprefix("score/") if name.startswith("score/") else ""
 
 
 def file_rows(files: FileStatistics) -> list[tuple[str, str]]:

@@ -257,7 +257,13 @@ def answered_text(snapshot: RunSnapshot) -> str:
 def evaluation_text(summary: dict[str, float | str | None]) -> str:
     """Return the figures of an evaluation."""
     figures = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-    scores = [f"{one_line(name[6:])} {value:.3f}" for name, value in figures.items() if name.startswith("score/")]
+    prefixes = {"score/": "", "eval_score/": "evaluation score "}
+    scores = [
+        f"{what}{one_line(name.removeprefix(prefix))} {value:.3f}"
+        for prefix, what in prefixes.items()
+        for name, value in figures.items()
+        if name.startswith(prefix)
+    ]
     reward = f"reward {figures['reward_mean']:.3f}" if "reward_mean" in figures else "no reward"
     return f"{reward} on {figures.get('num_prompts', 0):.0f} prompts" + (f" ({', '.join(scores)})" if scores else "")
 

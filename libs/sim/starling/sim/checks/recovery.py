@@ -23,6 +23,7 @@ CONTENTS: Final = (
     "buffers",
     "rewards",
     "components",
+    "evaluation_scores",
     "generated_by",
     "temperature",
     "problem",

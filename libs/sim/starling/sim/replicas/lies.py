@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from starling.common.wire import messages as wire
 from starling.sim.replicas.weights import encoded_offer, offer_of
+from starling.sim.scenario.scenario import EVALUATION_SCORER
 
 Buffers = tuple[bytes, ...]
 Lie = tuple[wire.Up, Buffers]
@@ -152,6 +153,11 @@ def _other_scores(message: wire.GroupScored, rng: random.Random) -> wire.GroupSc
     return replace(message, components={"right": (NAN,) * rng.randint(0, 3), "x" * 1000: ()})
 
 
+def _other_evaluation_scores(message: wire.GroupScored, rng: random.Random) -> wire.GroupScored:
+    values = tuple(rng.choice((NAN, ENDLESS, 1e300, None)) for _ in range(len(message.rewards) + rng.randint(0, 1)))
+    return replace(message, evaluation_scores={rng.choice((EVALUATION_SCORER, "x" * 1000)): values})
+
+
 def _for_another_group(message: wire.GroupScored, rng: random.Random) -> wire.GroupScored:
     return replace(message, lease=_made_up(rng))
 
@@ -161,6 +167,7 @@ _OF_REWARDS: Final[tuple[Callable[[wire.GroupScored, random.Random], wire.GroupS
     _other_number,
     _failed_scorer,
     _other_scores,
+    _other_evaluation_scores,
     _for_another_group,
 )
 

@@ -19,6 +19,8 @@ WIDTH: Final = 90
 MAX_SLOTS: Final = 4
 """Maximum number of groups that a replica of a random scenario works on at a time."""
 
+EVALUATION_SCORER: Final = "judge"
+"""Label of the evaluation scorer of random scenarios."""
 DYNAMIC_SHARE: Final = 0.4
 """Share of the random scenarios with dynamic sampling."""
 ANSWERING: Final = (GENERATE, EVALUATE, INFER)
@@ -50,7 +52,7 @@ class Workload:
     """Mean length of a completion. The lengths have a heavy tail, up to 8 times the mean."""
     token_s: float = 0.05
     score_s: float = 0.05
-    """Per completion."""
+    """Per completion and scorer."""
     teach_s: float = 0.03
     """Per completion."""
     step_s: float = 0.2
@@ -120,6 +122,7 @@ def scenario_of(seed: int, faults: str = "calm", num_replicas: int = 0) -> Scena
     )
     sync_every_s = (0.0, 1.0, 5.0)[seed % 3] * pace
     plan = replace(plan, sync_every=seed // 2 % (plan.max_staleness + 2), sync_every_s=sync_every_s)
+    plan = replace(plan, evaluation_scorers=(EVALUATION_SCORER,), evaluated_share=seed // 3 % 3 / 2, alarm_steps=4)
     if rng.random() < TEACHER_SHARE:
         fleet, plan = _with_teachers(rng, fleet, plan)
     fleet = replace(fleet, num_followers=int(seed % 5 == 1))

@@ -13,7 +13,7 @@ from starling.common.kinds import RL, RunKind, kind_of
 from starling.common.wire.messages import Sampling, Welcome
 from starling.controller.core.groups.buffer import GroupBuffer, buffer_class
 from starling.controller.core.groups.limits import GroupLimits
-from starling.controller.core.groups.scores import TrainedScorer
+from starling.controller.core.groups.scores import TrainedScorer, is_drawn
 from starling.weightsync.offers.offer import TransportChoice
 
 MAX_DISCARDED_STEPS = 3
@@ -149,6 +149,12 @@ class RunPlan:
     """Those that count in the reward, where the algorithm may take their scores one by one; else empty."""
     compares_scores: bool = False
     """The algorithm takes them one by one: dynamic sampling compares the scores of each, not the rewards."""
+    evaluation_scorers: tuple[str, ...] = ()
+    """Labels of the scorers that only evaluate."""
+    evaluated_share: float = 0.0
+    """Share of the groups of training that they score."""
+    alarm_steps: int = 20
+    """Steps with their scores over which these are compared with the rewards."""
     evaluation_s: float = 7200.0
     """How long one evaluation may take; prompts that are not scored by then count as failed."""
 
@@ -190,6 +196,12 @@ class RunPlan:
     def num_completions(self, purpose: Purpose) -> int:
         """Return how many completions a group of this purpose has."""
         return self.group_size if purpose == "train" else self.eval_completions
+
+    def evaluates(self, purpose: Purpose, ordinal: int) -> bool:
+        """Return whether evaluation scorers score a group, too: some of training, and all others."""
+        if purpose == "evaluate" or not self.kind.trains:
+            return True
+        return bool(self.evaluation_scorers) and is_drawn(self.seed, ordinal, self.evaluated_share)
 
     def phase(self, step: int) -> str:
         """Return the phase of the run during `step`: sft, dpo, reward_model, or what is done with groups."""

@@ -151,6 +151,8 @@ class RewardsStored(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="gr
     components: dict[str, tuple[float | None, ...]] = {}
     scorer: str = ""
     """The reward replica that gave them; empty if none did, and in old journals."""
+    evaluation_scores: dict[str, tuple[float | None, ...]] = {}
+    """Scores that are no part of the rewards."""
 
 
 class GroupRequeued(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="group_returned"):
@@ -339,6 +341,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tries: int = 0
     rewards: tuple[float | None, ...] = ()
     components: dict[str, tuple[float | None, ...]] = {}
+    evaluation_scores: dict[str, tuple[float | None, ...]] = {}
     has_teacher_logprobs: bool = False
     floor: tuple[int, int] = (0, 0)
     generated_by: str = ""
@@ -431,6 +434,16 @@ class WeightsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The digest of the checkpoint of a run without a policy."""
 
 
+class EvaluatedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A step with a score of an evaluation scorer."""
+
+    step: int
+    reward: float
+    """Mean of its rewards."""
+    score: float
+    """Mean of the scorer's scores."""
+
+
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Saved states, alarms, changed settings, and the metrics of the newest step and evaluation."""
 
@@ -444,6 +457,8 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     evaluation_metrics: dict[str, float]
     limits: ModelLimits | None = None
     """What the model can read, as a policy said it last."""
+    evaluated: dict[str, tuple[EvaluatedStep, ...]] = {}
+    """The last steps with evaluation scores, by scorer."""
 
 
 class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -525,6 +540,8 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """In the order of the trajectories; empty where nothing scores."""
     components: dict[str, tuple[float | None, ...]] = {}
     """Each scorer's unweighted score, by name."""
+    evaluation_scores: dict[str, tuple[float | None, ...]] = {}
+    """Score of each evaluation scorer, by name; no part of the rewards."""
     tensors: tuple[TensorMeta, ...] = ()
     buffers: tuple[bytes, ...] = ()
     """One for each of `tensors`; both are empty where tokens are not kept."""

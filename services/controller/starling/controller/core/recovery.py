@@ -158,6 +158,8 @@ def _commit(state: ControllerState, committed: records.StepCommitted) -> None:
     elif not plan.kind.publishes(plan):
         state.buffer.retire(step)
     state.training.alarms = from_fields(committed.metrics)
+    if plan.kind.trains:
+        state.training.evaluated.note(step, committed.metrics)
     state.training.metrics.note_step(committed.metrics)
 
 
@@ -223,8 +225,8 @@ def _apply_to_group(state: ControllerState, record: GroupRecord, payload: Buffer
                 oldest, newest = record.oldest_version, record.newest_version
                 partial = PartialCompletions(completions, tensors, payload, oldest, newest, record.giver)
                 groups.store_partial(group, partial, record.temperature)
-        case records.RewardsStored(rewards=rewards, components=components, scorer=scorer):
-            groups.store_rewards(group, rewards, components, scorer)
+        case records.RewardsStored():
+            groups.store_rewards(group, record)
         case records.TeacherLogprobsStored(tensors=tensors):
             groups.store_teacher_logprobs(group, tensors, payload)
         case records.GroupRequeued(tries=tries, floor=floor, anew=anew):

@@ -22,6 +22,8 @@ from starling.controller.core.plan import RunPlan
 from starling.controller.core.records import Record
 from starling.controller.core.replicas.replicas import Replicas
 from starling.controller.core.replicas.routing.slots import SLOT_KINDS
+from starling.controller.core.training.metrics import MetricNames
+from starling.controller.core.training.reward_hacking import EvaluatedSteps
 from starling.controller.core.training.step import Training
 from starling.controller.core.weights.plans import LayoutPlans
 from starling.controller.core.weights.publications import Publications
@@ -140,8 +142,9 @@ class ControllerState:
             plans=LayoutPlans(plan.relay_from_bytes),
             is_reading_checkpoint=plan.reads_checkpoint,
         )
-        trained = [scorer.label for scorer in plan.scorers]
-        self.training = Training(plan.begin_version, plan.sampling, plan.num_scorers, trained)
+        labels = [*(scorer.label for scorer in plan.scorers), *plan.evaluation_scorers]
+        evaluated = EvaluatedSteps(plan.evaluation_scorers, plan.alarm_steps)
+        self.training = Training(plan.begin_version, plan.sampling, MetricNames(plan.num_scorers, labels), evaluated)
         self.evaluations = Evaluations()
         self.lifecycle = Lifecycle(plan.drain_s, plan.stop_s)
 

@@ -261,7 +261,10 @@ class Trajectories:
             )
             rewards = group.rewards or (0.0,) * len(group.trajectories)
             entries.append(JournalEntry(generated, group.buffers))
-            entries.append(JournalEntry(RewardsStored(key=key, rewards=rewards, components=group.components)))
+            scored = RewardsStored(
+                key=key, rewards=rewards, components=group.components, evaluation_scores=group.evaluation_scores
+            )
+            entries.append(JournalEntry(scored))
         return tuple(entries)
 
     def _path(self, position: int) -> Path:

@@ -16,7 +16,7 @@ from starling.common.wire.messages import Prompt, RequestEvaluation
 from starling.controller.core.groups.group import Group, Groups, GroupState
 from starling.controller.core.records import EvaluationRequested, EvaluationsSummary, EvaluationSummary
 from starling.controller.core.replicas.routing.earliest_finish import Routing
-from starling.controller.core.training.metrics import means_by_name
+from starling.controller.core.training.metrics import evaluation_means, means_by_name
 
 TASK = "task"
 """Key of a prompt's metadata by which results are grouped."""
@@ -92,6 +92,7 @@ class Evaluation(Groups):
         }
         scores = ((name, v) for group in groups for name, values in group.components.items() for v in values)
         fields |= {f"score/{name}": mean for name, mean in means_by_name(scores).items()}
+        fields |= evaluation_means(groups)
         lengths = [t.num_tokens - t.num_masked for group in groups for t in group.trajectories]
         fields["completion_tokens_mean"] = sum(lengths) / len(lengths) if lengths else None
         tasks: dict[str, list[Group]] = {}

@@ -21,7 +21,7 @@ from starling.common.wire.messages import Prompt
 from starling.controller.core.groups.digest import digest_of_prompts
 from starling.controller.core.groups.filtering import FilteredGroups, of_unknown
 from starling.controller.core.groups.group import FROZEN, SCORED, TRAINED, Group, Groups, GroupState
-from starling.controller.core.records import BufferSummary, StepFrozen
+from starling.controller.core.records import BufferSummary, RewardsStored, StepFrozen
 
 
 class GroupBuffer(Groups):
@@ -124,16 +124,10 @@ class GroupBuffer(Groups):
         num_discarded = self._num_discarded_before + bisect.bisect_left(self._discarded, group.ordinal)
         return group.ordinal - self.num_trained_groups - num_discarded
 
-    def store_rewards(
-        self,
-        group: Group,
-        rewards: tuple[float | None, ...],
-        components: dict[str, tuple[float | None, ...]],
-        scorer: str = "",
-    ) -> None:
+    def store_rewards(self, group: Group, stored: RewardsStored) -> None:
         """Store the rewards of a generated group."""
-        self.filtering.note_kept(group.generator, scorer, is_first_try=not group.tries)
-        super().store_rewards(group, rewards, components, scorer)
+        self.filtering.note_kept(group.generator, stored.scorer, is_first_try=not group.tries)
+        super().store_rewards(group, stored)
 
     def _complete(self, group: Group) -> None:
         super()._complete(group)
@@ -237,7 +231,13 @@ class GroupBuffer(Groups):
             assert group.ordinal == stored.ordinal, "files are read in order"
             group.temperature = stored.temperature
             self.store_completions(group, stored.trajectories, stored.tensors, stored.buffers)
-            self.store_rewards(group, stored.rewards, stored.components)
+            scores = RewardsStored(
+                key=group.key,
+                rewards=stored.rewards,
+                components=stored.components,
+                evaluation_scores=stored.evaluation_scores,
+            )
+            self.store_rewards(group, scores)
             loaded.append(group)
         self.freeze(step, loaded)
         return loaded

@@ -164,7 +164,12 @@ def _score(state: ControllerState, member: Member, group: Group) -> None:
         member,
         "score",
         group.key,
-        lambda lease: wire.ScoreGroup(lease=lease, prompt=group.prompt, completions=tuple(completions)),
+        lambda lease: wire.ScoreGroup(
+            lease=lease,
+            prompt=group.prompt,
+            completions=tuple(completions),
+            evaluate=state.plan.evaluates(group.purpose, group.ordinal),
+        ),
     )
 
 

@@ -96,6 +96,7 @@ def _groups_of(state: ControllerState, entries: tuple[JournalEntry, ...]) -> lis
                 group.tensors, group.buffers = (*group.tensors, *tensors), (*group.buffers, *entry.payload)
             case RewardsStored(key=key, rewards=rewards, components=components) if key in groups:
                 groups[key].rewards, groups[key].components = rewards, components
+                groups[key].evaluation_scores = entry.record.evaluation_scores
     return [group for group in groups.values() if group.rewards and len(group.buffers) == len(group.tensors)]
 
 
@@ -142,6 +143,7 @@ def _to_stored(state: ControllerState, group: Group) -> StoredGroup:
         trajectories=group.trajectories,
         rewards=group.rewards if state.plan.num_rewards else (),
         components=group.components,
+        evaluation_scores=group.evaluation_scores,
         tensors=group.tensors,
         buffers=group.buffers,
         temperature=group.temperature,

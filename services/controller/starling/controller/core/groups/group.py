@@ -31,7 +31,7 @@ from starling.common.ids import LeaseKind, Purpose
 from starling.common.wire.messages import Prompt, TensorMeta, TrajectoryMeta
 from starling.controller.core.events import Buffers
 from starling.controller.core.groups.partial import NO_TOKENS, PartialCompletions
-from starling.controller.core.records import GroupSummary
+from starling.controller.core.records import GroupSummary, RewardsStored
 from starling.controller.core.replicas.routing.estimates import length_class
 
 
@@ -104,6 +104,8 @@ class Group(msgspec.Struct, gc=False):
     buffers: Buffers = ()
     rewards: tuple[float | None, ...] = ()
     components: dict[str, tuple[float | None, ...]] = {}
+    evaluation_scores: dict[str, tuple[float | None, ...]] = {}
+    """Scores that are no part of the rewards."""
     score_lease: str = ""
     """The lease under which a reward replica scores it; empty when none does."""
     teacher_lease: str = ""
@@ -277,15 +279,10 @@ class Groups:
         if self.needs_teacher:
             heapq.heappush(self._to_teacher, group.ordinal)
 
-    def store_rewards(
-        self,
-        group: Group,
-        rewards: tuple[float | None, ...],
-        components: dict[str, tuple[float | None, ...]],
-        scorer: str = "",
-    ) -> None:
-        """Store the rewards of a generated group; `scorer`: the replica that gave them, empty if none did."""
-        group.score_lease, group.rewards, group.components = "", rewards, components
+    def store_rewards(self, group: Group, stored: RewardsStored) -> None:
+        """Store the rewards of a generated group."""
+        group.score_lease, group.rewards = "", stored.rewards
+        group.components, group.evaluation_scores = stored.components, stored.evaluation_scores
         self._complete(group)
 
     def store_teacher_logprobs(self, group: Group, tensors: tuple[TensorMeta, ...], buffers: Buffers) -> None:
@@ -375,6 +372,7 @@ class Groups:
             trajectories=summary.trajectories,
             rewards=summary.rewards,
             components=summary.components,
+            evaluation_scores=summary.evaluation_scores,
             has_teacher_logprobs=summary.has_teacher_logprobs,
             floor=summary.floor,
             generated_by=summary.generated_by,
@@ -414,6 +412,7 @@ def _summary(group: Group) -> GroupSummary:
         tries=group.tries,
         rewards=group.rewards,
         components=group.components,
+        evaluation_scores=group.evaluation_scores,
         has_teacher_logprobs=group.has_teacher_logprobs,
         floor=group.floor,
         generated_by=group.generated_by,

@@ -40,6 +40,7 @@ from starling.controller.core.groups.validation import (
     check_scores,
     check_teacher_names,
     check_trajectories,
+    usable_scores,
 )
 from starling.controller.core.records import (
     CompletionsStored,
@@ -393,9 +394,10 @@ def _store_partial(
 
 def store_zero_rewards(state: ControllerState, groups: Groups, group: Group) -> None:
     """Store rewards of 0 in a run that scores nothing: it learns only from its teacher's log-probabilities."""
-    groups.store_rewards(group, (0.0,) * len(group.trajectories), {})
+    stored = RewardsStored(key=group.key, rewards=(0.0,) * len(group.trajectories))
+    groups.store_rewards(group, stored)
     _note_if_complete(state, group)
-    state.outbox.write(RewardsStored(key=group.key, rewards=group.rewards))
+    state.outbox.write(stored)
     state.dirty |= Dirty.TRAIN
 
 
@@ -428,14 +430,29 @@ def on_scored(state: ControllerState, member: Member, lease: Lease, message: wir
         state.buffer.note_not_discarded()
         _filter(state, group, rewards[0] or 0.0, member.name)
         return
-    components = _known_names(state, member, message.components)
-    groups.store_rewards(group, message.rewards, components, member.name)
+    stored = RewardsStored(
+        key=group.key,
+        rewards=message.rewards,
+        components=_known_names(state, member, message.components),
+        scorer=member.name,
+        evaluation_scores=_evaluation_scores(state, member, group, message),
+    )
+    groups.store_rewards(group, stored)
     _note_if_complete(state, group)
-    state.outbox.write(RewardsStored(key=group.key, rewards=message.rewards, components=components, scorer=member.name))
+    state.outbox.write(stored)
     if group.purpose == "evaluate":
         state.dirty |= Dirty.EVALUATE
     elif state.buffer.is_full():  # most groups are not the last of their step
         state.dirty |= Dirty.TRAIN
+
+
+def _evaluation_scores(
+    state: ControllerState, member: Member, group: Group, message: wire.GroupScored
+) -> dict[str, tuple[float | None, ...]]:
+    """Return the evaluation scores of a group, which has none if they were not asked for."""
+    if not message.evaluation_scores or not state.plan.evaluates(group.purpose, group.ordinal):
+        return {}
+    return _known_names(state, member, usable_scores(message.evaluation_scores))
 
 
 def _teaches_nothing(state: ControllerState, message: wire.GroupScored) -> bool:

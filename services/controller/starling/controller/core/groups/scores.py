@@ -3,10 +3,14 @@
 A reward is the weighted sum of the scores of the recipe's scorers. Most algorithms take only this sum. For those that
 take the scores one by one, a group must have a score of each scorer that counts in the sum, as the weights, the bounds
 and the tasks of the recipe say; a reward replica only sends the scores.
+
+Evaluation scorers are none of them. They score a share of the groups of training, drawn by the seed of the run, so that
+a group that is scored again has them again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,3 +65,9 @@ def scores_of(scores: Scores, scorers: Sequence[TrainedScorer], num: int) -> tup
 def are_equal(scores: Scores, scorers: Sequence[TrainedScorer]) -> bool:
     """Say whether each scorer gives all completions of a group the same score, so that none of them is better."""
     return all(len({scorer.bounded(value) for value in scores.get(scorer.label, ())}) <= 1 for scorer in scorers)
+
+
+def is_drawn(seed: int, ordinal: int, share: float) -> bool:
+    """Say whether the group of training `ordinal` is one of the `share` that evaluation scorers score."""
+    digest = hashlib.sha256(f"evaluated/{seed}/{ordinal}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * (1 << 64)

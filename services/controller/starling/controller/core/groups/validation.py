@@ -504,18 +504,27 @@ def check_rewards(message: GroupScored, num: int, num_scorers: int) -> None:
     for reward in message.rewards:
         if reward is None or not abs(reward) <= MAX_REWARD:
             raise UnusableResultError(f"a reward is {reward}")
-    most = max(MAX_SCORERS, num_scorers)
-    if len(message.components) > most:
+    most, came = max(MAX_SCORERS, num_scorers), len(message.components) + len(message.evaluation_scores)
+    if came > most:
         raise InvalidResultError(
-            f"scores of {len(message.components)} scorers came, and {most} are allowed; start the reward replicas with "
-            "the recipe of the controller"
+            f"scores of {came} scorers came, and {most} are allowed; start the reward replicas with the recipe of the "
+            "controller"
         )
-    for name, values in message.components.items():
+    for name, values in (*message.components.items(), *message.evaluation_scores.items()):
         if len(name) > MAX_NAME_CHARACTERS or len(values) != num:
             raise InvalidResultError(f"{len(values)} scores of {name[:MAX_NAME_CHARACTERS]!r} came of {num}")
+    for name, values in message.components.items():
         for value in values:
             if value is not None and not abs(value) <= MAX_REWARD:
                 raise UnusableResultError(f"a score of {name} is {value}")
+
+
+def usable_scores(scores: Mapping[str, Sequence[float | None]]) -> dict[str, tuple[float | None, ...]]:
+    """Return evaluation scores without the numbers that are too large or none: these have failed, and cost no group."""
+    return {
+        name: tuple(value if value is not None and abs(value) <= MAX_REWARD else None for value in values)
+        for name, values in scores.items()
+    }
 
 
 def check_scores(message: GroupScored, scorers: Sequence[TrainedScorer], prompt: Prompt) -> None:

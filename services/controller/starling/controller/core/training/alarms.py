@@ -1,4 +1,4 @@
-"""Alarms of a step: problems that a policy reports, noted once when it begins and once when it is over.
+"""Alarms of a step: problems that a policy reports or the controller finds, noted when they begin and are over.
 
 Policies report with each step all alarms that are on. The controller notes the difference, so that nothing is noted
 twice when a result arrives twice or a process restarts.
@@ -13,18 +13,23 @@ import msgspec
 
 from starling.common.wire.messages import Alarm
 from starling.controller.core.state import ControllerState
+from starling.controller.core.training.reward_hacking import PREFIX, EvaluatedSteps
 from starling.controller.core.training.step import ActiveStep
 
 Alarms = dict[str, Alarm]
 """The alarms that are on, by name."""
 
 
-def alarms_after(step: ActiveStep, before: Alarms) -> Alarms:
+def alarms_after(step: ActiveStep, evaluated: EvaluatedSteps, before: Alarms) -> Alarms:
     """Return the alarms that are on after a step that was made.
 
-    A step without a report, because the policy that made it is gone, changes nothing.
+    A step without a report, because the policy that made it is gone, changes nothing of those that policies report.
     """
-    return step.alarms if step.metrics else before
+    reported = step.alarms if step.metrics else before
+    return {
+        **{name: alarm for name, alarm in reported.items() if not name.startswith(PREFIX)},
+        **evaluated.alarms(step.number, before),
+    }
 
 
 def to_fields(alarms: Alarms) -> dict[str, Any]:

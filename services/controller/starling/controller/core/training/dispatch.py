@@ -50,8 +50,11 @@ def commit(state: ControllerState) -> None:
     plan = state.plan
     state.version, state.training.num_failed_together, state.training.committed = step.number, 0, step
     before = state.training.alarms
-    state.training.alarms = alarms.alarms_after(step, before)
     metrics = _metrics_of(state, step)
+    if plan.kind.trains:
+        state.training.evaluated.note(step.number, metrics)
+    state.training.alarms = alarms.alarms_after(step, state.training.evaluated, before)
+    metrics |= alarms.to_fields(state.training.alarms)
     state.training.metrics.note_step(metrics)
     state.outbox.write(StepCommitted(step=step.number, metrics=metrics))
     state.outbox.note("step", step=step.number, **metrics)
@@ -95,7 +98,7 @@ def _metrics_of(state: ControllerState, step: ActiveStep) -> dict[str, object]:
         metrics |= filtered_metrics(state.buffer, number)
     digest = {"batch_digest": step.batch_digest} if step.batch_digest else {}
     changed = {f"set/{key}": value for key, value in state.training.changes.as_of(number).items()}
-    return {"phase": plan.phase(number), **metrics, **digest, **changed, **alarms.to_fields(state.training.alarms)}
+    return {"phase": plan.phase(number), **metrics, **digest, **changed}
 
 
 def _note_groups(state: ControllerState, step: int, groups: list[Group]) -> None:

@@ -31,8 +31,8 @@ class MetricNames:
 
     num_scorers: int = 0
     """Of the recipe."""
-    trained: Sequence[str] = ()
-    """Names that are always kept: those of the scorers whose scores are trained."""
+    labels: Sequence[str] = ()
+    """Names that are always kept: those of scorers whose scores the controller itself reads."""
     _names: dict[str, str] = field(default_factory=dict)
     """By name: the name, as the one object that all groups share."""
     _senders: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class MetricNames:
     """A name was left out."""
 
     def __post_init__(self) -> None:
-        self._names.update((name, name) for name in self.trained)
+        self._names.update((name, name) for name in self.labels)
 
     @property
     def limit(self) -> int:
@@ -207,8 +207,15 @@ def _score_means(groups: list[Group]) -> dict[str, float]:
     """Return the means of the scores and of the environments' metrics."""
     scores = ((name, v) for group in groups for name, values in group.components.items() for v in values)
     metrics = {f"score/{name}": mean or 0.0 for name, mean in means_by_name(scores).items()}
+    metrics |= {name: mean for name, mean in evaluation_means(groups).items() if mean is not None}
     measured = (item for group in groups for t in group.trajectories if t.metrics for item in t.metrics.items())
     return metrics | {f"env/{name}": mean or 0.0 for name, mean in means_by_name(measured).items()}
+
+
+def evaluation_means(groups: Iterable[Group]) -> dict[str, float | None]:
+    """Return the means of the evaluation scores as metrics; None for a scorer that failed everywhere."""
+    scores = ((name, v) for group in groups for name, values in group.evaluation_scores.items() for v in values)
+    return {f"eval_score/{name}": mean for name, mean in means_by_name(scores).items()}
 
 
 def means_by_name(values: Iterable[tuple[str, float | None]]) -> dict[str, float | None]:

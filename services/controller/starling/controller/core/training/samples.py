@@ -34,7 +34,13 @@ def choose(groups: Sequence[Group], num: int, *, seed: int, step: int) -> list[t
 def to_row(group: Group, index: int) -> dict[str, Any]:
     """Return one completion as JSON values, with texts of bounded length."""
     trajectory = group.trajectories[index]
-    components = {f"score/{name}": values[index] for name, values in group.components.items() if index < len(values)}
+    scores = {"score": group.components, "eval_score": group.evaluation_scores}
+    components = {
+        f"{kind}/{name}": values[index]
+        for kind, by_name in scores.items()
+        for name, values in by_name.items()
+        if index < len(values)
+    }
     return {
         "prompt_id": group.prompt.id,
         "prompt": shortened(text_of(group.prompt)),

@@ -17,7 +17,6 @@ step with the others, all of them will, unless they have made it: those that rep
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.records import JournalEntry, TrainingSummary
 from starling.controller.core.training.dynamic_settings import DYNAMIC, SettingChanges
 from starling.controller.core.training.metrics import LatestMetrics, MetricNames
+from starling.controller.core.training.reward_hacking import EvaluatedSteps
 
 
 @dataclass
@@ -131,14 +131,16 @@ class SavedStates:
 class Training:
     """The active step, and the values that persist from one step to the next."""
 
-    def __init__(self, begin_version: int, sampling: Sampling, num_scorers: int, trained: Sequence[str] = ()) -> None:
+    def __init__(
+        self, begin_version: int, sampling: Sampling, metric_names: MetricNames, evaluated: EvaluatedSteps
+    ) -> None:
         """Begin with the version `begin_version`, which has a saved state.
 
         Args:
             begin_version: the version.
             sampling: as the recipe says.
-            num_scorers: of the recipe.
-            trained: names of the scorers whose scores are trained one by one.
+            metric_names: none so far.
+            evaluated: no steps so far.
         """
         self.step: ActiveStep | None = None
         """The step that makes the next version."""
@@ -157,7 +159,7 @@ class Training:
         self.sampling = sampling
         """How tokens of training groups are sampled now, with the changes of operators."""
         self.metrics = LatestMetrics()
-        self.metric_names = MetricNames(num_scorers, trained)
+        self.metric_names, self.evaluated = metric_names, evaluated
         self.limits: ModelLimits | None = None
         """What the model of the policy can read of groups; None until a policy has said it."""
 
@@ -185,6 +187,7 @@ class Training:
             step_metrics=of_step,
             evaluation_metrics=of_evaluation,
             limits=self.limits,
+            evaluated=self.evaluated.summary(),
         )
 
     def restore(self, summary: TrainingSummary, buffer: GroupBuffer) -> None:
@@ -195,6 +198,7 @@ class Training:
             self.change_setting(buffer, key, value, step, "")
         self.changes.requests = dict(summary.requests)
         self.limits = summary.limits
+        self.evaluated.restore(summary.evaluated)
         self.metrics.restore(summary.step_metrics, summary.evaluation_metrics)
 
     def drop_share(self, policy: str) -> None:
