@@ -86,5 +86,17 @@ class Keeping:
         return {"score": [float(sum(int(clip.sum()) for clip in self.kept))]}
 
 
+class WithoutNumpy:
+    """Its worker cannot import numpy."""
+
+    media = "pixels"
+
+    def setup(self) -> None:
+        sys.modules["numpy"] = None  # type: ignore[assignment]
+
+    def score(self, batch: Any) -> dict[str, list[float]]:
+        return {"score": [1.0] * len(batch)}
+
+
 def has_numpy(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> bool:
     return "numpy" in sys.modules

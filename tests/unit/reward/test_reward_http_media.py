@@ -19,9 +19,10 @@ from starling.reward.core.media import Input, MediaForm
 from starling.reward.core.requests import RewardRequest
 from starling.reward.core.rewards import WeightedScorer
 from starling.reward.http import media as media_module
+from starling.reward.http import schema as schema_module
 from starling.reward.http.errors import HttpError
 from starling.reward.http.npy import npy_header
-from starling.reward.http.schema import RewardsReader, rewards_schema
+from starling.reward.http.schema import AskedRewards, RewardsReader, memory_of, rewards_schema
 from starling.reward.score.workers.arrays import array_in
 from starling.reward.score.workers.shared import MediaMemory
 
@@ -66,6 +67,10 @@ def reader(
     return RewardsReader(scorers, lambda: inputs, memory, check_room)
 
 
+def read(memory: MediaMemory, data: bytes) -> AskedRewards:
+    return reader(memory).read(data, memory_of(data))
+
+
 def arrays_of(request: RewardRequest) -> list[np.ndarray | None]:
     """Return the media of each sample, as a worker has them."""
     found: list[np.ndarray | None] = []
@@ -98,7 +103,7 @@ def test_samples_have_the_media_that_were_sent(shapes: list[Any], part_character
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(media_module, "_PART_CHARACTERS", part_characters)
         data = body(*(None if one is None else pixels(one, fps=8.0) for one in sent))
-        request = reader(memory).read(data).request
+        request = read(memory, data).request
     for one, found in zip(sent, arrays_of(request), strict=True):
         if one is None:
             assert found is None
@@ -116,7 +121,7 @@ def test_latents_keep_their_type_and_images_become_clips(memory: MediaMemory) ->
     half = np.full((16, 1, 2, 2), 1.5, np.float16)
     opaque = (half.astype("<f4").view("<u4") >> 16).astype("<u2").view("V2")
     image = np.full((5, 4, 3), 7, np.uint8)
-    asked = reader(memory).read(body(latents(half), latents(opaque), latents(half.astype("f4")), pixels(image)))
+    asked = read(memory, body(latents(half), latents(opaque), latents(half.astype("f4")), pixels(image)))
     assert [tensor.form for tensor in asked.request.media] == [
         MediaForm("latents", "float16", half.shape),
         MediaForm("latents", "bfloat16", half.shape),
@@ -160,7 +165,7 @@ GOOD = npy(CLIP)
 )
 def test_media_that_are_none_are_refused(memory: MediaMemory, media: dict[str, Any], problem: str) -> None:
     with pytest.raises(HttpError) as raised:
-        reader(memory).read(body(latents(np.zeros((16, 1, 1, 1), "f4")), media))
+        read(memory, body(latents(np.zeros((16, 1, 1, 1), "f4")), media))
     assert raised.value.status == 422
     assert problem in str(raised.value)
     del raised
@@ -179,7 +184,7 @@ def test_media_that_are_none_are_refused(memory: MediaMemory, media: dict[str, A
 )
 def test_fields_of_media_are_checked(memory: MediaMemory, media: dict[str, Any], place: list[str]) -> None:
     with pytest.raises(HttpError) as raised:
-        reader(memory).read(body(media))
+        read(memory, body(media))
     assert raised.value.status == 422
     assert [one["loc"] for one in raised.value.body["detail"]] == [["body", "samples", 0, "media", *place]]
 
@@ -189,30 +194,40 @@ def test_exponents_of_finite_numbers_are_finite(memory: MediaMemory) -> None:
     half = np.full((1, 1, 1, 1), 0xFBFF, "<u2").view("<f2")
     brain = np.full((1, 1, 1, 1), 0xFF7F, "<u2").view("V2")
     single = np.full((1, 1, 1, 1), np.finfo("f4").min)
-    request = reader(memory).read(body(latents(half), latents(brain), latents(single))).request
+    request = read(memory, body(latents(half), latents(brain), latents(single))).request
     assert len(request.media) == 3
     del request
 
 
-def test_more_media_than_fit_are_refused_before_they_are_copied(memory: MediaMemory) -> None:
+def test_stored_body_waits_for_room_with_its_media(memory: MediaMemory) -> None:
     clip = np.zeros((4, 64, 64, 3), np.uint8)
     data = body(pixels(clip), pixels(clip))
-    room = len(data) + 1000  # for the body, which is checked first; then for the media beside those that are held
-    held = reader(memory).read(data).request
-    assert held.media_bytes == 2 * clip.nbytes
+    held = read(memory, data).request
+    assert held.media_bytes == memory.size_bytes == 2 * clip.nbytes < len(data)
     with pytest.raises(HttpError) as raised:
-        reader(memory, room=room).read(data)
+        reader(memory, room=len(data) + 1000).read_again(data, "again")
     assert raised.value.status == 429
     assert memory.size_bytes == 2 * clip.nbytes
     del held, raised
 
 
+def test_text_is_limited_apart_from_media(memory: MediaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text goes to the workers in messages, which have a limit."""
+    monkeypatch.setattr(schema_module, "MAX_TEXT_MIB", 1)
+    clip = np.zeros((1, 1024, 1024, 3), np.uint8)
+    assert read(memory, body(pixels(clip))).request.media_bytes == clip.nbytes
+    with pytest.raises(HttpError) as raised:
+        read(memory, body(pixels(clip), completion="x" * (1 << 20)))
+    assert raised.value.status == 413
+    del raised
+
+
 def test_number_of_requests_with_media_is_limited(memory: MediaMemory) -> None:
-    held = [reader(memory).read(body(pixels(CLIP))).request for _ in range(4)]
+    held = [read(memory, body(pixels(CLIP))).request for _ in range(4)]
     with pytest.raises(HttpError, match="4 requests with media are held; try again later") as raised:
-        reader(memory).read(body(pixels(CLIP)))
+        read(memory, body(pixels(CLIP)))
     assert (raised.value.status, raised.value.retry_after_s) == (429, 1)
-    assert reader(memory).read(body(None)).request.media == ()
+    assert read(memory, body(None)).request.media == ()
     del held, raised
 
 
@@ -234,10 +249,10 @@ def test_sample_without_media_that_a_scorer_reads_is_refused(
     one = reader(memory, *scorers, inputs=inputs)
     data = body(pixels(CLIP), None, metadata={"task": "other"})
     if not refused:
-        assert len(one.read(data).request.samples) == 2
+        assert len(one.read(data, memory_of(data)).request.samples) == 2
         return
     with pytest.raises(HttpError) as raised:
-        one.read(data)
+        one.read(data, memory_of(data))
     assert raised.value.status == 422
     assert str(raised.value).startswith(refused)
     del raised
@@ -245,9 +260,9 @@ def test_sample_without_media_that_a_scorer_reads_is_refused(
 
 def test_text_may_be_missing_only_with_media(memory: MediaMemory) -> None:
     data = json.dumps({"samples": [{"media": pixels(CLIP)}]}).encode()
-    assert reader(memory).read(data).request.samples[0].completion.text == ""
+    assert read(memory, data).request.samples[0].completion.text == ""
     with pytest.raises(HttpError) as raised:
-        reader(memory).read(b'{"samples": [{"prompt": "p"}]}')
+        read(memory, b'{"samples": [{"prompt": "p"}]}')
     assert "completion is missing; send one, or media" in raised.value.body["detail"][0]["msg"]
 
 
@@ -271,6 +286,6 @@ def test_header_of_unusual_length_is_read(memory: MediaMemory) -> None:
         longer = (int.from_bytes(header[8:10], "little") + num).to_bytes(2, "little")
         file = header[:8] + longer + header[10:-1] + b" " * num + b"\n" + bytes(range(12))
         text = base64.b64encode(file).decode()
-        (found,) = arrays_of(reader(memory).read(body({"kind": "pixels", "npy": text})).request)
+        (found,) = arrays_of(read(memory, body({"kind": "pixels", "npy": text})).request)
         assert found is not None
         assert found.tobytes() == bytes(range(12))

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sandbox_levels import ALL
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.media import MediaForm, MediaKind, MediaRow, MediaTensor, form_problem
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 from starling.reward.score.scorers.registry import load_scorer
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, aligned
 from starling.reward.settings import RewardSettings
 
@@ -191,9 +193,8 @@ def test_lost_sample_has_its_media(memory: MediaMemory) -> None:
     with ScoringPool(settings("Acting", scorer={"retries": 0})) as pool:
         scored(pool, task(tensors_of(memory, clip(7), clip(9)), "a", "exit"))
         (lost,) = pool.take_lost()
-    assert lost.media is not None
-    tensor, row = lost.media
-    assert tensor.buffer.read(tensor.offset_of(row), tensor.form.size_bytes) == clip(9).tobytes()
+    ((tensor, row),) = lost.media
+    assert tensor.read(row) == clip(9).tobytes()
 
 
 def test_scorer_cannot_write_into_media(memory: MediaMemory) -> None:
@@ -258,6 +259,26 @@ def test_workers_for_texts_do_not_import_numpy(memory: MediaMemory) -> None:
     with ScoringPool(settings("has_numpy")) as pool:
         (score,) = scored(pool, task(tensors_of(memory, clip(1)), "a"))
     assert score.value == 0.0
+
+
+def test_workers_for_media_import_numpy_before_their_first_call(memory: MediaMemory) -> None:
+    """On a busy machine it takes longer than many a time limit."""
+    with ScoringPool(settings("has_numpy", "Acting")) as pool:
+        (score,) = scored(pool, task((), "a", rows=[None]))
+    assert score.value == 1.0
+
+
+def test_worker_for_media_without_numpy_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"Scorers that read media get them as arrays of numpy, .*: install it"):
+        check_scorers(settings("WithoutNumpy"))
+
+
+@pytest.mark.parametrize("level", ALL)
+def test_media_reach_scorers_in_each_sandbox(memory: MediaMemory, level: Mechanism) -> None:
+    if problem := problem_of(level):
+        pytest.skip(problem)
+    with ScoringPool(pixels_settings(sandbox=level)) as pool:
+        assert scored(pool, task(tensors_of(memory, clip(1)), "a"))[0].value == 72.0
 
 
 def test_scorer_must_name_its_media() -> None:

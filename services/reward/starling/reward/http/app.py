@@ -16,7 +16,7 @@ from starling.reward.http.body import Application, LimitedBodies
 from starling.reward.http.cosmos.routes import CosmosService, body_limits, cosmos_routes
 from starling.reward.http.errors import REFUSALS, HttpError
 from starling.reward.http.metrics import render
-from starling.reward.http.schema import AskedRewards, RewardsReader, Wait, render_result, rewards_schema
+from starling.reward.http.schema import AskedRewards, RewardsReader, Wait, memory_of, render_result, rewards_schema
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.store import RequestBody
@@ -83,8 +83,7 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
     async def ask(request: Request) -> Response:
         """Score samples; the answer has the rewards if they come within `wait_s`, else the id of the request."""
         data = await request.body()
-        # In a thread if it is large: the others are not to wait for it.
-        asked = await (asyncio.to_thread(reader.read, data) if len(data) > LARGE_BYTES else _read(reader, data))
+        asked = await _read(reader, table, data)
         await table.add(asked.request, asked.num_bytes, RequestBody("v1", data))
         id, wait_s = asked.request.id, asked.wait_s
         del data, asked  # not kept while the client waits
@@ -128,8 +127,14 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
         return PlainTextResponse(render(status(), table), media_type="text/plain; version=0.0.4")
 
 
-async def _read(reader: RewardsReader, data: bytes) -> AskedRewards:
-    return reader.read(data)
+async def _read(reader: RewardsReader, table: RequestTable, data: bytes) -> AskedRewards:
+    """Read a body, for which there is room; a large one in a thread: the others are not to wait for it."""
+    size_bytes = memory_of(data)
+    if len(data) <= LARGE_BYTES:
+        table.check_room(size_bytes)
+        return reader.read(data, size_bytes)
+    async with table.reading(size_bytes):
+        return await asyncio.to_thread(reader.read, data, size_bytes)
 
 
 async def _answer(request: Request, table: RequestTable, id: str, wait_s: float) -> Response:

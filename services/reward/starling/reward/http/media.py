@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -51,18 +51,15 @@ class _File(NamedTuple):
     form: MediaForm
 
 
-def share_media(
-    bodies: Sequence[MediaBody | None], memory: MediaMemory, check_room: Callable[[int], None]
-) -> SharedMedia:
+def share_media(bodies: Sequence[MediaBody | None], memory: MediaMemory) -> SharedMedia:
     """Return the media of samples, in one buffer of `memory`.
 
     Args:
         bodies: of each sample.
         memory: has the buffers.
-        check_room: raises HttpError if there is no room for so many bytes.
 
     Raises:
-        HttpError: a file is not valid (422), or there is no room (429).
+        HttpError: a file is not valid (422), or there are too many buffers (429).
     """
     files = [_file(index, body) for index, body in enumerate(bodies) if body is not None]
     if not files:
@@ -70,7 +67,6 @@ def share_media(
     by_form: dict[MediaForm, list[_File]] = {}
     for file in files:
         by_form.setdefault(file.form, []).append(file)
-    check_room(sum(aligned(len(same) * form.size_bytes) for form, same in by_form.items()))
     buffer = share(memory, _contents(by_form))
     tensors, offset = list[MediaTensor](), 0
     rows: list[MediaRow | None] = [None] * len(bodies)

@@ -158,10 +158,17 @@ class RewardsReader:
     ) -> None:
         self._scorers, self._inputs, self._memory, self._check_room = scorers, inputs, memory, check_room
 
-    def read(self, data: bytes, id: str | None = None) -> AskedRewards:
-        """Read a body as a request under `id`, or a new one. Raises HttpError for one that cannot be scored."""
-        size_bytes = memory_of(data)
-        self._check_room(size_bytes)
+    def read(self, data: bytes, size_bytes: int, id: str | None = None) -> AskedRewards:
+        """Read a body as a request.
+
+        Args:
+            data: the body.
+            size_bytes: about what it takes in memory (`memory_of`), for which there is room. Its media take less.
+            id: of the request; a new one if there is none.
+
+        Raises:
+            HttpError: it cannot be scored.
+        """
         body = read_rewards(data)
         media_bodies = [sample.media for sample in body.samples]
         encoded_bytes = sum(len(one.npy) for one in media_bodies if one is not None)
@@ -169,7 +176,7 @@ class RewardsReader:
             raise HttpError(
                 413, f"the body has more than {MAX_TEXT_MIB} MiB besides media; send fewer samples at a time"
             )
-        media = share_media(media_bodies, self._memory, self._check_room)
+        media = share_media(media_bodies, self._memory)
         try:
             request = _request(body, id or secrets.token_hex(16), media)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
@@ -178,8 +185,10 @@ class RewardsReader:
         return AskedRewards(request, size_bytes - encoded_bytes + request.media_bytes, body.wait_s)
 
     def read_again(self, data: bytes, id: str) -> RewardRequest:
-        """Read a stored body. Raises HttpError for one that cannot be scored."""
-        return self.read(data, id).request
+        """Read a stored body. Raises HttpError for one that cannot be scored, or for which there is no room."""
+        size_bytes = memory_of(data)
+        self._check_room(size_bytes)
+        return self.read(data, size_bytes, id).request
 
 
 def check_media(request: RewardRequest, scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]) -> None:

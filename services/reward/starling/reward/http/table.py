@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -98,6 +99,7 @@ class RequestTable:
         self._tending: asyncio.Task[None] | None = None
         self._is_open = self._is_closed = False
         self._closed = asyncio.Event()
+        self._reading = asyncio.Lock()
         self.num_samples = self.size_bytes = 0
         """Samples that are being scored, and memory of requests, of bodies that are being read, and of results that are
         not stored yet."""
@@ -133,6 +135,24 @@ class RequestTable:
                 "that you have fetched, or try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    @asynccontextmanager
+    async def reading(self, num_bytes: int) -> AsyncIterator[None]:
+        """Count what a large body takes while it is read, besides its media, and wait until it may be read.
+
+        One is read at a time: each takes several times its size meanwhile, and room for media that was found is still
+        there when they are written.
+
+        Raises:
+            HttpError: there is no room for it.
+        """
+        self.check_room(num_bytes)
+        self.size_bytes += num_bytes
+        try:
+            async with self._reading:
+                yield
+        finally:
+            self.size_bytes -= num_bytes
 
     async def add(
         self,
@@ -290,7 +310,8 @@ class RequestTable:
         while True:
             try:
                 # In a thread: other clients are not to wait for it.
-                return await asyncio.to_thread(reader, stored.body.data, stored.id)
+                async with self._reading:
+                    return await asyncio.to_thread(reader, stored.body.data, stored.id)
             except (HttpError, ValueError) as error:
                 if not (isinstance(error, HttpError) and error.status == 429) or self._clock() >= end:
                     raise _UnusableRequest(f"the request cannot be read again after a restart: {error}") from None

@@ -32,7 +32,7 @@ from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.make import make_store
 from starling.reward.http.table import RequestTable
 from starling.reward.score.workers.pool import ScoringPool
-from starling.reward.score.workers.shared import MediaMemory
+from starling.reward.score.workers.shared import MediaMemory, raise_descriptor_limit
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
@@ -70,6 +70,7 @@ class HttpFrontEnd:
         self._wakeup = Wakeup()
         self._status = ServiceStatus()
         self._answered: Counter[str] = Counter()
+        raise_descriptor_limit()
         media = MediaMemory()
         reader = RewardsReader(
             self._scorers, lambda: self._status.inputs, media, lambda num_bytes: self._table.check_room(num_bytes)

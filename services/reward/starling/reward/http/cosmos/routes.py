@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -102,7 +101,7 @@ def cosmos_routes(service: CosmosService) -> APIRouter:
         data = await request.body()
         line_bytes = memory_of(data[: max(0, data.find(b"\n", 0, MAX_LINE_BYTES + 1))])
         id = str(uuid.uuid4())
-        with _counted(service.table, len(data) + line_bytes):
+        async with service.table.reading(len(data) + line_bytes):
             # In a thread: the others are not to wait for it.
             found = await asyncio.to_thread(service.read, data, id)
         info = {**found.info, PUSHED_UNTIL: time.time() + service.pushed.timeout_s}
@@ -156,17 +155,6 @@ def body_limits(max_media_bytes: int) -> dict[tuple[str, str], int]:
     limits = dict.fromkeys(("pull", "ping", "latent_attr"), MAX_FORM_BYTES)
     limits |= {"push": MAX_PUSH_BYTES, "enqueue": max_media_bytes}
     return {("POST", f"{PREFIX}/{name}"): limit for name, limit in limits.items()}
-
-
-@contextmanager
-def _counted(table: RequestTable, num_bytes: int) -> Iterator[None]:
-    """Count memory that a body takes while it is read, besides its media. Raises HttpError when there is no room."""
-    table.check_room(num_bytes)
-    table.size_bytes += num_bytes
-    try:
-        yield
-    finally:
-        table.size_bytes -= num_bytes
 
 
 async def _fields(request: Request, *required: str) -> dict[str, str]:

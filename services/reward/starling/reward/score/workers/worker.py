@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import faulthandler
+import importlib
 import os
 import socket
 import sys
@@ -130,6 +131,8 @@ def _set_up(setup: WorkerSetup, scorers: dict[int, LoadedScorer]) -> FromWorker:
         for spec in setup.scorers:
             check_executor(spec.name)
             scorers[spec.index] = load_scorer(spec.name, spec.options)
+        if any(scorer.form.media != "text" for scorer in scorers.values()):
+            _import_arrays()
     except ConfigError as error:
         return WorkerStartFailed(_bounded(str(error)))
     return WorkerReady(tuple((index, scorer.form) for index, scorer in scorers.items()))
@@ -160,9 +163,20 @@ def _run(sock: socket.socket, scorers: dict[int, LoadedScorer], chunk: CallChunk
     return True
 
 
+def _import_arrays() -> None:
+    """Import numpy: a start may take longer than the first call. Raises ConfigError."""
+    try:
+        importlib.import_module("starling.reward.score.workers.arrays")
+    except ImportError as error:
+        raise ConfigError(
+            f"Scorers that read media get them as arrays of numpy, which cannot be imported ({error}): install it in "
+            "the Python environment of the scorer."
+        ) from None
+
+
 def _arrays(chunk: CallChunk, descriptors: Sequence[int]) -> Callable[[int], MediaArray]:
     """Return a function from the index of a sample of the chunk to its media."""
-    from starling.reward.score.workers.arrays import map_buffers, media_array  # imports numpy
+    from starling.reward.score.workers.arrays import map_buffers, media_array  # workers for texts have no numpy
 
     buffers = map_buffers(descriptors)
 

@@ -42,7 +42,7 @@ num_workers = 2
 [[reward.scorers]]
 name = "{folder}/mine.py:Sum"
 label = "sum"
-timeout_s = 1.0
+timeout_s = 2.0
 retries = 0
 tasks = ["video"]
 
