@@ -14,7 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
+import test_reward_cosmos as cosmos
 from redis_servers import PASSWORD, QUOTED, RedisServer, needs_redis, redis_server
 from test_reward_http import PATIENCE_S, Client, eventually, port_of
 
@@ -237,6 +239,31 @@ def test_instances_behind_a_load_balancer_take_over_from_one_that_is_killed(tmp_
             living = [name for name in scored_by if name != "one"]
             assert len(living) <= 1, f"{completion} was scored twice by instances that live"
             assert len(scored_by) <= 2
+
+
+@needs_redis
+def test_client_of_cosmos_rl_pulls_at_another_instance_than_the_dead_one_that_accepted(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server, ExitStack() as stack:
+        recipe = f"{cosmos.RECIPE}{of_redis(server)}\n"
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+        pulled_at = stack.enter_context(cosmos.service(tmp_path / "two", recipe))
+        shades = (10, 30, 50)
+        videos = [np.full((1, 3, 5, 8, 8), shade, np.uint8) for shade in shades]
+        with cosmos.service(tmp_path / "one", recipe) as accepted_at:
+            variables = {**cosmos.variables(pulled_at, "REMOTE")}
+            variables["REMOTE_REWARD_ENQUEUE_URL"] = variables["REMOTE_REWARD_ENQUEUE_URL"].replace(
+                str(pulled_at), str(accepted_at)
+            )
+            client = cosmos.CosmosClient(variables, "REMOTE")
+            meta = {"reward_fn": {"dance_grpo": 1.0}, "media_type": "video", "video_infos": [{"video_fps": 16.0}]}
+            prompts = ("quick", "slow", "slow")
+            ids = [
+                client.enqueue(one, {**meta, "prompts": [text]})[0] for one, text in zip(videos, prompts, strict=True)
+            ]
+            assert client.fetch(ids[0], None, "dance_grpo")["scores"]["overall_reward"] == [10.0]
+        for id, shade in zip(ids, shades, strict=True):
+            assert client.fetch(id, None, "dance_grpo")["scores"]["overall_reward"] == [float(shade)]
 
 
 @needs_redis

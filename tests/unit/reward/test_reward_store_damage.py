@@ -64,6 +64,7 @@ positions = st.lists(st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_
 
 
 @given(positions)
+@example([(3676, b"\x80")])
 @settings(deadline=None)
 def test_damaged_file_is_refused_or_used(
     tmp_path_factory: pytest.TempPathFactory, damage: list[tuple[int, bytes]]

@@ -60,6 +60,8 @@ _RESULT: Final = "CAST(coalesce(result, '') AS BLOB)"
 _LENGTH: Final = "coalesce(length(result), 0)"
 _COUNTS: Final = "CAST(coalesce(num_samples, 0) AS INTEGER), CAST(coalesce(num_bytes, 0) AS INTEGER)"
 _DEATHS: Final = "CAST(coalesce(num_deaths, 0) AS INTEGER) + (owner != '')"
+_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
+"""The text of an error repeats names of a damaged file, which may be no UTF-8."""
 
 Work = Callable[[sqlite3.Connection], Any]
 """One operation in the thread of the file, within a transaction."""
@@ -92,7 +94,7 @@ class SqliteStore:
         self._db = _open_file(path)
         try:
             num, size = self._db.execute("SELECT count(*), total(length(result)) FROM results").fetchone()
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             self._db.close()
             raise ConfigError(f"{path} cannot be read: {error}; restore it, or move it away") from None
         self.num_results, self.size_bytes = int(num), int(size) + ENTRY_BYTES * int(num)
@@ -187,7 +189,7 @@ class SqliteStore:
             self.num_results, self.size_bytes = counts
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            if not isinstance(error, sqlite3.Error):
+            if not isinstance(error, _ERRORS):
                 raise
             self._availability.failed(str(error))
             raise StoreUnavailable(str(error)) from None
@@ -292,7 +294,7 @@ def _open_file(path: Path) -> sqlite3.Connection:
         db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
     except BaseException as error:
         db.close()
-        if not isinstance(error, sqlite3.Error):
+        if not isinstance(error, _ERRORS):
             raise
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
             raise ConfigError(
