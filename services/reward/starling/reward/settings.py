@@ -43,9 +43,10 @@ class ScorerSettings(SettingsSection):
 
     name: str
     """A built-in scorer (exact_match, prefix_match, regex, choice, gsm8k, math, code, format, json_schema, length,
-    overlong, repetition, environment; of pixels brightness, target_colour, colourfulness, motion, smoothness, flicker,
-    first_frame_consistency, sharpness, jpeg_compressibility, ocr; of latents latent_target), `reasoning_gym:<task>`,
-    an installed plug-in, or your own function or class as `module:function` or `path/to/file.py:Class`."""
+    overlong, repetition, environment, reward_model; of pixels brightness, target_colour,
+    colourfulness, motion, smoothness, flicker, first_frame_consistency, sharpness, jpeg_compressibility, ocr; of
+    latents latent_target), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
+    `module:function` or `path/to/file.py:Class`."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""
     use: Literal["training", "evaluation"] = "training"

@@ -113,6 +113,8 @@ def check_scorer(name: str, options: dict[str, Any]) -> None:
     found = _import(name)
     if inspect.isclass(found):
         _check_class(name, found, options)
+        if name in REWARD_MODELS and REWARD_MODELS[name].checks_early:
+            found(**options)
     else:
         _bound(name, found, options)
 

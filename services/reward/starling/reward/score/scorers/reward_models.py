@@ -21,15 +21,20 @@ class RewardModel(NamedTuple):
     """Modules that it imports."""
     install: str
     """What to give to `pip install`."""
+    checks_early: bool = False
+    """Whether it can be made, without `setup`, where its folders are not: its options are then checked there, too."""
 
 
 _MODELS: Final = "starling.reward.score.scorers.models"
 REWARD_MODELS: Final[dict[str, RewardModel]] = {
+    "reward_model": RewardModel(
+        f"{_MODELS}.sequence:SequenceRewardModel", ("torch", "transformers"), "torch transformers", checks_early=True
+    ),
     "pickscore": RewardModel(
         f"{_MODELS}.pickscore:PickScore", ("torch", "transformers", "PIL"), "torch transformers pillow"
     ),
 }
-"""By the name of the scorer, which is that of the reward type of Cosmos-RL."""
+"""By the name of the scorer. That of a reward type of Cosmos-RL answers its requests."""
 
 COSMOS_TYPES: Final = (
     "cosmos_reason1",
