@@ -6,13 +6,18 @@
 its own, send samples in batches of 64, wait for the answer, and compare the rewards with what they must be. The clients
 are one process beside the service, whose processor time is reported apart. Then the same with requests and results in
 SQLite, on the disk of temporary files, and in a Redis on this machine, which syncs its file once a second.
+
+At last videos of 13 frames of 64 x 64 pixels, five to a request, over the wire of Cosmos-RL: 200 clients enqueue, and
+pull until the scores of `brightness` and `motion` are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import psutil
 from figure import machine, print_figure, progress, quantile, rounded, versions
 
@@ -50,6 +56,27 @@ enabled = true
 port = 0
 {store}
 """
+VIDEO_RECIPE: Final = """
+[reward]
+num_workers = 2
+
+[[reward.scorers]]
+name = "brightness"
+
+[[reward.scorers]]
+name = "motion"
+
+[reward.http]
+enabled = true
+port = 0
+"""
+VIDEO_SHAPE: Final = (3, 13, 64, 64)
+VIDEOS: Final = 5
+"""Of a request."""
+LUMA: Final = (0.299, 0.587, 0.114)
+"""Share of red, green and blue in the brightness (ITU-R BT.601)."""
+PULL_S: Final = 0.05
+"""Between two pulls, at first; then half as long again each time."""
 SAMPLES: Final = (("answer", 1.5), ("ans", 0.25), ("none", 0.0))
 """Completions, and their rewards where `answer` is right."""
 
@@ -81,9 +108,9 @@ def redis_server(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def service(folder: Path, store: str) -> Iterator[tuple[psutil.Process, int]]:
-    """Run a reward service with the settings of a store; yield its process and its port."""
-    (folder / "rewards.toml").write_text(RECIPE.format(store=store))
+def service(folder: Path, recipe: str) -> Iterator[tuple[psutil.Process, int]]:
+    """Run a reward service with a recipe; yield its process and its port."""
+    (folder / "rewards.toml").write_text(recipe)
     command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(folder / "rewards.toml")]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -139,6 +166,94 @@ async def load(port: int, num_clients: int, num_requests: int) -> tuple[Results,
     return results, time.perf_counter() - begun
 
 
+async def video_client(port: int, num_requests: int, results: Results, seed: int) -> None:
+    """Enqueue videos and pull their scores, request by request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def ask(path: str, body: bytes, kind: str) -> tuple[int, bytes]:
+        lines = (
+            f"POST /api/reward/{path} HTTP/1.1",
+            "host: x",
+            f"content-type: {kind}",
+            f"content-length: {len(body)}",
+        )
+        writer.write("\r\n".join((*lines, "", "")).encode() + body)
+        return await asyncio.wait_for(_answer(reader), ANSWER_S)
+
+    async def pull(id: str, scorer: str) -> list[float]:
+        pause_s, end = PULL_S, time.monotonic() + ANSWER_S
+        while time.monotonic() < end:
+            form = f"uuid={id}&type={scorer}".encode()
+            status, answer = await ask("pull", form, "application/x-www-form-urlencoded")
+            if status != 400:
+                return list(json.loads(answer)["scores"][scorer]) if status == 200 else []
+            await asyncio.sleep(pause_s)
+            pause_s *= 1.5
+        return []
+
+    rng = np.random.default_rng(seed)
+    for _ in range(num_requests):
+        pixels = rng.integers(0, 256, (VIDEOS, *VIDEO_SHAPE), np.uint8)
+        file = io.BytesIO()
+        np.save(file, pixels)
+        asked = {
+            "prompts": ["a video"] * VIDEOS,
+            "reward_fn": {"brightness": 1.0, "motion": 1.0},
+            "media_type": "video",
+        }
+        body = json.dumps(asked).encode() + b"\n" + file.getvalue()
+        begun = time.perf_counter()
+        while (accepted := await ask("enqueue", body, "application/octet-stream"))[0] == 429:
+            results.num_refused += 1
+            await asyncio.sleep(1.0)
+        scores = {one: await pull(json.loads(accepted[1])["uuid"], one) for one in ("brightness", "motion")}
+        results.seconds.append(time.perf_counter() - begun)
+        right = {
+            "brightness": pixels.mean((2, 3, 4)) @ LUMA / 255,
+            "motion": np.abs(np.diff(pixels.astype(np.float64), axis=2)).mean((1, 2, 3, 4)) / 255,
+        }
+        for one, expected in right.items():
+            found = scores[one] or [math.nan] * VIDEOS
+            results.num_wrong += sum(
+                not math.isclose(*pair, rel_tol=1e-3) for pair in zip(found, expected, strict=True)
+            )
+    writer.close()
+
+
+def measure_videos(per_client: int) -> None:
+    """Measure rewards of videos, with all clients at a time."""
+    with (
+        tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary,
+        service(Path(temporary), VIDEO_RECIPE) as (process, port),
+    ):
+        asyncio.run(video_client(port, 2, Results(), seed=CLIENTS))  # warms up
+        before, results = processor_s(process), Results()
+
+        async def run() -> None:
+            await asyncio.gather(*(video_client(port, per_client, results, seed) for seed in range(CLIENTS)))
+
+        begun = time.perf_counter()
+        asyncio.run(run())
+        seconds, used_s = time.perf_counter() - begun, processor_s(process) - before
+    num = CLIENTS * per_client * VIDEOS
+    progress(f"{num} videos in {seconds:.1f} s, {results.num_wrong} scores lost or wrong")
+    detail = {
+        "videos": num,
+        "seconds": rounded(seconds),
+        "service_processor_s": rounded(used_s),
+        "refused_with_429": results.num_refused,
+        "see": "above",
+    }
+    print_figure("reward", "videos_per_s", num / seconds, unit="videos/s", goal=None, better="higher", detail=detail)
+    lost = {"see": "above"}
+    print_figure(
+        "reward", "videos_lost_or_wrong", results.num_wrong, unit="scores", goal=0, better="lower", detail=lost
+    )
+    for share, name in ((0.5, "p50"), (0.99, "p99")):
+        value = quantile(results.seconds, share)
+        print_figure("reward", f"video_request_{name}_s", value, unit="s", goal=None, better="lower", detail=lost)
+
+
 def processor_s(process: psutil.Process) -> float:
     """Return the processor time of the service and its workers."""
     everyone = [process, *process.children(recursive=True)]
@@ -155,7 +270,7 @@ def measure_stored(store: str, per_client: int) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="starling-reward-")))
         url = f'\nredis_url = "{stack.enter_context(redis_server(folder))}"' if store == "redis" else ""
-        process, port = stack.enter_context(service(folder, f'store = "{store}"{url}'))
+        process, port = stack.enter_context(service(folder, RECIPE.format(store=f'store = "{store}"{url}')))
         asyncio.run(load(port, 4, 4))  # warms up
         before = processor_s(process)
         results, seconds = asyncio.run(load(port, CLIENTS, per_client))
@@ -181,7 +296,7 @@ def main() -> None:
     per_client = 1 if parser.parse_args().quick else 8
     with (
         tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary,
-        service(Path(temporary), 'store = "memory"') as (process, port),
+        service(Path(temporary), RECIPE.format(store='store = "memory"')) as (process, port),
     ):
         asyncio.run(load(port, 4, 4))  # warms up
         before = processor_s(process)
@@ -211,6 +326,7 @@ def main() -> None:
         print_figure("reward", f"request_{name}_s", value, unit="s", goal=None, better="lower", detail=see)
     for store in ("sqlite", "redis"):
         measure_stored(store, per_client)
+    measure_videos(max(1, per_client // 4))
 
 
 if __name__ == "__main__":
