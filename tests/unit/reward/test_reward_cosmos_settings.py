@@ -154,6 +154,7 @@ def test_keys_without_effect_are_logged() -> None:
         ({**reward(), "prot": 8080}, "unknown setting prot = 8080; did you mean port"),
         ({**reward(), "decode_args": {"model_pth": "x"}}, "unknown setting decode_args.model_pth"),
         ({**reward(), "decode_args": {"model_path": "x.pth"}}, "decode_args: latents are not decoded here"),
+        ({"reward_args": [{"reward_type": "ocr"}]}, 'reward_type = "ocr": the scorer `ocr` needs a recogniser'),
         ({"reward_args": ["hpsv3"]}, "reward_args.0 = 'hpsv3' is no table"),
         ({"reward_args": [{"enable": True}]}, "reward_args.0.reward_type is missing"),
         ({"reward_args": {}}, "reward_args = {} must be of type list"),

@@ -13,11 +13,11 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.reward.score.scorers import reward_models
 from starling.reward.score.scorers.batch import Batch
-from starling.reward.score.scorers.registry import check_name, check_scorer, load_scorer
+from starling.reward.score.scorers.registry import BUILT_IN_CLASSES, check_name, check_scorer, load_scorer
 from starling.reward.score.scorers.reward_models import COSMOS_TYPES, REWARD_MODELS, RewardModel
 
 
-@pytest.mark.parametrize("name", [name for name in COSMOS_TYPES if name not in REWARD_MODELS])
+@pytest.mark.parametrize("name", [name for name in COSMOS_TYPES if name not in {*REWARD_MODELS, *BUILT_IN_CLASSES}])
 def test_reward_type_without_a_scorer_is_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' is a reward type of Cosmos-RL without a scorer here.*`label = "):
         check_name(name)
