@@ -273,6 +273,17 @@ def test_worker_for_media_without_numpy_is_refused_at_the_start() -> None:
         check_scorers(settings("WithoutNumpy"))
 
 
+@pytest.mark.parametrize(("scorer", "refused"), [({}, True), ({"weight": 0.0}, False), ({"tasks": ["video"]}, False)])
+def test_run_without_media_refuses_scorers_of_media_at_the_start(scorer: dict[str, Any], refused: bool) -> None:
+    needed = {"scorers": [{"name": "exact_match"}, {"name": "brightness", **scorer}]}
+    check_scorers(RewardSettings.model_validate(needed))
+    if not refused:
+        check_scorers(RewardSettings.model_validate(needed), only_texts=True)
+        return
+    with pytest.raises(ConfigError, match="Scorer 'brightness' reads pixels, and the completions of a run are texts"):
+        check_scorers(RewardSettings.model_validate(needed), only_texts=True)
+
+
 @pytest.mark.parametrize("level", ALL)
 def test_media_reach_scorers_in_each_sandbox(memory: MediaMemory, level: Mechanism) -> None:
     if problem := problem_of(level):

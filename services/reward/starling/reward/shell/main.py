@@ -72,7 +72,7 @@ class Shell:
             raise ConfigError(
                 "--controller is missing; give tcp://host:port, or set reward.http.enabled = true to serve HTTP only"
             )
-        check_scorers(settings.reward)
+        check_scorers(settings.reward, only_texts=not settings.reward.http.enabled)
         self._settings = settings.reward
         self._quarantine = Quarantine(arguments.folder / "quarantine", arguments.name, settings.reward)
         self._fronts: list[FrontEnd] = []
