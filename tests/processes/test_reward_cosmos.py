@@ -13,6 +13,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
@@ -481,6 +482,34 @@ def test_limits(tmp_path: Path) -> None:
         assert (status, b"reward.http.max_samples is 2" in answer) == (429, True)
         pushed = lines(VIDEO, prompts=["a"], reward_fn={"mine": 1})
         assert raw.post("enqueue", pushed)[0] == 422, "nothing is pushed here"
+
+
+NARROW = """
+max_memory_mb = 4
+max_media_mb = 2
+max_body_mb = 1
+max_samples = 4
+"""
+
+
+def test_clients_beyond_the_limits_try_again_and_all_get_their_scores(tmp_path: Path) -> None:
+    with service(tmp_path, RECIPE.replace('pushed_types = ["mine"]', NARROW)) as port:
+        clients = [client_of(port, ("REMOTE", "WFM")[number % 2]) for number in range(12)]
+        found: dict[int, list[float]] = {}
+
+        def work(number: int) -> None:
+            videos = np.full((2, 3, 1, 256, 512), number, np.uint8)
+            meta = {"prompts": [str(number)] * 2, "reward_fn": {"dance_grpo": 1.0}, "media_type": "video"}
+            where = clients[number].enqueue(videos, meta)
+            found[number] = clients[number].fetch(*where, "dance_grpo")["scores"]["overall_reward"]
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(clients))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+        assert found == {number: [float(number)] * 2 for number in range(len(clients))}
+        assert sum(client.num_failures for client in clients) > len(clients), "some were refused, or not ready"
 
 
 def test_requests_and_results_outlive_the_process_in_a_store(tmp_path: Path) -> None:
