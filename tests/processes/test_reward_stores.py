@@ -305,6 +305,10 @@ def test_store_that_cannot_be_used_is_one_sentence_at_the_start(tmp_path: Path) 
     service = Service(tmp_path, "two", 'store = "redis"')
     assert service.process.wait(PATIENCE_S) == 2
     assert 'reward.http.store is "redis": set reward.http.redis_url' in service.log.read_text()
+    service = Service(tmp_path, "typo", f'store = "redis"\nredis_ulr = "redis://:{QUOTED}@127.0.0.1:1/0"')
+    assert service.process.wait(PATIENCE_S) == 2
+    log = service.log.read_text()
+    assert "unknown setting reward.http.redis_ulr = 'redis://...@127.0.0.1:1/0'; did you mean" in log
     service = Service(tmp_path, "three", f'store = "redis"\nredis_url = "redis://:{QUOTED}@127.0.0.1:1/0"')
     assert service.process.wait(PATIENCE_S) == 2
     log = service.log.read_text()

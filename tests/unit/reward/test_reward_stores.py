@@ -25,7 +25,7 @@ from redis_servers import PASSWORD, QUOTED, RedisServer, needs_redis, redis_serv
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import Status
 from starling.reward.core.requests import RequestResult
-from starling.reward.http.errors import StoreUnavailable
+from starling.reward.http.errors import HttpError, StoreUnavailable
 from starling.reward.http.stores import scripts
 from starling.reward.http.stores.memory import MemoryStore
 from starling.reward.http.stores.redis import RedisStore
@@ -323,6 +323,28 @@ def test_records_that_are_damaged_or_of_another_version_are_refused_by_one_line(
     assert refused.keys() == damaged.keys()
     assert refused["b"] == "it is of version 2, and this service knows 1"
     assert refused["d"] == "it is no record of this service"
+
+
+def test_body_that_the_store_cannot_keep_is_refused_alone(durable: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"starling.reward.http.stores.{durable.kind}.MAX_RECORD_BYTES", 3 << 20)
+    bodies = {"small": b"a", "large": bytes(2 << 20), "too large": bytes(3 << 20)}
+
+    async def scenario() -> None:
+        store = await opened(durable)
+        puts = [
+            store.put(StoredRequest(id=id, body=RequestBody("v1", data), num_samples=1, num_bytes=1, info={}))
+            for id, data in bodies.items()
+        ]
+        outcomes = await asyncio.gather(*puts, return_exceptions=True)
+        assert outcomes[:2] == [None, None]
+        assert isinstance(outcomes[2], HttpError)
+        assert outcomes[2].status == 413
+        assert [await store.find(id) for id in bodies] == [PENDING, PENDING, None]
+        await store.close()
+        (again,) = [one for one in await take_all(await opened(durable)) if one.id == "large"]
+        assert again.body.data == bodies["large"]
+
+    asyncio.run(scenario())
 
 
 def test_operations_of_concurrent_clients_share_commits(tmp_path: Path) -> None:

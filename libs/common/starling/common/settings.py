@@ -311,9 +311,12 @@ def _remedy(kind: str, given: object, key: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value that was given for a setting as an error names it: as Python writes it, and not too long."""
+    """Return a value that was given for a setting as an error names it: as Python writes it, and not too long.
+
+    Of a URL without what is before its host, which may have a password.
+    """
     try:
-        text = repr(value)
+        text = re.sub(r"://\S*@", "://...@", repr(value))
     except ValueError:  # Python writes no number of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

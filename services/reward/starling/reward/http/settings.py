@@ -54,7 +54,7 @@ class HttpSettings(SettingsSection):
     process continues. `redis`: shared by several instances behind a load balancer, which take over from each other."""
     store_path: str = ""
     """File of the store `sqlite`, on a local disk; without it, `requests-<name>.sqlite` in the service's folder."""
-    redis_url: str = ""
+    redis_url: str = Field(default="", repr=False)
     """The store `redis`: `redis://USER:PASSWORD@HOST:PORT/DATABASE`, `rediss://` with TLS, or `unix://PATH`."""
     redis_ca_file: str = ""
     """Certificates (PEM) of those who sign that of a `rediss://` server; without it, those of the system."""

@@ -33,7 +33,7 @@ from starling.reward.http.stores.store import (
     Pending,
     StoredRequest,
     decode_request,
-    encode_request,
+    encode_large,
     unreadable_request,
 )
 
@@ -53,6 +53,10 @@ RENEWALS: Final = 3
 """During a lease."""
 KEPT_S: Final = 86_400.0
 """How long requests are kept that no instance scores, because none is alive."""
+MAX_RECORD_BYTES: Final = 500 << 20
+"""Redis takes values of up to 512 MiB, and ends the connection for a larger one."""
+MAX_REFUSED: Final = 100_000
+"""Requests to remove when Redis is back; further ones that it has stored nevertheless are scored."""
 MAX_TAKEN: Final = 64
 """Requests that are read at a time."""
 
@@ -126,14 +130,17 @@ class RedisStore:
 
     async def put(self, request: StoredRequest) -> None:
         """Store a pending request of this instance."""
-        id = request.id
+        id, data = request.id, await encode_large(request, MAX_RECORD_BYTES)
         self._storing.add(id)
-        arguments = encode_request(request), request.num_samples, request.num_bytes, self._kept_ms
+        arguments = data, request.num_samples, request.num_bytes, self._kept_ms
         try:
-            await self._run(scripts.PUT, id, self._instance, *arguments)
+            await self._run(scripts.PUT, id, self._instance, *arguments, timeout_s=WAIT_S + len(data) / BYTES_PER_S)
         except BaseException:
             # It may be stored all the same. Its client was not told its id, so it shall not be scored.
-            self._refused.add(id)
+            if len(self._refused) < MAX_REFUSED:
+                self._refused.add(id)
+            else:
+                self._storing.discard(id)
             raise
         self._storing.discard(id)
         self._owned.add(id)

@@ -32,7 +32,7 @@ from starling.reward.http.stores.store import (
     Pending,
     StoredRequest,
     decode_request,
-    encode_request,
+    encode_large,
     unreadable_request,
 )
 
@@ -45,6 +45,10 @@ VERSION: Final = 1
 PATIENCE_S: Final = 10.0
 WAL_BYTES: Final = 64 << 20
 """A write-ahead log that has grown beyond this is truncated afterwards."""
+MAX_RECORD_BYTES: Final = 900 << 20
+"""SQLite takes up to 10^9 bytes; a record that it refuses would be the failure of its whole transaction."""
+BYTES_PER_S: Final = 10 << 20
+"""What is expected of the disk."""
 PURGE_INTERVAL_S: Final = 1.0
 MAX_TAKEN: Final = 64
 """Requests that are read at a time."""
@@ -116,7 +120,7 @@ class SqliteStore:
 
     async def put(self, request: StoredRequest) -> None:
         """Write a pending request."""
-        data = encode_request(request)
+        data = await encode_large(request, MAX_RECORD_BYTES)
         row = request.id, self._owner, request.num_samples, request.num_bytes, request.num_deaths, data
         try:
             await self._run(partial(_put, row=row), len(data))
@@ -167,7 +171,8 @@ class SqliteStore:
             self._thread.shutdown(wait=False)
 
     async def _run(self, work: Work, size_bytes: int = 0, *, is_patient: bool = False) -> Any:
-        return await self._batches.run((work, size_bytes), None if is_patient else self._patience_s)
+        timeout_s = None if is_patient else self._patience_s + size_bytes / BYTES_PER_S
+        return await self._batches.run((work, size_bytes), timeout_s)
 
     async def _forget(self, id: str) -> None:
         with suppress(StoreUnavailable):  # then it is scored after the next start

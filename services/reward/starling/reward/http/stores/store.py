@@ -7,15 +7,19 @@ instance that scores it; one whose instance has gone is passed to another by `ta
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from starling.reward.core.requests import RequestResult
+from starling.reward.http.errors import HttpError
 
 ENTRY_BYTES: Final = 1024
 """What a request or a result takes besides its bytes."""
+LARGE_BYTES: Final = 1 << 20
+"""Bodies above this are encoded in a thread."""
 MAX_SAMPLES: Final = 4096
 """Of one request."""
 
@@ -122,6 +126,19 @@ _results: Final = msgspec.msgpack.Decoder(FinishedRequest)
 def encode_request(request: StoredRequest) -> bytes:
     """Return a request in the form of the stores."""
     return REQUEST + _encoder.encode(request)
+
+
+async def encode_large(request: StoredRequest, max_bytes: int) -> bytes:
+    """Return a request in the form of the stores, encoded in a thread where that takes long.
+
+    Raises:
+        HttpError: it has more than `max_bytes`, which the store cannot keep (413).
+    """
+    is_large = len(request.body.data) > LARGE_BYTES
+    data = await asyncio.to_thread(encode_request, request) if is_large else encode_request(request)
+    if len(data) > max_bytes:
+        raise HttpError(413, f"the body has more than {max_bytes >> 20} MiB, which the store cannot keep; send less")
+    return data
 
 
 def decode_request(data: object) -> StoredRequest:
