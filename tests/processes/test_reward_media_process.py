@@ -127,7 +127,7 @@ def test_large_body_is_scored(client: Client) -> None:
 def test_sample_without_media_is_refused(client: Client) -> None:
     reply = ask(client, sample(1), {"completion": "abc", "metadata": {"task": "video"}})
     assert reply.status == 422
-    assert reply.body["detail"].startswith("sample 1 has no pixels, which scorer 'sum' reads; send them as its media")
+    assert reply.body["detail"].startswith("sample 1 has no pixels, which scorer 'sum' reads; send them with it")
 
 
 def test_clip_that_ends_its_worker_fails_alone(client: Client) -> None:

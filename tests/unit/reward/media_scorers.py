@@ -40,6 +40,20 @@ class Latents:
         return {"score": [float(latents.ravel()[0]) for latents in batch.latents]}
 
 
+class TokenIds:
+    """Returns the sum of the token ids of each completion."""
+
+    media = "token_ids"
+    batch_size = 8
+
+    def score(self, batch: Any) -> dict[str, list[float]]:
+        assert batch.pixels == batch.latents == batch.fps == ()
+        for ids in batch.token_ids:
+            assert ids.dtype == "int32"
+            assert not ids.flags.writeable
+        return {"score": [float(ids.sum(dtype="int64")) for ids in batch.token_ids]}
+
+
 class Brightest:
     """Compares the clips of a group."""
 

@@ -266,6 +266,34 @@ def test_text_may_be_missing_only_with_media(memory: MediaMemory) -> None:
     assert "completion is missing; send one, or media" in raised.value.body["detail"][0]["msg"]
 
 
+@pytest.mark.parametrize("lists", [[[1, 2, 3], [2**31 - 1]], [[], []], [[0], []], [list(range(5000))]])
+def test_completions_have_their_token_ids(memory: MediaMemory, lists: list[list[int]]) -> None:
+    samples: list[dict[str, Any]] = [{"completion": "a", "token_ids": ids} for ids in lists]
+    data = json.dumps({"samples": [*samples, {"completion": "b"}, {"media": pixels(CLIP)}]}).encode()
+    request = read(memory, data).request
+    *found, nothing, clip = arrays_of(request)
+    for ids, array in zip(lists, found, strict=True):
+        np.testing.assert_array_equal(array, np.array(ids, np.int32), strict=True)
+    assert nothing is None
+    np.testing.assert_array_equal(clip, CLIP, strict=True)
+    alone = read(memory, json.dumps({"samples": samples}).encode()).request
+    assert alone.media[0].buffer.size_bytes > 0, "an empty one cannot be mapped"
+    del request, alone
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**31], [1.5], ["1"], 3])
+def test_token_ids_are_checked(memory: MediaMemory, ids: object) -> None:
+    with pytest.raises(HttpError) as raised:
+        read(memory, json.dumps({"samples": [{"completion": "a", "token_ids": ids}]}).encode())
+    assert raised.value.status == 422
+
+
+def test_sample_has_media_or_token_ids(memory: MediaMemory) -> None:
+    with pytest.raises(HttpError) as raised:
+        read(memory, body(pixels(CLIP), token_ids=[1]))
+    assert "it has both media and token_ids" in raised.value.body["detail"][0]["msg"]
+
+
 def test_stored_body_is_read_again_under_its_id(memory: MediaMemory) -> None:
     request = reader(memory).read_again(body(pixels(CLIP)), "mine")
     assert request.id == "mine"

@@ -142,6 +142,22 @@ def test_latents_of_any_type_are_float32(memory: MediaMemory) -> None:
         assert scored(pool, task(media, "a"))[0].value == -1.5
 
 
+def test_scorer_gets_token_ids_of_each_completion(memory: MediaMemory) -> None:
+    ids = [np.array(one, np.int32) for one in ([1, 2, 151_643], [], [2**31 - 1])]
+    with ScoringPool(settings("TokenIds")) as pool:
+        places, parts, end = list[int](), list[bytes](), 0
+        for one in ids:
+            places.append(aligned(end))
+            parts += [bytes(places[-1] - end), one.tobytes()]
+            end = places[-1] + one.nbytes
+        buffer = memory.share(parts)
+        forms = [MediaForm("token_ids", "int32", one.shape) for one in ids]
+        media = tuple(MediaTensor(form, 1, buffer, place) for form, place in zip(forms, places, strict=True))
+        scores = scored(pool, task(media, "a", "b", "c"))
+        del buffer
+    assert [score.value for score in scores] == [151_646.0, 0.0, float(2**31 - 1)]
+
+
 def test_scorers_of_text_and_media_share_workers(memory: MediaMemory) -> None:
     mixed = RewardSettings.model_validate(
         {
@@ -157,7 +173,7 @@ def test_scorers_of_text_and_media_share_workers(memory: MediaMemory) -> None:
     assert [score.value is None for score in scores] == [False, False, False, True]
     assert scores[1].value == 72.0
     assert scores[3].status is Status.REWARD_ERROR
-    assert scores[3].problem.endswith("reads pixels, and the completion has none; send them as its media.")
+    assert scores[3].problem.endswith("reads pixels, and the completion has none; send them with it.")
 
 
 def test_sample_with_other_media_fails_alone(pool: ScoringPool, memory: MediaMemory) -> None:
@@ -293,7 +309,7 @@ def test_media_reach_scorers_in_each_sandbox(memory: MediaMemory, level: Mechani
 
 
 def test_scorer_must_name_its_media() -> None:
-    with pytest.raises(ConfigError, match="its `media` must be one of 'text', 'pixels', 'latents', not 'video'"):
+    with pytest.raises(ConfigError, match="its `media` must be one of 'text', 'pixels', 'latents', 'token_ids', not"):
         load_scorer(f"{Path(__file__).with_name('batch_scorers.py')}:Declaring", {"media": "video"})
 
 
@@ -370,6 +386,8 @@ def test_sent_memory_is_adopted_only_if_sealed_and_of_its_size() -> None:
     [
         (MediaForm("pixels", "uint8", (1, 2, 3, 3)), None),
         (MediaForm("latents", "bfloat16", (16, 1, 2, 3), 16.0), None),
+        (MediaForm("token_ids", "int32", (0,)), None),
+        (MediaForm("token_ids", "int32", (1, 2)), "have shape [1, 2]; send [N]"),
         (MediaForm("pixels", "float32", (1, 2, 3, 3)), "have dtype float32; send uint8"),
         (MediaForm("latents", "uint8", (1, 2, 3, 3)), "have dtype uint8; send float16 or bfloat16 or float32"),
         (MediaForm("pixels", "uint8", (1, 2, 3, 4)), "have shape [1, 2, 3, 4]; send [T, H, W, 3]"),

@@ -22,7 +22,7 @@ from starling.reward.http.npy import (
     read_npy,
 )
 
-DTYPES = ("uint8", "float16", "float32", "float64")
+DTYPES = ("uint8", "float16", "float32", "float64", "int32")
 NUMPY_DTYPE = {"bfloat16": "V2"}
 
 
@@ -106,7 +106,7 @@ def test_header_may_have_any_order_quotes_and_spaces(text: str) -> None:
         (saved(np.zeros(3, "f4")) + b"\0", "has 13 bytes of elements, and shape [3] of float32 has 12"),
         (saved(np.zeros(1, ">f4")), "elements of type '>f4'; send one of little-endian uint8, float16, float32"),
         (saved(np.zeros(1, "c8")), "elements of type '<c8'"),
-        (saved(np.zeros(1, "i4")), "elements of type '<i4'"),
+        (saved(np.zeros(1, "i8")), "elements of type '<i8'"),
         (saved(np.zeros(1, [("x", "f4")])), "header is not one dictionary of 'descr', 'fortran_order' and 'shape'"),
         (with_header("[]"), "header is no dictionary"),
         (with_header("{}"), "header has no 'descr'"),

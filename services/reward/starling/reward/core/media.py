@@ -14,18 +14,24 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-MediaKind = Literal["pixels", "latents"]
-Input = Literal["text", "pixels", "latents"]
+MediaKind = Literal["pixels", "latents", "token_ids"]
+Input = Literal["text", "pixels", "latents", "token_ids"]
 """What a scorer reads of a sample: its texts only, or these with its media."""
-INPUTS: Final[tuple[Input, ...]] = ("text", "pixels", "latents")
+INPUTS: Final[tuple[Input, ...]] = ("text", "pixels", "latents", "token_ids")
 
-ITEM_BYTES: Final[Mapping[str, int]] = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES: Final[Mapping[str, int]] = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4}
 """Bytes of an element by its dtype, as numpy names it."""
 KIND_DTYPES: Final[Mapping[MediaKind, tuple[str, ...]]] = {
     "pixels": ("uint8",),
     "latents": ("float16", "bfloat16", "float32"),
+    "token_ids": ("int32",),
 }
-NUM_DIMS: Final = 4
+DIMS: Final[Mapping[MediaKind, tuple[str, ...]]] = {
+    "pixels": ("T", "H", "W", "3"),
+    "latents": ("C", "T", "H", "W"),
+    "token_ids": ("N",),
+}
+"""Dimensions of one sample."""
 NUM_COLOURS: Final = 3
 MAX_FPS: Final = 1000.0
 
@@ -33,8 +39,8 @@ MAX_FPS: Final = 1000.0
 class MediaForm(msgspec.Struct, frozen=True, array_like=True):
     """What the media of one sample are.
 
-    Pixels are uint8 of shape [T, H, W, 3], an image those of T = 1; latents are floating-point of shape [C, T, H, W].
-    All are little-endian, in C order.
+    Pixels are uint8 of shape [T, H, W, 3], an image those of T = 1; latents are floating-point of shape [C, T, H, W];
+    the token ids of a completion, which may be empty, are int32. All are little-endian, in C order.
     """
 
     kind: MediaKind
@@ -54,10 +60,10 @@ def form_problem(form: MediaForm) -> str | None:
     """Return why there is no such form, as the end of a sentence about it; None if there is."""
     if form.dtype not in KIND_DTYPES[form.kind]:
         return f"have dtype {form.dtype}; send {' or '.join(KIND_DTYPES[form.kind])}"
-    wanted = "[T, H, W, 3]" if form.kind == "pixels" else "[C, T, H, W]"
-    if len(form.shape) != NUM_DIMS or (form.kind == "pixels" and form.shape[-1] != NUM_COLOURS):
-        return f"have shape {list(form.shape)}; send {wanted}"
-    if min(form.shape) < 1:
+    dims = DIMS[form.kind]
+    if len(form.shape) != len(dims) or (form.kind == "pixels" and form.shape[-1] != NUM_COLOURS):
+        return f"have shape {list(form.shape)}; send [{', '.join(dims)}]"
+    if min(form.shape) < 1 and form.kind != "token_ids":
         return f"are empty, of shape {list(form.shape)}; send at least one frame"
     if not 0.0 <= form.fps <= MAX_FPS:  # not so for NaN
         return f"have {form.fps} frames per second; send 0 to {MAX_FPS:g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import math
 import mmap
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -46,25 +47,39 @@ class SharedMedia(NamedTuple):
 
 class _File(NamedTuple):
     sample: int
+    form: MediaForm
     text: str
     header: NpyHeader
+
+    def contents(self) -> Iterator[bytes | memoryview]:
+        """Yield the elements in C order."""
+        return _in_c_order(self) if self.header.is_fortran else _elements(self)
+
+
+class _TokenIds(NamedTuple):
+    sample: int
     form: MediaForm
+    ids: Sequence[int]
+
+    def contents(self) -> Iterator[bytes]:
+        """Yield the numbers."""
+        yield struct.pack(f"<{len(self.ids)}i", *self.ids)
 
 
-def share_media(bodies: Sequence[MediaBody | None], memory: MediaMemory) -> SharedMedia:
+def share_media(bodies: Sequence[MediaBody | Sequence[int] | None], memory: MediaMemory) -> SharedMedia:
     """Return the media of samples, in one buffer of `memory`.
 
     Args:
-        bodies: of each sample.
+        bodies: of each sample its media, or its token ids.
         memory: has the buffers.
 
     Raises:
         HttpError: a file is not valid (422), or there are too many buffers (429).
     """
-    files = [_file(index, body) for index, body in enumerate(bodies) if body is not None]
+    files = [_read(index, body) for index, body in enumerate(bodies) if body is not None]
     if not files:
         return SharedMedia((), (None,) * len(bodies))
-    by_form: dict[MediaForm, list[_File]] = {}
+    by_form: dict[MediaForm, list[_File | _TokenIds]] = {}
     for file in files:
         by_form.setdefault(file.form, []).append(file)
     buffer = share(memory, _contents(by_form))
@@ -99,8 +114,10 @@ def check_finite(tensors: Sequence[MediaTensor]) -> Iterator[tuple[int, int]]:
             yield from ((number, row) for row in bad)
 
 
-def _file(index: int, body: MediaBody) -> _File:
-    """Return the file of a sample, of which the header is read. Raises HttpError."""
+def _read(index: int, body: MediaBody | Sequence[int]) -> _File | _TokenIds:
+    """Return the media of a sample; of a file the header is read. Raises HttpError."""
+    if not isinstance(body, MediaBody):
+        return _TokenIds(index, MediaForm("token_ids", "int32", (len(body),)), body)
     text = body.npy
     if len(text) % 4 or not text.isascii() or "=" in text[:-2]:
         raise HttpError(422, f"media.npy of sample {index} is no base64; send it with padding, without line breaks")
@@ -115,17 +132,19 @@ def _file(index: int, body: MediaBody) -> _File:
     form = MediaForm(body.kind, header.dtype, shape, body.fps)
     if problem := form_problem(form):
         raise HttpError(422, f"the {body.kind} of sample {index} {problem}")
-    return _File(index, text, header, form)
+    return _File(index, form, text, header)
 
 
-def _contents(by_form: dict[MediaForm, list[_File]]) -> Iterator[bytes | memoryview]:
-    """Yield the elements of all files, each form's at an aligned offset."""
+def _contents(by_form: dict[MediaForm, list[_File | _TokenIds]]) -> Iterator[bytes | memoryview]:
+    """Yield the elements of all media, each form's at an aligned offset."""
     offset = 0
     for form, files in by_form.items():
         yield bytes(aligned(offset) - offset)
         offset = aligned(offset) + len(files) * form.size_bytes
         for file in files:
-            yield from _in_c_order(file) if file.header.is_fortran else _elements(file)
+            yield from file.contents()
+    if not offset:  # empty token ids only, and an empty buffer cannot be mapped
+        yield bytes(1)
 
 
 def _elements(file: _File) -> Iterator[memoryview]:

@@ -28,6 +28,7 @@ DTYPES: Final[Mapping[str, str]] = {
     "<f2": "float16",
     "<f4": "float32",
     "<f8": "float64",
+    "<i4": "int32",
     "|V2": "bfloat16",  # numpy has no such number: what its extensions have is written as two opaque bytes
     "<V2": "bfloat16",
 }
@@ -37,9 +38,10 @@ _WRITTEN: Final[Mapping[str, str]] = {
     "float16": "<f2",
     "float32": "<f4",
     "float64": "<f8",
+    "int32": "<i4",
     "bfloat16": "|V2",
 }
-_ITEM_BYTES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_ITEM_BYTES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 
 _MAGIC: Final = b"\x93NUMPY"
 _LENGTH_BYTES: Final = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}

@@ -21,6 +21,8 @@ from starling.reward.score.workers.shared import MediaMemory
 
 MAX_WAIT_S: Final = 60.0
 MAX_GROUP_CHARACTERS: Final = 200
+MAX_TOKENS: Final = 1 << 22
+"""Of one completion."""
 MAX_DEPTH: Final = 64
 """Of lists and objects in each other, in the metadata of a sample."""
 OBJECT_BYTES: Final = 64
@@ -36,6 +38,9 @@ Wait = Annotated[float, Field(ge=0.0, le=MAX_WAIT_S, allow_inf_nan=False)]
 def _whole(value: object) -> object:
     """Return 3 for 3.0: JSON has one kind of numbers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class SampleBody(BaseModel):
@@ -56,6 +61,8 @@ class SampleBody(BaseModel):
     environment_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     media: MediaBody | None = None
     """The image, video or latents that were generated."""
+    token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)] | None = None
+    """Those of the completion, for scorers that read them."""
     group: Annotated[str, Field(max_length=MAX_GROUP_CHARACTERS)] = ""
     """Completions of one prompt have one name here, or none and the same prompt, reference and metadata."""
 
@@ -63,6 +70,8 @@ class SampleBody(BaseModel):
     def _has_contents(self) -> Self:
         if self.media is None and "completion" not in self.model_fields_set:
             raise ValueError("completion is missing; send one, or media")
+        if self.media is not None and self.token_ids is not None:
+            raise ValueError("it has both media and token_ids; send one of them")
         return self
 
 
@@ -170,13 +179,12 @@ class RewardsReader:
             HttpError: it cannot be scored.
         """
         body = read_rewards(data)
-        media_bodies = [sample.media for sample in body.samples]
-        encoded_bytes = sum(len(one.npy) for one in media_bodies if one is not None)
+        encoded_bytes = sum(len(one.media.npy) for one in body.samples if one.media is not None)
         if len(data) - encoded_bytes > MAX_TEXT_MIB << 20:
             raise HttpError(
                 413, f"the body has more than {MAX_TEXT_MIB} MiB besides media; send fewer samples at a time"
             )
-        media = share_media(media_bodies, self._memory)
+        media = share_media([one.token_ids if one.media is None else one.media for one in body.samples], self._memory)
         try:
             request = _request(body, id or secrets.token_hex(16), media)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
@@ -198,7 +206,7 @@ def check_media(request: RewardRequest, scorers: Sequence[WeightedScorer], input
         raise HttpError(
             422,
             f"sample {lacking.sample} has no {lacking.wanted}, which scorer {scorers[lacking.scorer].label!r} reads; "
-            "send them as its media, or a `task` in its metadata that this scorer is not for",
+            "send them with it, or a `task` in its metadata that this scorer is not for",
         )
 
 

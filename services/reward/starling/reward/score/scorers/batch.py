@@ -4,7 +4,7 @@ class Brevity:
     keys = ("brevity", "length")          # names of its scores; by default one, "score"
     scope = "pointwise"                   # or "groupwise": a batch is all completions of one prompt
     batch_size = 16                       # most samples of a batch, if pointwise; by default 1
-    media = "text"                        # or "pixels", "latents": what it reads of the samples, besides the texts
+    media = "text"                        # or "pixels", "latents", "token_ids": what it reads besides the texts
 
     def __init__(self, limit=256): ...    # the options of the recipe
     def setup(self): ...                  # once in each worker, before the first batch
@@ -59,6 +59,8 @@ class Batch:
     """Of scorers that read pixels: each [T, H, W, 3], red, green, blue, read-only; an image has T = 1."""
     latents: tuple[npt.NDArray[np.float32], ...] = ()
     """Of scorers that read latents: each [C, T, H, W], read-only."""
+    token_ids: tuple[npt.NDArray[np.int32], ...] = ()
+    """Of scorers that read token ids: those of each completion, read-only."""
     fps: tuple[float, ...] = ()
     """Of scorers that read pixels or latents: frames per second of the pixels; 0 if not known."""
 
@@ -210,6 +212,8 @@ def _batch(samples: Samples) -> Batch:
 
 def _with_media(batch: Batch, kind: Input, media: Media) -> Batch:
     arrays, fps = tuple(one.array for one in media), tuple(one.fps for one in media)
+    if kind == "token_ids":
+        return replace(batch, token_ids=arrays)
     return replace(batch, pixels=arrays, fps=fps) if kind == "pixels" else replace(batch, latents=arrays, fps=fps)
 
 

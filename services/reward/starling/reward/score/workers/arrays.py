@@ -42,7 +42,7 @@ def array_in(
     flat = np.frombuffer(buffer, stored, num, offset)
     if form.dtype == "bfloat16":  # the upper half of a float32
         flat = (flat.astype("<u4") << 16).view("<f4")
-    elif form.dtype != "uint8":
+    elif form.kind == "latents":
         flat = flat.astype("<f4", copy=False)
     flat.flags.writeable = False
     return flat.reshape(form.shape)

@@ -270,7 +270,7 @@ class ScoringPool:
         able = []
         for position in positions:
             if lacking[position]:
-                problem = f"reads {form.media}, and the completion has none; send them as its media"
+                problem = f"reads {form.media}, and the completion has none; send them with it"
             elif form.scope == "groupwise" and task.samples[position].prompt in groups:
                 problem = f"reads {form.media} of whole groups, and another completion of its group has none"
             else:
