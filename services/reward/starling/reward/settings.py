@@ -38,12 +38,15 @@ MIN_MEMORY_MB: Final = 128
 _DEVICE: Final = re.compile(r"cpu|cuda:[0-9]{1,4}")
 
 
+JUDGE: Final = "judge"
+
+
 class ScorerSettings(SettingsSection):
     """One scorer and its share of the reward."""
 
     name: str
     """A built-in scorer (exact_match, prefix_match, regex, choice, gsm8k, math, code, format, json_schema, length,
-    overlong, repetition, environment, reward_model; of pixels brightness, target_colour,
+    overlong, repetition, environment, reward_model, judge; of pixels brightness, target_colour,
     colourfulness, motion, smoothness, flicker, first_frame_consistency, sharpness, jpeg_compressibility, ocr; of
     latents latent_target), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
     `module:function` or `path/to/file.py:Class`."""
@@ -91,6 +94,18 @@ class ScorerSettings(SettingsSection):
             raise ConfigError(
                 "Scorer 'code' runs programs that a model wrote, which would get what it declares: leave only "
                 "`max_tasks` in its `needs`, and no `device`."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_needs_network(self) -> Self:
+        if self.name != JUDGE:
+            return self
+        variable = self.options.get("api_key_variable", "")
+        if not self.needs.network or (variable and variable not in self.needs.variables):
+            variables = f', variables = ["{variable}"]' if variable else ""
+            raise ConfigError(
+                f"Scorer 'judge' asks a model over the network: declare `needs = {{ network = true{variables} }}`."
             )
         return self
 

@@ -25,8 +25,10 @@ class RewardModel(NamedTuple):
     """Whether it can be made, without `setup`, where its folders are not: its options are then checked there, too."""
 
 
-_MODELS: Final = "starling.reward.score.scorers.models"
+_SCORERS: Final = "starling.reward.score.scorers"
+_MODELS: Final = f"{_SCORERS}.models"
 REWARD_MODELS: Final[dict[str, RewardModel]] = {
+    "judge": RewardModel(f"{_SCORERS}.judge.scorer:Judge", ("httpx2",), "httpx2", checks_early=True),
     "reward_model": RewardModel(
         f"{_MODELS}.sequence:SequenceRewardModel", ("torch", "transformers"), "torch transformers", checks_early=True
     ),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.settings import environment_variables
 from starling.reward.score.workers.protocol import ScorerSpec
-from starling.reward.settings import RewardSettings, ScorerSettings
+from starling.reward.settings import JUDGE, RewardSettings, ScorerSettings
 
+_SHARE: Final = 0.9
+"""Of the time limit of a judge, which then says what is missing, and is not killed."""
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """Which GPUs a process sees, and in which order; AMD's runtime reads it, too."""
 
@@ -62,12 +64,17 @@ def kinds_of(settings: RewardSettings) -> list[WorkerKind]:
     """Return the kinds of workers of a service, with their scorers."""
     kinds: dict[tuple[object, ...], WorkerKind] = {}
     for index, scorer in enumerate(settings.scorers):
-        spec = ScorerSpec(index, scorer.name, scorer.options)
+        spec = ScorerSpec(index, scorer.name, _options(scorer, scorer.timeout_s or settings.timeout_s))
         alone = index if scorer.num_workers is not None else None
         key = (scorer.own_needs, scorer.python, scorer.device, scorer.memory_mb, alone)
         shared = kinds[key].scorers if key in kinds else ()
         kinds[key] = _kind(scorer, (*shared, spec), settings.num_workers)
     return list(kinds.values())
+
+
+def _options(scorer: ScorerSettings, timeout_s: float) -> dict[str, Any]:
+    """Return the options of a scorer; of a judge, which waits for others, with the time in which it must answer."""
+    return {"time_limit_s": _SHARE * timeout_s, **scorer.options} if scorer.name == JUDGE else scorer.options
 
 
 def _kind(scorer: ScorerSettings, specs: tuple[ScorerSpec, ...], num_workers: int) -> WorkerKind:

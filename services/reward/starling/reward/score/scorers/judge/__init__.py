@@ -1,0 +1,1 @@
+"""The scorer `judge`: a language model behind an OpenAI-compatible API that judges completions by a rubric."""
