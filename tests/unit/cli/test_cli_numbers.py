@@ -32,11 +32,20 @@ FREE = {
     "policy.algorithm.options": "the arguments of a loss, which checks them itself",
 }
 """Settings with numbers that may be any, and why."""
-NEGATIVE = {"reward.scorers[].weight": "a penalty has a negative weight"}
+SCORERS = ("reward.scorers", "controller.trained_scorers")
+NEGATIVE = {
+    **{f"{scorers}[].weight": "a penalty has a negative weight" for scorers in SCORERS},
+    **{
+        f"{reward}.clip_{bound}": "a reward may be negative"
+        for reward in ("reward", *(f"{scorers}[]" for scorers in SCORERS))
+        for bound in ("min", "max")
+    },
+}
 """Settings that may be -1, and why."""
 LISTS: dict[str, dict[str, Any]] = {
     "evaluation.tasks": {"name": "a", "data": {"source": "p.jsonl"}},
     "reward.scorers": {"name": "exact_match"},
+    "controller.trained_scorers": {"label": "exact_match", "weight": 1.0},
     "policy.algorithm.corrections": {"kind": "truncate", "high": 2.0},
 }
 """Lists of sections, with the smallest valid member."""

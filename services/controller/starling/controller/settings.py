@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from starling.algo.staleness import num_slots
 from starling.common.kinds import KINDS, RunKind
 from starling.common.ranges import (
+    MAX_COEFFICIENT,
     MAX_COUNT,
     MAX_GROUPS,
     MAX_MIB,
@@ -246,11 +247,11 @@ class TrainedScorerSettings(SettingsSection):
 
     label: str
     """Its name in metrics."""
-    weight: float
+    weight: float = Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """Its weight in the reward."""
-    clip_min: float | None = None
+    clip_min: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """A lower score counts as this one."""
-    clip_max: float | None = None
+    clip_max: float | None = Field(default=None, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """A higher score counts as this one."""
     tasks: tuple[str, ...] = ()
     """Tasks whose prompts it scores; empty for all prompts."""
