@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from starling.common.errors import ConfigError
 from starling.common.settings import ServiceSettings, load
 from starling.reward.cosmos_settings import translate
+from starling.reward.score.decode.settings import DecoderSettings
 from starling.reward.settings import RewardSettings
 
 WHOLE = """
@@ -153,7 +154,9 @@ def test_keys_without_effect_are_logged() -> None:
         ({**reward(), "port": True}, "port = True must be of type integer"),
         ({**reward(), "prot": 8080}, "unknown setting prot = 8080; did you mean port"),
         ({**reward(), "decode_args": {"model_pth": "x"}}, "unknown setting decode_args.model_pth"),
-        ({**reward(), "decode_args": {"model_path": "x.pth"}}, "decode_args: latents are not decoded here"),
+        ({**reward(), "decode_args": {"model_path": "x.pth"}}, "'x.pth': give a local folder of a VAE"),
+        ({**reward(), "decode_args": {"model_path": "https://a.b/Wan2.1_VAE.pth"}}, "give a local folder of a VAE"),
+        ({**reward(), "decode_args": {"model_path": "/vae", "load_mean_std": True}}, "load_mean_std = true: mean and"),
         ({"reward_args": [{"reward_type": "ocr"}]}, 'reward_type = "ocr": the scorer `ocr` needs a recogniser'),
         ({"reward_args": ["hpsv3"]}, "reward_args.0 = 'hpsv3' is no table"),
         ({"reward_args": [{"enable": True}]}, "reward_args.0.reward_type is missing"),
@@ -174,3 +177,14 @@ def test_command_says_which_reward_type_has_no_scorer_here(tmp_path: Path) -> No
     assert ended.returncode == 2
     assert "Scorer 'cosmos_reason1'" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_vaes_of_decode_args_are_those_of_the_decoder() -> None:
+    decode = {"model_path": "/models/wan2.1/vae", "wan2pt2_model_path": "/models/wan2.2/vae", "dtype": "bfloat16"}
+    more = {"chunk_duration": 81, "temporal_window": 16, "load_mean_std": False, "device": "cuda"}
+    found = translate({**reward(), "decode_args": {**decode, **more}}, "rewards.toml")
+    settings = DecoderSettings.model_validate(found["reward"]["decoder"])
+    assert [str(folder) for folder in settings.folders] == ["/models/wan2.1/vae", "/models/wan2.2/vae"]
+    assert (settings.dtype, settings.device, settings.latents) == ("bfloat16", "cuda:0", "normalised")
+    without = translate({**reward(), "no_latent_decoder": True, "decode_args": decode}, "rewards.toml")
+    assert "decoder" not in without["reward"]

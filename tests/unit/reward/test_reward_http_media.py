@@ -7,6 +7,7 @@ import gc
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from starling.reward.http import schema as schema_module
 from starling.reward.http.errors import HttpError
 from starling.reward.http.npy import npy_header
 from starling.reward.http.schema import AskedRewards, RewardsReader, memory_of, rewards_schema
+from starling.reward.score.decode.geometry import VaeGeometry, pixel_bytes
 from starling.reward.score.workers.arrays import array_in
 from starling.reward.score.workers.shared import MediaMemory
 
@@ -317,3 +319,38 @@ def test_header_of_unusual_length_is_read(memory: MediaMemory) -> None:
         (found,) = arrays_of(read(memory, body({"kind": "pixels", "npy": text})).request)
         assert found is not None
         assert found.tobytes() == bytes(range(12))
+
+
+WAN = VaeGeometry(Path("/vae"), "AutoencoderKLWan", channels=16, spatial=8, temporal=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "refused"),
+    [
+        ((16, 2, 1, 1), ""),
+        ((4, 2, 1, 1), "latents of 4 channels are not decoded here: add the folder of their VAE to reward.decoder"),
+    ],
+)
+def test_latents_are_enough_for_scorers_of_pixels_where_they_are_decoded(
+    memory: MediaMemory, shape: tuple[int, ...], refused: str
+) -> None:
+    one = RewardsReader([PIXELS], lambda: ("pixels",), memory, lambda num_bytes: None, {16: WAN})
+    data = body(latents(np.ones(shape, np.float16)))
+    if not refused:
+        request = one.read(data, memory_of(data)).request
+        assert pixel_bytes(request, [PIXELS], ("pixels",), {16: WAN}) == 5 * 8 * 8 * 3
+        assert pixel_bytes(request, [PIXELS], ("latents",), {16: WAN}) == 0
+        assert pixel_bytes(request, [PIXELS], (None,), {16: WAN}) == 0
+        assert pixel_bytes(request, [PIXELS], ("pixels",), {48: WAN}) == 0
+        return
+    with pytest.raises(HttpError) as raised:
+        one.read(data, memory_of(data))
+    assert raised.value.status == 422
+    assert refused in str(raised.value)
+    del raised
+
+
+def test_latents_without_any_decoder_are_refused_with_the_setting(memory: MediaMemory) -> None:
+    data = body(latents(np.ones((16, 1, 1, 1), np.float16)))
+    with pytest.raises(HttpError, match=r"scorer 'pixels' reads pixels of sample 0: latents of 16 channels.*folders"):
+        reader(memory, PIXELS, inputs=("pixels",)).read(data, memory_of(data))

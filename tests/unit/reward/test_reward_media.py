@@ -358,26 +358,28 @@ def test_buffer_that_cannot_be_filled_is_freed() -> None:
     assert open_descriptors() == before
 
 
-def test_sent_memory_is_adopted_only_if_sealed_and_of_its_size() -> None:
+def test_allocated_memory_is_of_fixed_length_and_sealed_only_if_nothing_can_write() -> None:
     memory = MediaMemory(8)
-    mine = memory.share([b"abcdef"])
-    adopted = memory.adopt(os.dup(mine.fileno()), 6)
-    assert adopted.read(0, 6) == b"abcdef"
-    unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-    os.write(unsealed, b"abcdef")
-    pipe, other = os.pipe()
-    before = open_descriptors()
-    for fd, size, problem in (
-        (os.dup(unsealed), 6, "memory was sent that is not sealed"),
-        (os.dup(pipe), 6, "a descriptor of something else than memory was sent"),
-        (os.dup(mine.fileno()), 7, "memory of 6 bytes was sent, not of 7"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            memory.adopt(fd, size)
-    assert open_descriptors() == before, "what was refused is closed"
-    for fd in (unsealed, pipe, other):
-        os.close(fd)
-    del mine, adopted
+    buffer = memory.allocate(4096)
+    assert (memory.num_buffers, memory.size_bytes, buffer.size_bytes) == (1, 4096, 4096)
+    for length in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(buffer.fileno(), length)
+    os.pwrite(buffer.fileno(), b"abc", 1)
+    with mmap.mmap(buffer.fileno(), 0), pytest.raises(ValueError, match="can still be changed"):
+        buffer.seal()
+    buffer.seal()
+    with pytest.raises(PermissionError):
+        os.pwrite(buffer.fileno(), b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(buffer.fileno(), 0)
+    assert buffer.read(0, 5) == b"\0abc\0"
+    hindered = memory.allocate(1)
+    fcntl.fcntl(hindered.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    with pytest.raises(ValueError, match="can still be changed"):
+        hindered.seal()
+    del buffer, hindered
+    gc.collect()
     assert (memory.num_buffers, memory.size_bytes) == (0, 0)
 
 

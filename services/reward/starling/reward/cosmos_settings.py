@@ -7,6 +7,8 @@
     venv_python = "/root/hpsv3/bin/python"    python = "/root/hpsv3/bin/python"
     model_path = "/models/hpsv3"              options = { model_path = "..." }, needs = { paths = ["..."] }
     device = "cuda:1"                         device = "cuda:1", options = { device = "cuda" }
+    [decode_args]                             [reward.decoder]
+    model_path = "/models/wan2.1/vae"         folders = ["/models/wan2.1/vae"]
 
 A key that says nothing here, as where to put temporary files, is logged and left out; one whose loss would change
 scores is refused.
@@ -97,12 +99,12 @@ def translate(tree: Tree, origin: str) -> Tree:
 def _translated(tree: Tree) -> Tree:
     _check(tree, _SERVICE, "")
     http: Tree = {"enabled": True, **{key: tree[key] for key in ("host", "port") if key in tree}, **_store(tree)}
-    _check_decoder(tree.get("decode_args", {}))
     reward: Tree = {
         "timeout_s": _TIMEOUT_S,
         "start_timeout_s": _START_TIMEOUT_S,
         "scorers": _scorers(tree.get("reward_args", [])),
         "http": http,
+        **_decoder(tree),
     }
     return {"reward": reward}
 
@@ -178,10 +180,30 @@ def _store(tree: Tree) -> Tree:
     return {"store": "redis", "redis_url": f"redis://[{host}]:{port}/0" if ":" in host else f"redis://{host}:{port}/0"}
 
 
-def _check_decoder(decode: Tree) -> None:
+def _decoder(tree: Tree) -> Tree:
+    """Return the settings of the decoder. Raises ConfigError for what would change pixels and is not done here."""
+    decode: Tree = tree.get("decode_args", {})
     _check(decode, _DECODE, "decode_args.")
-    if decode:
-        raise ConfigError("decode_args: latents are not decoded here; remove it, and send pixels")
+    if not decode or tree.get("no_latent_decoder", False):
+        return {}
+    if decode.get("load_mean_std", False):
+        raise ConfigError(
+            "decode_args.load_mean_std = true: mean and standard deviation are those of the VAE's configuration here; "
+            "set it to false, and write them into the config.json of the VAE's folder"
+        )
+    folders = [decode[key] for key in ("model_path", "wan2pt2_model_path") if decode.get(key)]
+    for folder in folders:
+        if "://" in folder or folder.endswith((".pth", ".pt", ".safetensors")):
+            raise ConfigError(
+                f"decode_args has {shown(folder)}: give a local folder of a VAE in the form of diffusers, as `vae` of "
+                "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            )
+    for key in ("chunk_duration", "temporal_window", "wan2pt2_credential_path"):
+        if key in decode:
+            log.warning("cosmos_setting_ignored", key=f"decode_args.{key}", reason="the VAE's folder says all")
+    device = decode.get("device", "cuda")
+    found: Tree = {"folders": folders, "device": "cuda:0" if device == "cuda" else device}
+    return {"decoder": {**found, **({"dtype": decode["dtype"]} if "dtype" in decode else {})}}
 
 
 def _check(table: Mapping[str, Any], known: Mapping[str, type], prefix: str) -> None:

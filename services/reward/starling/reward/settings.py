@@ -29,6 +29,7 @@ from starling.common.sandbox.settings import GPU, SandboxLevel, SandboxNeeds
 from starling.common.settings import Seconds, SettingsSection
 from starling.reward.core.rewards import RewardBounds, WeightedScorer
 from starling.reward.http.settings import HttpSettings
+from starling.reward.score.decode.settings import DecoderSettings
 from starling.reward.score.scorers.batch import MAX_BATCH
 from starling.reward.score.scorers.registry import check_name
 
@@ -173,6 +174,8 @@ class RewardSettings(SettingsSection):
     """A higher weighted sum counts as this one."""
     scale: float = Field(default=1.0, gt=0.0, le=MAX_COEFFICIENT)
     """Factor of the reward, after `clip_min` and `clip_max`."""
+    decoder: DecoderSettings = DecoderSettings()
+    """Decoding of latents, for scorers that read pixels."""
     http: HttpSettings = HttpSettings()
     """Rewards over HTTP."""
     quarantine_mb: int = Field(default=64, ge=0, le=MAX_MIB)

@@ -8,7 +8,8 @@ their rewards. `add`, `record`, `expire` and `cancel` return the commands that f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from starling.common.counts import counted
 from starling.common.wire.messages import Status
 from starling.reward.core.groups import CancelTask, SubmitTask
-from starling.reward.core.media import Input, MediaTensor, lacks
+from starling.reward.core.media import Input, MediaForm, MediaTensor, lacks
 from starling.reward.core.rewards import CombinedScores, RewardBounds, WeightedScorer, combine, components
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 
@@ -90,10 +91,15 @@ class LackingMedia(NamedTuple):
     sample: int
     scorer: int
     wanted: Input
+    form: MediaForm | None
+    """Of the media that it has."""
 
 
 def lacking_media(
-    request: RewardRequest, scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]
+    request: RewardRequest,
+    scorers: Sequence[WeightedScorer],
+    inputs: Sequence[Input | None],
+    decoded: Collection[int] = (),
 ) -> LackingMedia | None:
     """Return the first sample that could have no reward, as it lacks media; None if there is none.
 
@@ -101,17 +107,22 @@ def lacking_media(
         request: with its samples.
         scorers: all of them. Those of weight 0 may fail.
         inputs: what each of them reads; None if that is not known yet.
+        decoded: channels of the latents that are decoded to pixels.
     """
     needs = [scorer.weight and wanted not in (None, "text") for scorer, wanted in zip(scorers, inputs, strict=True)]
     if not any(needs):
         return None
     wanted_by_prompt = scorers_of(request, scorers)
     for sample in request.samples:
-        kind = None if sample.media is None else request.media[sample.media.tensor].form.kind
+        form = None if sample.media is None else request.media[sample.media.tensor].form
+        kind = form.kind if form is not None else None
+        is_decoded = form is not None and form.kind == "latents" and form.shape[0] in decoded
         for scorer in wanted_by_prompt[sample.prompt]:
             wanted = inputs[scorer]
+            if is_decoded and wanted == "pixels":
+                continue
             if needs[scorer] and wanted is not None and lacks(wanted, kind):
-                return LackingMedia(sample.index, scorer, wanted)
+                return LackingMedia(sample.index, scorer, wanted, form)
     return None
 
 
@@ -223,6 +234,7 @@ class RewardRequests:
             tuple(one.problems for one in outcomes),
             components(scorers, entry.scores),
             self._failures(entry),
+            math.fsum(_decode_s(column) for column in zip(*entry.scores, strict=True)),
             evaluation_scores=components(scorers, entry.scores, evaluates=True) if request.evaluate else {},
         )
 
@@ -267,3 +279,8 @@ def _task_of(
     """Return the task of the samples whose prompts the scorers `scored_by` score."""
     samples = tuple(sample for sample in request.samples if wanted[sample.prompt] == scored_by)
     return ScoreTask(id, request.prompts, samples, scored_by, request.media)
+
+
+def _decode_s(column: Iterable[Score | None]) -> float:
+    """Return how long the latents of a sample took to be decoded, which each of its scores says that needed it."""
+    return max((score.decode_s for score in column if score is not None), default=0.0)

@@ -44,6 +44,8 @@ class ScoreTask:
     """Indices of the scorers in the settings."""
     media: tuple[MediaTensor, ...] = ()
     """Media of the samples."""
+    outputs: tuple[MediaTensor, ...] = ()
+    """Of a task for decoders of latents: of each sample where its pixels are to be written."""
 
     def media_kind(self, sample: Sample) -> MediaKind | None:
         """Return what the media of one of its samples are; None if that has none."""
@@ -83,6 +85,8 @@ class Score(NamedTuple):
     """One sentence on the failure."""
     parts: tuple[tuple[str, float | None], ...] = ()
     """All scores by key, where the scorer names them; `value` is one of them, or a sum."""
+    decode_s: float = 0.0
+    """How long the completion's latents took to be decoded, for a scorer that reads pixels, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

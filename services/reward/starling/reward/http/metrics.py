@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.table import RequestTable
 
@@ -27,6 +29,7 @@ def render(status: ServiceStatus, table: RequestTable) -> str:
             "Workers that ended or exceeded a limit.",
             {"": gauges.get("workers_replaced", 0.0)},
         ),
+        *_decoding(gauges),
         *_family(
             "starling_reward_scorers_quarantined",
             "gauge",
@@ -41,6 +44,24 @@ def render(status: ServiceStatus, table: RequestTable) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _decoding(gauges: Mapping[str, float]) -> list[str]:
+    """Return the metrics of the decoding of latents; there are none without a decoder."""
+    if "samples_decoded" not in gauges:
+        return []
+    families = {
+        "starling_reward_decoded_samples_total": ("counter", "Samples whose latents were decoded.", "samples_decoded"),
+        "starling_reward_decode_seconds_total": ("counter", "Time that decoders took for them.", "decode_seconds"),
+        "starling_reward_decoders": ("gauge", "Workers of decoders that are ready.", "decoders_ready"),
+        "starling_reward_decoders_replaced_total": (
+            "counter",
+            "Workers of decoders that ended or exceeded a limit.",
+            "decoders_replaced",
+        ),
+    }
+    found = (_family(name, kind, text, {"": gauges[gauge]}) for name, (kind, text, gauge) in families.items())
+    return [line for family in found for line in family]
 
 
 def _family(name: str, kind: str, text: str, values: dict[str, float]) -> list[str]:

@@ -17,6 +17,7 @@ from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
 from starling.reward.http.media import MediaBody, SharedMedia, share_media
 from starling.reward.http.stores.store import MAX_SAMPLES, FinishedRequest
+from starling.reward.score.decode.geometry import NO_VAES, Geometries, no_decoder
 from starling.reward.score.workers.shared import MediaMemory
 
 MAX_WAIT_S: Final = 60.0
@@ -156,6 +157,7 @@ class RewardsReader:
         inputs: returns what each of them reads; None if that is not known yet.
         memory: gets the media.
         check_room: raises HttpError if there is no room for so many bytes.
+        geometries: of the VAEs that decode latents.
     """
 
     def __init__(
@@ -164,8 +166,10 @@ class RewardsReader:
         inputs: Callable[[], Sequence[Input | None]],
         memory: MediaMemory,
         check_room: Callable[[int], None],
+        geometries: Geometries = NO_VAES,
     ) -> None:
         self._scorers, self._inputs, self._memory, self._check_room = scorers, inputs, memory, check_room
+        self._geometries = geometries
 
     def read(self, data: bytes, size_bytes: int, id: str | None = None) -> AskedRewards:
         """Read a body as a request.
@@ -189,7 +193,7 @@ class RewardsReader:
             request = _request(body, id or secrets.token_hex(16), media)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
             raise HttpError(422, f"a prompt, its metadata or a completion cannot be encoded: {error}") from None
-        check_media(request, self._scorers, self._inputs())
+        check_media(request, self._scorers, self._inputs(), self._geometries)
         return AskedRewards(request, size_bytes - encoded_bytes + request.media_bytes, body.wait_s)
 
     def read_again(self, data: bytes, id: str) -> RewardRequest:
@@ -199,9 +203,17 @@ class RewardsReader:
         return self.read(data, size_bytes, id).request
 
 
-def check_media(request: RewardRequest, scorers: Sequence[WeightedScorer], inputs: Sequence[Input | None]) -> None:
+def check_media(
+    request: RewardRequest,
+    scorers: Sequence[WeightedScorer],
+    inputs: Sequence[Input | None],
+    geometries: Geometries,
+) -> None:
     """Raise HttpError when a sample lacks the media that a scorer reads, without which it could have no reward."""
-    lacking = lacking_media(request, scorers, inputs) if inputs else None
+    lacking = lacking_media(request, scorers, inputs, geometries) if inputs else None
+    if lacking is not None and lacking.form is not None and lacking.wanted == "pixels":
+        why = no_decoder(lacking.form, geometries)
+        raise HttpError(422, f"scorer {scorers[lacking.scorer].label!r} reads pixels of sample {lacking.sample}: {why}")
     if lacking is not None:
         raise HttpError(
             422,

@@ -76,6 +76,7 @@ class RequestTable:
         cancel: stops scoring the request of an id.
         readers: of stored bodies, by their forms.
         media: has the media of requests.
+        pixel_bytes: returns how much memory the pixels take that are made of the latents of a request.
         clock: monotonic seconds.
     """
 
@@ -87,11 +88,12 @@ class RequestTable:
         cancel: Callable[[str], None],
         readers: Mapping[str, Reader],
         media: MediaMemory | None = None,
+        pixel_bytes: Callable[[RewardRequest], int] = lambda request: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._store, self._clock = settings, store, clock
         self._submit, self._cancel, self._readers = submit, cancel, readers
-        self._media = media or MediaMemory()
+        self._media, self._pixel_bytes = media or MediaMemory(), pixel_bytes
         self._max_bytes = settings.max_memory_mb << 20
         self._entries: dict[str, _Entry] = {}
         self._keeping: set[asyncio.Task[None]] = set()
@@ -173,7 +175,14 @@ class RequestTable:
             HttpError: it would exceed a limit, or the store cannot be reached. It is not scored.
         """
         self._check_open()
-        self.check_room(num_bytes - request.media_bytes + ENTRY_BYTES)
+        pixel_bytes = self._pixel_bytes(request)
+        if num_bytes + pixel_bytes > self._max_bytes:
+            raise HttpError(
+                413,
+                f"its latents decode to {pixel_bytes >> 20} MiB of pixels, which with the request are more than "
+                f"reward.http.max_memory_mb, {self._max_bytes >> 20}; send fewer samples at a time",
+            )
+        self.check_room(num_bytes - request.media_bytes + pixel_bytes + ENTRY_BYTES)
         num = len(request.samples)
         if self.num_samples and self.num_samples + num > self._settings.max_samples:
             raise HttpError(

@@ -10,7 +10,7 @@ from starling.common.service import host_name
 from starling.common.wire import messages as wire
 from starling.reward.core import groups as core
 from starling.reward.core.samples import Score
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.decode.pool import AnyPool
 from starling.reward.settings import RewardSettings
 
 
@@ -36,7 +36,7 @@ class ControllerFrontEnd:
         """Join the run."""
         self._link.start()
 
-    def receive(self, pool: ScoringPool) -> bool:
+    def receive(self, pool: AnyPool) -> bool:
         """Carry out all commands that have arrived. Returns False when the controller has ended the run."""
         while (inbound := self._link.receive(0.0)) is not None:
             match inbound:
@@ -55,11 +55,11 @@ class ControllerFrontEnd:
         """Return None: the controller limits the time of a group."""
         return None
 
-    def record(self, pool: ScoringPool, score: Score) -> None:
+    def record(self, pool: AnyPool, score: Score) -> None:
         """Record a score, unless it is of another front end."""
         self._carry_out(pool, self._groups.record(score))
 
-    def report(self, pool: ScoringPool) -> None:
+    def report(self, pool: AnyPool) -> None:
         """Update what the heartbeats say."""
         self._link.report(gauges=pool.gauges(), waits=pool.waits())
 
@@ -69,7 +69,7 @@ class ControllerFrontEnd:
         if self._ended is not None and self._ended.error is not None:
             raise self._ended.error
 
-    def _carry_out(self, pool: ScoringPool, commands: list[core.Command]) -> None:
+    def _carry_out(self, pool: AnyPool, commands: list[core.Command]) -> None:
         for command in commands:
             match command:
                 case core.SubmitTask(task=task):

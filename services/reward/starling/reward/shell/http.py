@@ -31,8 +31,9 @@ from starling.reward.http.settings import TOKEN_VARIABLES
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.make import make_store
 from starling.reward.http.table import RequestTable
-from starling.reward.score.workers.pool import ScoringPool
-from starling.reward.score.workers.shared import MediaMemory, raise_descriptor_limit
+from starling.reward.score.decode.geometry import pixel_bytes, read_geometries
+from starling.reward.score.decode.pool import AnyPool
+from starling.reward.score.workers.shared import MediaMemory
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
@@ -55,12 +56,13 @@ class HttpFrontEnd:
         settings: of the service.
         replica: its name, whose number is added to the port.
         folder: of the files of the service.
+        media: memory for media.
 
     Raises:
         ConfigError: the address cannot be bound, others can reach it and there is no token, or the store is not usable.
     """
 
-    def __init__(self, settings: RewardSettings, replica: str, folder: Path) -> None:
+    def __init__(self, settings: RewardSettings, replica: str, folder: Path, media: MediaMemory) -> None:
         http = settings.http
         token = (http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")).strip()
         http.check_token(token)
@@ -70,10 +72,13 @@ class HttpFrontEnd:
         self._wakeup = Wakeup()
         self._status = ServiceStatus()
         self._answered: Counter[str] = Counter()
-        raise_descriptor_limit()
-        media = MediaMemory()
+        geometries = read_geometries(settings.decoder.folders)
         reader = RewardsReader(
-            self._scorers, lambda: self._status.inputs, media, lambda num_bytes: self._table.check_room(num_bytes)
+            self._scorers,
+            lambda: self._status.inputs,
+            media,
+            lambda num_bytes: self._table.check_room(num_bytes),
+            geometries,
         )
         self._table = RequestTable(
             http,
@@ -82,6 +87,7 @@ class HttpFrontEnd:
             lambda id: self._arrive(CancelRequest(id)),
             readers={"v1": reader.read_again, BODY_FORM: lambda data, id: self._cosmos.read(data, id).request},
             media=media,
+            pixel_bytes=lambda request: pixel_bytes(request, self._scorers, self._status.inputs, geometries),
         )
         titles = tuple(scorer.title for scorer in settings.scorers)
         self._cosmos = CosmosService(
@@ -115,7 +121,7 @@ class HttpFrontEnd:
         asyncio.run_coroutine_threadsafe(self._table.start(), self._server.loop).result(STORE_OPEN_S)
         log.info("listening", base_url=self._server.url)
 
-    def receive(self, pool: ScoringPool) -> bool:
+    def receive(self, pool: AnyPool) -> bool:
         """Begin the requests that have arrived, and end those whose time is up. Returns True: clients never end it."""
         self._wakeup.clear()
         now = time.monotonic()
@@ -132,11 +138,11 @@ class HttpFrontEnd:
         """When `receive` must be called at the latest, in monotonic seconds; None without such a time."""
         return self._requests.next_deadline()
 
-    def record(self, pool: ScoringPool, score: Score) -> None:
+    def record(self, pool: AnyPool, score: Score) -> None:
         """Record a score, unless it is of another front end."""
         self._carry_out(pool, self._requests.record(score))
 
-    def report(self, pool: ScoringPool) -> None:
+    def report(self, pool: AnyPool) -> None:
         """Say that the scoring thread is alive, and what it does."""
         forms = [pool.form_of(scorer) for scorer in range(len(self._scorers))]
         inputs = tuple(form and form.media for form in forms)
@@ -158,7 +164,7 @@ class HttpFrontEnd:
         self._server.close()
         self._wakeup.close()
 
-    def _carry_out(self, pool: ScoringPool, commands: list[core.Command]) -> None:
+    def _carry_out(self, pool: AnyPool, commands: list[core.Command]) -> None:
         for command in commands:
             match command:
                 case SubmitTask(task=task):

@@ -16,7 +16,8 @@ from starling.common.service import ServiceArguments, link_settings, serve
 from starling.common.settings import ServiceSettings
 from starling.reward.core.samples import Score
 from starling.reward.cosmos_settings import translate
-from starling.reward.score.workers.pool import ScoringPool, check_scorers
+from starling.reward.score.decode.pool import AnyPool, check_pool, open_pool
+from starling.reward.score.workers.shared import MediaMemory, raise_descriptor_limit
 from starling.reward.settings import RewardSettings
 from starling.reward.shell.controller import ControllerFrontEnd
 from starling.reward.shell.quarantine import Quarantine
@@ -47,16 +48,16 @@ class FrontEnd(Protocol):
     def start(self) -> None:
         """Begin to receive."""
 
-    def receive(self, pool: ScoringPool) -> bool:
+    def receive(self, pool: AnyPool) -> bool:
         """Handle what has arrived. Returns False when nothing more will come."""
 
     def next_deadline(self) -> float | None:
         """When `receive` must be called at the latest, in monotonic seconds; None without such a time."""
 
-    def record(self, pool: ScoringPool, score: Score) -> None:
+    def record(self, pool: AnyPool, score: Score) -> None:
         """Record a score, unless it is of another front end."""
 
-    def report(self, pool: ScoringPool) -> None:
+    def report(self, pool: AnyPool) -> None:
         """Publish the state of the workers."""
 
     def close(self, reason: str) -> None:
@@ -72,8 +73,10 @@ class Shell:
             raise ConfigError(
                 "--controller is missing; give tcp://host:port, or set reward.http.enabled = true to serve HTTP only"
             )
-        check_scorers(settings.reward, only_texts=not settings.reward.http.enabled)
+        check_pool(settings.reward, only_texts=not settings.reward.http.enabled)
         self._settings = settings.reward
+        raise_descriptor_limit()
+        self._memory = MediaMemory()
         self._quarantine = Quarantine(arguments.folder / "quarantine", arguments.name, settings.reward)
         self._fronts: list[FrontEnd] = []
         if arguments.controller:
@@ -82,7 +85,7 @@ class Shell:
             # Imported here: a replica without HTTP does not load the web server's packages.
             from starling.reward.shell.http import HttpFrontEnd
 
-            self._fronts.append(HttpFrontEnd(settings.reward, arguments.name, arguments.folder))
+            self._fronts.append(HttpFrontEnd(settings.reward, arguments.name, arguments.folder, self._memory))
         self._reported_at = float("-inf")
 
     def run(self, stop: StopSignal) -> None:
@@ -90,7 +93,7 @@ class Shell:
         reason = "its service failed"
         stop.install(self._fronts[0].wake)
         # The workers die with the thread that starts them, so the pool belongs to the main thread.
-        with ScoringPool(self._settings) as pool:
+        with open_pool(self._settings, self._memory) as pool:
             for front in self._fronts:
                 front.start()
             log.info("ready", scorers=[scorer.title for scorer in self._settings.scorers])
@@ -103,7 +106,7 @@ class Shell:
                 for front in reversed(self._fronts):
                     front.close(reason)
 
-    def _serve(self, pool: ScoringPool, stop: StopSignal) -> None:
+    def _serve(self, pool: AnyPool, stop: StopSignal) -> None:
         poller = select.poll()
         for front in self._fronts:
             for descriptor in front.descriptors:
@@ -121,17 +124,17 @@ class Shell:
             if time.monotonic() - self._reported_at >= REPORT_INTERVAL_S:
                 self._report(pool)
 
-    def _keep_lost(self, pool: ScoringPool) -> None:
+    def _keep_lost(self, pool: AnyPool) -> None:
         # A method, so that no variable of the loop holds the media of the last one until the next.
         for lost in pool.take_lost():
             self._quarantine.add(lost)
 
-    def _report(self, pool: ScoringPool) -> None:
+    def _report(self, pool: AnyPool) -> None:
         self._reported_at = time.monotonic()
         for front in self._fronts:
             front.report(pool)
 
-    def _patience_s(self, pool: ScoringPool) -> float:
+    def _patience_s(self, pool: AnyPool) -> float:
         """Return how long nothing need be done unless a descriptor is readable."""
         deadlines = [pool.next_deadline(), *(front.next_deadline() for front in self._fronts)]
         first = min((one for one in deadlines if one is not None), default=None)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # a worker imports numpy only for scorers that read media
     import numpy as np
     import numpy.typing as npt
 
+    from starling.reward.score.scorers.pixel_output import PixelOutput
+
 Scope = Literal["pointwise", "groupwise"]
 SCORE: Final = "score"
 """Key of a scorer that names none."""
@@ -63,6 +65,8 @@ class Batch:
     """Of scorers that read token ids: those of each completion, read-only."""
     fps: tuple[float, ...] = ()
     """Of scorers that read pixels or latents: frames per second of the pixels; 0 if not known."""
+    outputs: tuple[PixelOutput, ...] = ()
+    """Of the decoder of latents only: where the pixels are to be written."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -98,6 +102,8 @@ class MediaArray(NamedTuple):
     """numpy's array, read-only."""
     fps: float
     """Frames per second of the pixels; 0 if not known."""
+    output: PixelOutput | None = None
+    """Of latents that are to be decoded: where their pixels are to be written."""
 
 
 class LoadedScorer(NamedTuple):
@@ -214,7 +220,10 @@ def _with_media(batch: Batch, kind: Input, media: Media) -> Batch:
     arrays, fps = tuple(one.array for one in media), tuple(one.fps for one in media)
     if kind == "token_ids":
         return replace(batch, token_ids=arrays)
-    return replace(batch, pixels=arrays, fps=fps) if kind == "pixels" else replace(batch, latents=arrays, fps=fps)
+    if kind == "pixels":
+        return replace(batch, pixels=arrays, fps=fps)
+    outputs = tuple(one.output for one in media if one.output is not None)
+    return replace(batch, latents=arrays, fps=fps, outputs=outputs)
 
 
 def _columns(returned: object, keys: tuple[str, ...], num: int) -> list[list[float | None]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from io import FileIO
 
 import numpy as np
 import numpy.typing as npt
 
 from starling.reward.core.media import ITEM_BYTES, MediaForm
 from starling.reward.score.scorers.batch import MediaArray
+from starling.reward.score.scorers.pixel_output import PixelOutput
 from starling.reward.score.workers.protocol import PlacedMedia
 
 
@@ -27,10 +29,16 @@ def map_buffers(descriptors: Sequence[int]) -> tuple[mmap.mmap, ...]:
             os.close(fd)
 
 
-def media_array(placed: PlacedMedia, buffers: Sequence[mmap.mmap]) -> MediaArray:
+def open_outputs(places: Sequence[PlacedMedia], descriptors: Sequence[int]) -> tuple[PixelOutput, ...]:
+    """Return where the pixels of samples are to be written, with copies of the descriptors, which stay open for it."""
+    files = {number: FileIO(os.dup(descriptors[number]), "r+") for number in {p.buffer for p in places}}
+    return tuple(PixelOutput(files[placed.buffer], placed.offset, placed.form) for placed in places)
+
+
+def media_array(placed: PlacedMedia, buffers: Sequence[mmap.mmap], output: PixelOutput | None) -> MediaArray:
     """Return the media of a sample: pixels in the buffer itself, latents as float32."""
     array = array_in(buffers[placed.buffer], placed.offset, placed.form)
-    return MediaArray(array, placed.form.fps)
+    return MediaArray(array, placed.form.fps, output)
 
 
 def array_in(

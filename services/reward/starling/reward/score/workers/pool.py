@@ -179,11 +179,26 @@ class _Worker:
 
 
 class ScoringPool:
-    """Worker processes that score tasks; they are started and ended by threads of the pool."""
+    """Worker processes that score tasks; they are started and ended by threads of the pool.
 
-    def __init__(self, settings: RewardSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings, self._sandboxing = settings, choose(settings.sandbox)
-        report(self._sandboxing, "scorers")
+    Args:
+        settings: of the service.
+        clock: monotonic seconds.
+        what: its scorers are called in texts.
+        is_essential: whether the service cannot go on when all of its scorers are quarantined.
+    """
+
+    def __init__(
+        self,
+        settings: RewardSettings,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        what: str = "scorer",
+        is_essential: bool = True,
+    ) -> None:
+        self._is_essential = is_essential
+        self._settings, self._sandboxing, self._what = settings, choose(settings.sandbox), what
+        report(self._sandboxing, f"{what}s")
         self._kinds = [_Kind(kind) for kind in kinds_of(settings)]
         self._kind_of = {spec.index: kind for kind in self._kinds for spec in kind.workers.scorers}
         self._limits_s = [scorer.timeout_s or settings.timeout_s for scorer in settings.scorers]
@@ -368,7 +383,7 @@ class ScoringPool:
                 call, _, _, sent_at = worker.calls[0]
                 since = max(worker.begun_at, sent_at)
                 title = self._settings.scorers[call.scorer].title
-                what = f"scorer {title} on {call.what} of {call.state.task.id}"
+                what = f"{self._what} {title} on {call.what} of {call.state.task.id}"
             on = f"worker {worker.process.pid}"
             waits.append(Wait(what=what, on=on, since_s=max(0.0, now - since), seconds_left=max(0.0, deadline - now)))
         if self._tasks and not self._workers:
@@ -560,7 +575,7 @@ class ScoringPool:
         if not state.num_left:
             del self._tasks[state.task.id]
         if problem:
-            problem = f"scorer {self._settings.scorers[call.scorer].title!r} {problem}."
+            problem = f"{self._what} {self._settings.scorers[call.scorer].title!r} {problem}."
         index = state.task.samples[position].index
         self._scores.append(Score(state.task.id, index, call.scorer, value, status, problem, parts))
 
@@ -656,7 +671,7 @@ class ScoringPool:
             title = self._settings.scorers[kind.workers.scorers[0].index].title
             log.warning("scorer_quarantined", scorer=title, reason=problem)
         kind.problem = problem
-        if not any(one.is_needed for one in self._kinds):
+        if self._is_essential and not any(one.is_needed for one in self._kinds):
             raise ConfigError(f"No scoring worker can be started: {problem}.")
         scorers = {spec.index for spec in kind.workers.scorers}
         waiting = [_Undivided(call.state, call.scorer, call.positions) for call in kind.queue]
@@ -781,8 +796,11 @@ class ScoringPool:
         buffers: tuple[SharedBuffer, ...] = ()
         if task.media and any(self._forms[call.scorer].media != "text" for call in chunk):
             media, buffers = _placed(task, sent)
+        outputs: tuple[PlacedMedia, ...] = ()
+        if task.outputs:
+            outputs, buffers = _placed_outputs([task.outputs[position] for position in places], buffers)
         sent_prompts = tuple([task.prompts[one] for one in prompts])
-        worker.process.send(CallChunk(sent_prompts, samples, tuple(calls), media, len(buffers)), buffers)
+        worker.process.send(CallChunk(sent_prompts, samples, tuple(calls), media, outputs, len(buffers)), buffers)
         if not worker.is_writing and not worker.process.flush():
             worker.is_writing = True
             self._selector.modify(worker.process, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
@@ -847,6 +865,19 @@ def _raise(error: Exception) -> None:
 def _quarantined(kind: _Kind) -> str:
     """Return why a scorer of a kind scores nothing, as the end of a sentence."""
     return f"is quarantined, since no worker of it can be started: {kind.problem}"[:PROBLEM_CHARS]
+
+
+def _placed_outputs(
+    outputs: Sequence[MediaTensor], buffers: tuple[SharedBuffer, ...]
+) -> tuple[tuple[PlacedMedia, ...], tuple[SharedBuffer, ...]]:
+    """Return where the pixels of samples are to be written, and the buffers with those of the pixels after them."""
+    numbers = {buffer: number for number, buffer in enumerate(buffers)}
+    placed = list[PlacedMedia]()
+    for tensor in outputs:
+        assert isinstance(tensor.buffer, SharedBuffer)
+        number = numbers.setdefault(tensor.buffer, len(numbers))
+        placed.append(PlacedMedia(number, tensor.offset, tensor.form))
+    return tuple(placed), tuple(numbers)
 
 
 def _has_room(worker: _Worker) -> bool:

@@ -70,6 +70,8 @@ class CallChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Serial number of the call, number of the scorer, indices in `samples`."""
     media: tuple[PlacedMedia | None, ...] = ()
     """Of each of `samples` its media; empty if no scorer of the chunk reads media."""
+    outputs: tuple[PlacedMedia, ...] = ()
+    """Of each of `samples` where its pixels are to be written, in a chunk for decoders of latents."""
     num_buffers: int = 0
     """Descriptors of so many buffers are sent along with the chunk."""
 

@@ -4,6 +4,10 @@ The service writes a request's media into one buffer and passes its descriptor t
 (SCM_RIGHTS). They map it. The seals keep every process, the service too, from changing or truncating what others read,
 which would end them (SIGBUS).
 
+What a decoder makes of latents goes the other way without a descriptor from a worker: the service makes a buffer of the
+right length, sealed against others, passes it to the worker, which writes, and then seals it against writing, too. A
+worker that could still write makes that fail.
+
 A buffer is closed when nothing refers to it: requests, tasks, queued and sent calls do. So a call that returns to its
 queue still has its media, and there is no count that could be wrong. A worker that has mapped it keeps the memory until
 it has made its calls; calls are limited in time.
@@ -14,16 +18,16 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
-import stat
 import threading
 from collections.abc import Iterable
 from typing import Final
 
+LENGTH_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 ALIGNMENT: Final = 64
 """Tensors begin at multiples of it."""
 MAX_BUFFERS: Final = 16
-"""Of one task."""
+"""Of one task, with media; the decoding of latents has one more, for pixels."""
 _SHARE_OF_DESCRIPTORS: Final = 0.5
 """Of what the process may open, for media; the rest is for connections and workers."""
 
@@ -56,14 +60,13 @@ class MediaMemory:
         """
         return SharedBuffer(self, parts)
 
-    def adopt(self, fd: int, size_bytes: int) -> SharedBuffer:
-        """Return the buffer of a descriptor that another process has sent, which is closed if that fails.
+    def allocate(self, size_bytes: int) -> SharedBuffer:
+        """Return a buffer of this length, which never changes, for a worker to write; it is to be sealed after that.
 
         Raises:
-            ValueError: it is no sealed memory of `size_bytes`.
-            TooManyBuffersError: there are `max_buffers` already.
+            TooManyBuffersError: as `share`.
         """
-        return SharedBuffer(self, (), fd=fd, size_bytes=size_bytes)
+        return SharedBuffer(self, (), size_bytes)
 
     def _count(self, buffers: int, size_bytes: int) -> None:
         with self._lock:
@@ -72,26 +75,23 @@ class MediaMemory:
 
 
 class SharedBuffer:
-    """A sealed buffer; `MediaMemory` makes it."""
+    """A buffer of fixed length; `MediaMemory` makes it."""
 
     __slots__ = ("_fd", "_memory", "size_bytes")
 
-    def __init__(
-        self, memory: MediaMemory, parts: Iterable[bytes | memoryview], *, fd: int = -1, size_bytes: int = 0
-    ) -> None:
-        self._memory, self._fd, self.size_bytes = memory, fd, 0
+    def __init__(self, memory: MediaMemory, parts: Iterable[bytes | memoryview], unwritten_bytes: int = 0) -> None:
+        self._memory, self._fd, self.size_bytes = memory, -1, 0
         memory._count(1, 0)
         if memory.num_buffers > memory.max_buffers:
             raise TooManyBuffersError(f"{memory.max_buffers} requests with media are held")
-        if fd >= 0:
-            _check_sealed(fd, size_bytes)
-            self._grow(size_bytes)
-            return
         try:
             self._fd = os.memfd_create("starling-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             for part in parts:
                 self._write(memoryview(part).cast("B"))
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+            if unwritten_bytes:
+                os.ftruncate(self._fd, unwritten_bytes)
+                self._grow(unwritten_bytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, LENGTH_SEALS if unwritten_bytes else SEALS)
         except OSError as error:
             raise TooManyBuffersError(f"the system has no memory for media: {error.strerror}") from error
 
@@ -103,6 +103,13 @@ class SharedBuffer:
     def fileno(self) -> int:
         """Its descriptor, which is open as long as this object is."""
         return self._fd
+
+    def seal(self) -> None:
+        """Let no process write to an allocated buffer any more. Raises ValueError when one could."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as error:
+            raise ValueError(f"the memory of media can still be changed ({error.strerror})") from error
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return a copy of some of its bytes."""
@@ -130,16 +137,3 @@ def raise_descriptor_limit() -> None:
     """Let this process open as many files as the system allows: each request with media has one open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _check_sealed(fd: int, size_bytes: int) -> None:
-    """Raise ValueError unless a descriptor is of sealed memory of `size_bytes`."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        raise ValueError("a descriptor of something else than memory was sent") from None
-    if seals & SEALS != SEALS:
-        raise ValueError("memory was sent that is not sealed, and could be changed")
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
-        raise ValueError(f"memory of {found.st_size} bytes was sent, not of {size_bytes}")

@@ -106,7 +106,7 @@ class _Receiver:
 
     def _receive(self) -> bytes:
         # The kernel ends what it returns before the next frame that has descriptors.
-        space = socket.CMSG_SPACE(MAX_BUFFERS * array.array("i").itemsize)
+        space = socket.CMSG_SPACE((MAX_BUFFERS + 1) * array.array("i").itemsize)
         data, ancillary, _, _ = self._sock.recvmsg(_RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -176,14 +176,16 @@ def _import_arrays() -> None:
 
 def _arrays(chunk: CallChunk, descriptors: Sequence[int]) -> Callable[[int], MediaArray]:
     """Return a function from the index of a sample of the chunk to its media."""
-    from starling.reward.score.workers.arrays import map_buffers, media_array  # workers for texts have no numpy
+    # Workers for texts have no numpy.
+    from starling.reward.score.workers.arrays import map_buffers, media_array, open_outputs
 
+    outputs = open_outputs(chunk.outputs, descriptors)
     buffers = map_buffers(descriptors)
 
     def array_of(index: int) -> MediaArray:
         placed = chunk.media[index]
         assert placed is not None  # the service calls no scorer without the media that it reads
-        return media_array(placed, buffers)
+        return media_array(placed, buffers, outputs[index] if outputs else None)
 
     return array_of
 

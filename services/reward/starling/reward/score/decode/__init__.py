@@ -1,0 +1,1 @@
+"""Decoding of latents to pixels, once for all scorers that read pixels."""
