@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from starling.cli.app import make_app
 from starling.cli.command_line import CommandLine, parse
 from starling.cli.evaluate.command import is_of_model
 from starling.cli.evaluate.recipes import evaluation_recipe, inference_recipe, serving_recipe
-from starling.cli.evaluate.results import summary, table_of
+from starling.cli.evaluate.results import answer, summary, table_of
 from starling.cli.evaluate.tasks import TaskOptions, find_tasks, scorers_of
 from starling.cli.main import main
 from starling.cli.recipe.arithmetic import describe_arithmetic
@@ -199,6 +200,23 @@ def test_summary_counts_no_tokens_of_the_environment() -> None:
     group = StoredGroup(ordinal=0, prompt=Prompt(id="0", text="p"), trajectories=(one, one), rewards=(1.0, 0.0))
     found = summary([group])
     assert (found["num_tokens"], found["completion_tokens_mean"], found["reward_mean"]) == (10, 5.0, 0.5)
+
+
+def test_answers_have_evaluation_scores_apart() -> None:
+    one = TrajectoryMeta(status=Status.OK, num_tokens=9, text="t", oldest_version=0, newest_version=0)
+    group = StoredGroup(
+        ordinal=0,
+        prompt=Prompt(id="0", text="p"),
+        trajectories=(one, one),
+        rewards=(1.0, 0.0),
+        components={"right": (1.0, 0.0)},
+        evaluation_scores={"judge": (0.25, None)},
+    )
+    first, second = answer(group, is_scored=True)["completions"]
+    assert (first["reward"], first["scores"], first["evaluation_scores"]) == (1.0, {"right": 1.0}, {"judge": 0.25})
+    assert (second["scores"], second["evaluation_scores"]) == ({"right": 0.0}, {})
+    plain = answer(msgspec.structs.replace(group, evaluation_scores={}), is_scored=True)
+    assert "evaluation_scores" not in plain["completions"][0]
 
 
 def test_table_without_answers_has_no_pass_rate() -> None:
