@@ -27,6 +27,9 @@ log = structlog.get_logger(__name__)
 
 IDLE_S = 0.5
 REPORT_INTERVAL_S = 0.1
+SWITCH_S = 0.0005
+"""How long a thread may have Python's lock while others wait: the start of a worker, in a thread of its own, has ten
+milliseconds of work, which requests of other scorers would wait for."""
 
 
 class RewardProcess(ServiceSettings):
@@ -92,6 +95,7 @@ class Shell:
         """Serve until the controller ends the run, or `stop` is requested."""
         reason = "its service failed"
         stop.install(self._fronts[0].wake)
+        sys.setswitchinterval(SWITCH_S)
         # The workers die with the thread that starts them, so the pool belongs to the main thread.
         with open_pool(self._settings, self._memory) as pool:
             for front in self._fronts:
