@@ -200,7 +200,8 @@ def main() -> None:
     ratios, quiet_p99, attacked_p99, wrong = list[float](), list[float](), list[float](), 0
     failures, num_scored, num_honest = Counter[str](), 0, 0
     with tempfile.TemporaryDirectory(prefix="starling-reward-") as temporary, service(Path(temporary)) as port:
-        asyncio.run(load(port, 2.0, attacked=False))  # warms up
+        for attacked in (False, True):  # warms up
+            asyncio.run(load(port, 3.0, attacked=attacked))
         for number in range(rounds):
             quiet = asyncio.run(load(port, seconds, attacked=False))
             attacked = asyncio.run(load(port, seconds, attacked=True))

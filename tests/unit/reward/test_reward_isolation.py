@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 import venv
@@ -346,3 +347,14 @@ def test_group_that_a_comparing_scorer_gives_up_on_is_lost_together(folder: Path
         (lost,) = pool.take_lost()
     assert {score.status for score in scores} == {Status.REWARD_ERROR}
     assert [one.text for one in lost.completions] == ["a", "exit", "b"]
+
+
+def test_workers_that_are_replaced_again_and_again_get_a_lower_priority(folder: Path) -> None:
+    (folder / "ends.py").write_text(
+        "import os\n\n\ndef f(completion, reference, prompt_text, metadata):\n"
+        "    return os._exit(3) if completion == 'exit' else float(os.nice(0))\n"
+    )
+    own = os.nice(0)
+    with ScoringPool(settings({"name": f"{folder}/ends.py:f", "retries": 0})) as pool:
+        found = collect(pool, task("a", "exit", "exit", "b", "exit", "c"))
+    assert [score.value for score in found] == [own, None, None, own, None, min(19, own + 10)]

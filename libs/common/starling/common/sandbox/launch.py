@@ -186,6 +186,8 @@ class BoxProcess:
         memory_mb: limit on the memory of the process with all that it starts, in MiB; 0 for none.
         interpreter: of the Python environment that it uses; None for that of this process.
         variables: further variables of its environment.
+        nice: how much lower than its own the kernel's priority for its session is; where the kernel does not group
+            processes by sessions, the payload lowers that of its processes.
 
     Raises:
         OSError: it cannot be started.
@@ -208,6 +210,7 @@ class BoxProcess:
         memory_mb: int = 0,
         interpreter: Interpreter | None = None,
         variables: Mapping[str, str] = {},
+        nice: int = 0,
     ) -> None:
         self.sandboxing = sandboxing
         self.problem = ""
@@ -250,6 +253,9 @@ class BoxProcess:
                 os.close(printed)
         self.pid = self._child.pid
         """Process id of the outermost process."""
+        if nice:
+            with contextlib.suppress(OSError):  # the kernel does not group, or has done it for this user just now
+                Path(f"/proc/{self.pid}/autogroup").write_text(str(nice))
         if sandboxing.isolates and first is None:
             self._child.kill()
             self.status = self._child.wait(_KILLED_S)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from starling.common.sandbox.execution import start_executor
 from starling.common.sandbox.inside import give_up_privileges, settle
 
 
-def confine(mechanism: str, *, max_tasks: int, data_mb: int, runs_programs: bool, network: bool) -> None:
+def confine(mechanism: str, *, max_tasks: int, data_mb: int, runs_programs: bool, network: bool, nice: int = 0) -> None:
     """Limit this process and its descendants, before anything of a user is imported.
 
     Args:
@@ -15,7 +17,9 @@ def confine(mechanism: str, *, max_tasks: int, data_mb: int, runs_programs: bool
         data_mb: limit on the private memory of each process, in MiB; 0 for none.
         runs_programs: whether its scorers may run programs that a model wrote.
         network: whether its scorers may reach the network.
+        nice: how much lower than that of the service its priority is.
     """
+    os.nice(nice)
     settle(mechanism, data_mb=data_mb, max_tasks=max_tasks)
     if runs_programs:
         start_executor(mechanism)

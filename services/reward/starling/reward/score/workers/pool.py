@@ -80,6 +80,11 @@ _UNKNOWN_S: Final = 0.05
 _MOST_FAILED_STARTS: Final = 3
 _RETRY_S: Final = 0.5
 _LONGEST_RETRY_S: Final = 30.0
+_OFTEN: Final = 3
+_OFTEN_S: Final = 60.0
+_NICE: Final = 10
+"""Where so many workers of a kind were replaced within so many seconds, further ones have a lower priority: what loops
+or ends again and again would have most of the processors, and the requests of other scorers would wait."""
 _FORGED: Final = "sent a message in its worker's name"
 _SETTLED_S: Final = 10.0
 """A worker that ends sooner after its start, without having made a call, could not be started."""
@@ -137,6 +142,8 @@ class _Kind:
     """In a row."""
     start_at: float = 0.0
     """When the next worker may be started."""
+    replaced_at: deque[float] = field(default_factory=lambda: deque(maxlen=_OFTEN))
+    """When workers were last replaced."""
     problem: str = ""
     """Why no worker can be started; its scorer is quarantined then."""
 
@@ -691,6 +698,7 @@ class ScoringPool:
         """Have a worker ended, unless it has exited; `then` is called later, with how it ended."""
         if worker.ready and self._has_settled(worker):
             worker.kind.num_failed_starts = 0
+        worker.kind.replaced_at.append(self._clock())
         self._workers.remove(worker)
         self._selector.unregister(worker.process)
         worker.kind.keeper.submit(partial(self._wait_exit, worker, then))
@@ -714,12 +722,13 @@ class ScoringPool:
                 continue
             for _ in range(self._num_lacking(kind)):
                 kind.num_starting += 1
-                kind.keeper.submit(partial(self._start, kind))
+                is_often = len(kind.replaced_at) == _OFTEN and now - kind.replaced_at[0] < _OFTEN_S
+                kind.keeper.submit(partial(self._start, kind, _NICE if is_often else 0))
 
-    def _start(self, kind: _Kind) -> None:
+    def _start(self, kind: _Kind, nice: int) -> None:
         """Start a worker, in the thread of its keeper."""
         try:
-            process = WorkerProcess(kind.workers, self._sandboxing, kind.allowance)
+            process = WorkerProcess(kind.workers, self._sandboxing, kind.allowance, nice)
         except (OSError, ConfigError) as error:  # for want of processes, or of what its needs name
             self._call_back(partial(self._not_started, kind, str(error)))
         except Exception as error:  # noqa: BLE001 - the edge of a thread

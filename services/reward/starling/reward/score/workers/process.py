@@ -52,13 +52,16 @@ class WorkerProcess:
     UNDECODABLE: Final = (ValueError, RecursionError, msgspec.MsgspecError)
     """Errors of what is no message."""
 
-    def __init__(self, kind: WorkerKind, sandboxing: Sandboxing, allowance: OutputAllowance | None = None) -> None:
+    def __init__(
+        self, kind: WorkerKind, sandboxing: Sandboxing, allowance: OutputAllowance | None = None, nice: int = 0
+    ) -> None:
         """Start it.
 
         Args:
             kind: what it needs, and its scorers.
             sandboxing: how its sandbox is made.
             allowance: how much of what it prints is logged.
+            nice: how much lower than that of this process its priority is.
 
         Raises:
             ConfigError: the machine has not what it needs.
@@ -78,6 +81,7 @@ class WorkerProcess:
                 runs_programs,
                 needs.network,
                 limit_of_process_mb(kind.memory_mb),
+                nice,
             )
             for package in _PACKAGES if interpreter else ():
                 view.show(str(package))
@@ -93,6 +97,7 @@ class WorkerProcess:
                 memory_mb=kind.memory_mb,
                 interpreter=interpreter,
                 variables=kind.device_variables(),
+                nice=nice,
             )
         self._sock.setblocking(False)
         self._reader = FrameReader(REPORT_LIMIT_BYTES)
@@ -224,6 +229,7 @@ def _command(fd: int, interpreter: Interpreter | None, setup: WorkerSetup) -> li
         "data_mb": setup.data_mb,
         "runs_programs": setup.runs_programs,
         "network": setup.network,
+        "nice": setup.nice,
     }
     return [interpreter.path, "-P", "-S", "-u", str(_BOOTSTRAP), str(fd), folders, json.dumps(confinement)]
 

@@ -48,6 +48,8 @@ class WorkerSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Whether its scorers may reach the network."""
     data_mb: int = 0
     """Limit on the private memory of each of its processes, in MiB; 0 for none."""
+    nice: int = 0
+    """How much lower than that of the service its priority is."""
 
 
 class PlacedMedia(msgspec.Struct, frozen=True, array_like=True):

@@ -123,6 +123,7 @@ def _confine(setup: WorkerSetup) -> None:
         data_mb=setup.data_mb,
         runs_programs=setup.runs_programs,
         network=setup.network,
+        nice=setup.nice,
     )
 
 
