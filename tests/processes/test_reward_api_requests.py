@@ -6,6 +6,7 @@ Every answer must be one that the description has, and the service must go on: n
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -31,6 +33,19 @@ from test_reward_http import PATIENCE_S, Client, eventually, service
 TOKEN: Final = "the right one"
 AUTHORIZED: Final = {"Authorization": f"Bearer {TOKEN}"}
 LIMITS: Final = f'token = "{TOKEN}"\nmax_body_mb = 16\nmax_memory_mb = 64\nread_timeout_s = 5.0\n'
+PIXELS: Final = """
+class Bright:
+    media = "pixels"
+
+    def score(self, batch):
+        return {"score": [float(one.mean()) for one in batch.pixels]}
+"""
+SCORER: Final = """
+[[reward.scorers]]
+name = "{folder}/pixels.py:Bright"
+label = "bright"
+tasks = ["video"]
+"""
 CHECKS: Final = [
     not_a_server_error,
     status_code_conformance,
@@ -48,6 +63,7 @@ OPERATIONS: Final = [
     *(("POST", "/v1/rewards", mode) for mode in BOTH),
     *(("GET", "/v1/rewards/{id}", mode) for mode in BOTH),
     *(("DELETE", "/v1/rewards/{id}", mode) for mode in BOTH),
+    *(("POST", f"/api/reward/{one}", mode) for one in ("pull", "push", "ping", "latent_attr") for mode in BOTH),
     # Without parameters, no request can be wrong.
     *(("GET", path, GenerationMode.POSITIVE) for path in ("/v1/scorers", "/healthz", "/readyz", "/metrics")),
     # Every value of a form is a text, so that none is of a wrong type.
@@ -76,13 +92,15 @@ class Running(NamedTuple):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with service(tmp_path_factory.mktemp("service"), LIMITS) as (process, port):
+    folder = tmp_path_factory.mktemp("service")
+    (folder / "pixels.py").write_text(PIXELS)
+    with service(folder, LIMITS + SCORER.format(folder=folder)) as (process, port):
         schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json", headers=AUTHORIZED)
         yield Running(process, port, schema)
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-@pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("num", [40, pytest.param(250, marks=pytest.mark.campaign)])
 def test_answers_are_those_of_the_description(
     running: Running, method: str, path: str, mode: GenerationMode, num: int
 ) -> None:
@@ -107,16 +125,17 @@ def test_answers_are_those_of_the_description(
     assert running.client.score("abc").status == 200
 
 
-@pytest.mark.parametrize("num", [1500, pytest.param(20_000, marks=pytest.mark.campaign)])
-def test_mutated_requests_are_refused_and_leave_nothing(running: Running, num: int) -> None:
+@pytest.mark.parametrize("path", ["/v1/rewards", "/api/reward/enqueue"])
+@pytest.mark.parametrize("num", [1500, pytest.param(10_000, marks=pytest.mark.campaign)])
+def test_mutated_requests_are_refused_and_leave_nothing(running: Running, path: str, num: int) -> None:
     rng = random.Random(num)
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S)
     connection.connect()
     running.client.score("abc")
     num_files, before_mb, statuses = running.num_files(), running.resident_mb(), Counter[int]()
     for _ in range(num):
-        body, headers, may_succeed = mutated(rng)
-        connection.request("POST", "/v1/rewards", body, headers)
+        body, headers, may_succeed = mutated_enqueue(rng) if path.startswith("/api") else mutated(rng)
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
         text = response.read()
         statuses[response.status] += 1
@@ -126,7 +145,7 @@ def test_mutated_requests_are_refused_and_leave_nothing(running: Running, num: i
             assert json.loads(text)["detail"], text
             assert response.status != 429 or response.headers["retry-after"]
     connection.close()
-    assert {202, 401, 422} <= set(statuses), statuses
+    assert {202 if path == "/v1/rewards" else 200, 401, 422} <= set(statuses), statuses
     assert running.process.poll() is None
     assert running.client.score("abc").body["rewards"] == [1.5]
     assert eventually(lambda: running.num_files() <= num_files), running.num_files()
@@ -166,5 +185,60 @@ def mutated(rng: random.Random) -> tuple[bytes, dict[str, str], bool]:
     changed = bytearray(body)
     for _ in range(rng.randrange(1, 6)):
         place = rng.randrange(len(changed))
+        changed[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+    return bytes(changed), headers, True
+
+
+def mutated_enqueue(rng: random.Random) -> tuple[bytes, dict[str, str], bool]:
+    """Return the body and headers of a request of Cosmos-RL's clients, and whether it may be a valid one."""
+    asked = {
+        "prompts": ["a", "b"],
+        "reward_fn": {"bright": 1.0},
+        "media_type": "video",
+        "video_infos": [{"video_fps": 8}] * 2,
+    }
+    file = io.BytesIO()
+    np.save(file, np.random.default_rng(0).integers(0, 256, (2, 3, 2, 4, 4), np.uint8))
+    line, npy = json.dumps(asked).encode(), file.getvalue()
+    headers = {**AUTHORIZED, "Content-Type": "application/octet-stream"}
+    kind = rng.randrange(8)
+    if kind == 0:
+        headers["Authorization"] = rng.choice(["", "Bearer", f"Token {TOKEN}", f"Bearer {TOKEN}{TOKEN}"])
+        return line + b"\n" + npy, headers, False
+    if kind == 1:
+        whole = line + b"\n" + npy
+        return whole[: rng.randrange(len(whole))], headers, False
+    if kind == 2:
+        return line + b"\n" + npy + rng.randbytes(rng.randrange(1, 5)), headers, False
+    if kind == 3:
+        old, new = rng.choice(
+            [
+                (b"(2, 3, 2, 4, 4)", b"(2, 3, 2, 4, 5)"),
+                (b"(2, 3, 2, 4, 4)", b"(9**9**9, 3, 2)"),
+                (b"(2, 3, 2, 4, 4)", b"(-2, 3, 2, 4, 4"),
+                (b"|u1", b"|O8"),
+                (b"|u1", b"<f8"),
+                (b"|u1", b"<c8"),
+                (b"NUMPY", b"PK\x03\x04x"),
+                (b"descr", b"desc\xff"),
+            ]
+        )
+        return line + b"\n" + npy.replace(old, new), headers, False
+    if kind == 4:
+        old, new = rng.choice(
+            [
+                (b"bright", b"nobody"),
+                (b"1.0", b"NaN"),
+                (b"8}", b"-1}"),
+                (b'["a", "b"]', b'["a"]'),
+                (b'["a", "b"]', b"[1, null]"),
+                (b'"a"', b'"\\ud800"'),
+                (b"{", b"[" * 3000),
+            ]
+        )
+        return line.replace(old, new, 1) + b"\n" + npy, headers, False
+    changed = bytearray(line + b"\n" + npy)
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(line) + 129)
         changed[place : place + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
     return bytes(changed), headers, True
