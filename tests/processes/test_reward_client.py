@@ -207,6 +207,30 @@ def test_service_refuses_what_is_not_valid(port: int) -> None:
         assert client.score([sample("abc")]).rewards == (1.5,)
 
 
+def test_service_says_why_it_refuses_large_bodies(tmp_path: Path) -> None:
+    """It reads what it refuses: otherwise the connection would be reset, and the client retry in vain."""
+    limits = "max_body_mb = 40\nmax_memory_mb = 40\ntoken = 'secret'\nresult_ttl_s = 2.0\n"
+    large = [sample("a" * (30 << 20))]
+    with service(tmp_path, limits, scorer_s=60.0) as (_, port):
+        for token, samples, reason in (
+            ("wrong", large, "refused with status 401"),
+            ("secret", [sample("a" * (200 << 20))], "refused with status 413: the body has more than 40 MiB"),
+        ):
+            given = ClientSettings(endpoints=(Endpoint(url_of(port), token=token),), timeout_s=PATIENCE_S)
+            with RewardClient(given) as client, pytest.raises(RequestRefusedError, match=reason):
+                client.score(samples)
+        given = ClientSettings(endpoints=(Endpoint(url_of(port), token="secret"),), timeout_s=PATIENCE_S)
+        retries = Retries(max_retries=0)
+        given = ClientSettings(
+            endpoints=(Endpoint(url_of(port), token="secret"),), timeout_s=PATIENCE_S, retries=retries
+        )
+        with RewardClient(given) as client:
+            first = client.enqueue(large)
+            second = client.submit(large)  # refused with 429 until the first is removed
+            assert client.fetch(first).rewards == (0.5,)
+            assert second.result(PATIENCE_S).rewards == (0.5,)
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"[]", b"<html>", b'{"id": 3}', b'{"id": "a\\nb"}', b'{"id": ""}', b'{"id": "' + b"a" * 300 + b'"}'],

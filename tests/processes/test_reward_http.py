@@ -338,6 +338,36 @@ def test_limits_of_a_service_with_a_token(tmp_path: Path) -> None:
         assert client.send("GET", f"/v1/rewards/{late.body['id']}").status == 404, "it has expired"
 
 
+@pytest.mark.parametrize(
+    ("token", "num_bytes", "status"), [("wrong", 4 << 20, 401), ("secret", 4 << 20, 413), ("secret", 900_000, 429)]
+)
+def test_client_that_sends_for_a_while_gets_the_refusal(
+    limited_port: int, token: str, num_bytes: int, status: int
+) -> None:
+    """A connection that is closed while it sends would be reset, and the answer lost."""
+    head = (
+        f"POST /v1/rewards HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\ncontent-length: {num_bytes}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", limited_port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head.encode())
+        for _ in range(10):
+            connection.sendall(b" " * (num_bytes // 10))
+            time.sleep(0.1 if status == 401 else 0.3)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == status
+        assert response.read()
+
+
+@pytest.fixture(scope="module")
+def limited_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Return the port of a service half of whose memory is in use."""
+    limits = LIMITED.replace("timeout_s = 8.0", "timeout_s = 600.0")
+    with service(tmp_path_factory.mktemp("limited"), limits, scorer_s=600.0) as (_, port):
+        assert Client(port, "secret").score("hang", prompt="a" * 600_000, wait_s=0.0).status == 202
+        yield port
+
+
 def test_token_comes_from_the_environment_and_others_need_one(tmp_path: Path) -> None:
     with service(tmp_path, WFM_REWARD_TOKEN="old", REMOTE_REWARD_TOKEN="new") as (_, port):
         assert Client(port, "old").score("abc").status == 401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -17,8 +18,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-DRAIN_S: Final = 2.0
-"""How long the rest of a body that is too large is read."""
+UNAUTHORISED_DRAIN_S: Final = 2.0
+"""How long the body of a request without the token is read, and dropped."""
 
 
 class LimitedBodies:
@@ -50,13 +51,15 @@ class LimitedBodies:
             await self._application(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        body_parts = _BodyParts(receive)
+        started = time.monotonic()
         try:
             self._check_token(scope["path"], headers.get(b"authorization", b"").decode("latin-1"))
             limit = self._with_body.get((scope["method"], scope["path"]))
-            body = b"" if limit is None else await self._read(headers, receive, limit)
+            body = b"" if limit is None else await self._read(headers, body_parts, limit)
         except HttpError as error:
-            if error.status == 413:  # it reads the answer after it has sent the body
-                await _drain(receive)
+            left_s = self._timeout_s - (time.monotonic() - started)
+            await body_parts.drain(UNAUTHORISED_DRAIN_S if error.status == 401 else left_s)
             await _send_error(send, error)
             return
         if body is None:  # the client has gone
@@ -68,7 +71,7 @@ class LimitedBodies:
 
         await self._application(scope, replayed, send)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
+    async def _read(self, headers: dict[bytes, bytes], body_parts: _BodyParts, limit: int) -> bytes | None:
         declared = headers.get(b"content-length", b"0")
         # The protocol has refused what is no number.
         if int(declared) > limit:
@@ -78,7 +81,7 @@ class LimitedBodies:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
-                    message = await receive()
+                    message = await body_parts.receive()
                     if message["type"] == "http.disconnect":
                         return None
                     part: bytes = message.get("body", b"")
@@ -100,12 +103,33 @@ class LimitedBodies:
         return HttpError(413, f"the body has more than {size}; send fewer samples at a time")
 
 
-async def _drain(receive: Receive) -> None:
-    """Read the rest of a body, for a short time: a connection that is closed before loses the answer."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_S):
-            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-                pass
+class _BodyParts:
+    """The parts of a body, and whether some are left.
+
+    Args:
+        receive: of the request.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        """Return the next part, or that the client has gone."""
+        message = await self._receive()
+        self._is_whole = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
+
+    async def drain(self, limit_s: float) -> None:
+        """Read the rest, for a limited time.
+
+        Clients read the answer after they have sent the body. A connection that is closed with something unread is
+        reset, which loses the answer: the client would take the refusal for a failure of the network.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not self._is_whole:
+                    await self.receive()
 
 
 async def _send_error(send: Send, error: HttpError) -> None:
