@@ -482,6 +482,10 @@ def test_limits(tmp_path: Path) -> None:
         assert (status, b"reward.http.max_samples is 2" in answer) == (429, True)
         pushed = lines(VIDEO, prompts=["a"], reward_fn={"mine": 1})
         assert raw.post("enqueue", pushed)[0] == 422, "nothing is pushed here"
+    logged = [line for line in (tmp_path / "log").read_text().splitlines() if "enqueue_refused" in line]
+    assert "status=413" in logged[0]
+    assert "the body has more than 1 MiB" in logged[0]
+    assert len(logged) < 8, "not one for each"
 
 
 NARROW = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from starling.common.wire.messages import Status
 from starling.reward.core.requests import RequestResult
@@ -20,6 +22,7 @@ from starling.reward.http.cosmos.enqueue import MAX_LINE_BYTES, read_header, spl
 from starling.reward.http.cosmos.forms import FORM, read_form, short_field
 from starling.reward.http.cosmos.latents import read_attributes
 from starling.reward.http.cosmos.pushed import PushedScores
+from starling.reward.http.cosmos.refusals import RefusalLog
 from starling.reward.http.cosmos.request import Enqueued, KnownTypes, read_enqueue
 from starling.reward.http.cosmos.results import render, render_failure
 from starling.reward.http.cosmos.routes import scorers_by_type
@@ -147,6 +150,7 @@ def test_further_fields_are_metadata_and_equal_prompts_are_one() -> None:
     assert [sample.prompt for sample in found.request.samples] == [0, 1, 0]
 
 
+INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "complex64")
 ZEROS = np.zeros((1, 16, 1, 1, 2), np.float32)
 
 
@@ -184,7 +188,8 @@ ZEROS = np.zeros((1, 16, 1, 1, 2), np.float32)
         (body(b"PK\x03\x04torch.save"), "no .npy file"),
         (body(npy(ZEROS)[:-1]), "bytes of elements"),
         (body(npy(ZEROS) + b"\0"), "bytes of elements"),
-        (body(np.zeros((1, 16, 1, 1, 2), np.int32)), "elements of type"),
+        *((body(np.zeros((1, 16, 1, 1, 2), kind)), "elements of type|latents are float16.*not") for kind in INTEGERS),
+        *((body(np.zeros((1, 3, 1, 1, 2), kind)), "elements of type|pixels of videos") for kind in INTEGERS),
         (body(np.zeros((1, 16, 1, 1, 3), np.uint8)), "no whole number"),
         (body(np.zeros((1, 3, 1, 1, 1), np.float32)), "pixels of videos"),
         (body(np.zeros((1, 12, 1, 1, 1), np.float32), media_type="video"), "12 channels"),
@@ -424,3 +429,38 @@ def test_attributes_of_latents_are_checked() -> None:
     assert read_attributes('{"fps": 16, "vae_pth": "/etc/passwd"}').names == ["vae_pth", "fps"]
     for text in ("", "[]", '{"fps": 0}', '{"height": "8"}', '{"width": 1.5}', '{"fsp": 16}'):
         assert "no attributes of latents" in refusal(read_attributes, text)
+
+
+def test_refusals_are_logged_with_their_reason_once_in_a_while() -> None:
+    times = iter((1.0, 2.0, 12.0))
+    answers = [
+        (200, b"{}"),
+        (422, b'{"detail":"no line"}'),
+        (422, b"other"),
+        (429, b"full"),
+        (401, b"\xff"),
+        (413, b"x"),
+    ]
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        status, text = answers.pop(0)
+        await send({"type": "http.response.start", "status": status})
+        await send({"type": "http.response.body", "body": text})
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    sent: list[Any] = []
+    refusals = RefusalLog(application, "/enqueue", lambda: next(times))
+    with capture_logs() as logs:
+        for _ in range(5):
+            asyncio.run(refusals({"type": "http", "path": "/enqueue"}, receive, send))
+        asyncio.run(refusals({"type": "http", "path": "/pull"}, receive, send))
+    assert [(one["status"], one["reason"], one["num_others"]) for one in logs] == [
+        (422, '{"detail":"no line"}', 0),
+        (401, "\ufffd", 1),
+    ]
+    assert len(sent) == 12

@@ -13,7 +13,8 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from starling.reward.http.body import Application, LimitedBodies
-from starling.reward.http.cosmos.routes import CosmosService, body_limits, cosmos_routes
+from starling.reward.http.cosmos.refusals import RefusalLog
+from starling.reward.http.cosmos.routes import PREFIX, CosmosService, body_limits, cosmos_routes
 from starling.reward.http.errors import REFUSALS, HttpError
 from starling.reward.http.metrics import render
 from starling.reward.http.schema import AskedRewards, RewardsReader, Wait, memory_of, render_result, rewards_schema
@@ -57,7 +58,8 @@ def make_application(
     app.add_exception_handler(HttpError, _refusal)
     app.add_exception_handler(Exception, _failure)
     with_body = {("POST", "/v1/rewards"): settings.max_body_mb << 20, **body_limits(settings.max_media_bytes)}
-    return LimitedBodies(app, TokenCheck(token), table, settings.read_timeout_s, with_body)
+    limited = LimitedBodies(app, TokenCheck(token), table, settings.read_timeout_s, with_body)
+    return RefusalLog(limited, f"{PREFIX}/enqueue")
 
 
 class TokenCheck:

@@ -195,6 +195,10 @@ def _latents(array: Array, dtype: str, media_type: object) -> Media:
     elif dtype == "float64":
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
             array, dtype = array.astype("<f4"), "float32"
+    if dtype not in _READERS:
+        raise HttpError(
+            422, f"latents are float16, float32, float64, or the bytes of bfloat16 as uint8, not {dtype}; convert them"
+        )
     bounds = _range(map(_READERS[dtype], array))
     if not all(map(math.isfinite, bounds)):
         raise HttpError(422, "the latents have NaN or infinities; send finite numbers")
