@@ -47,7 +47,7 @@ class ScorerSettings(SettingsSection):
 
     name: str
     """A built-in scorer (exact_match, prefix_match, regex, choice, gsm8k, math, code, format, json_schema, length,
-    overlong, repetition, environment, reward_model, judge; of pixels brightness, target_colour,
+    overlong, repetition, environment, reward_model, judge, verifiers_rubric; of pixels brightness, target_colour,
     colourfulness, motion, smoothness, flicker, first_frame_consistency, sharpness, jpeg_compressibility, ocr; of
     latents latent_target), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
     `module:function` or `path/to/file.py:Class`."""

@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
     if name in REWARD_MODELS or name in COSMOS_TYPES:
         check_reward_model(name)
         return
-    known = nearest(name, [*BUILT_IN, *BUILT_IN_CLASSES, *installed, REASONING_GYM_PREFIX + "<task>"])
+    known = nearest(name, [*BUILT_IN, *BUILT_IN_CLASSES, *REWARD_MODELS, *installed, REASONING_GYM_PREFIX + "<task>"])
     raise ConfigError(
         f"There is no scorer {name!r}: {known}; your own function or class is named `module:function` or "
         "`path/to/file.py:function`."

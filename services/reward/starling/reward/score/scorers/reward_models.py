@@ -30,13 +30,22 @@ _MODELS: Final = f"{_SCORERS}.models"
 REWARD_MODELS: Final[dict[str, RewardModel]] = {
     "judge": RewardModel(f"{_SCORERS}.judge.scorer:Judge", ("httpx2",), "httpx2", checks_early=True),
     "reward_model": RewardModel(
-        f"{_MODELS}.sequence:SequenceRewardModel", ("torch", "transformers"), "torch transformers", checks_early=True
+        f"{_MODELS}.sequence:SequenceRewardModel",
+        ("torch", "transformers"),
+        "starling-reward[models]",
+        checks_early=True,
+    ),
+    "verifiers_rubric": RewardModel(
+        f"{_SCORERS}.rubric:VerifiersRubric", ("verifiers",), "starling-reward[verifiers]", checks_early=True
     ),
     "pickscore": RewardModel(
         f"{_MODELS}.pickscore:PickScore", ("torch", "transformers", "PIL"), "torch transformers pillow"
     ),
 }
 """By the name of the scorer. That of a reward type of Cosmos-RL answers its requests."""
+
+CODE_OPTIONS: Final = {"verifiers_rubric": "rubric", "ocr": "recogniser"}
+"""By the name of a scorer the option that names code of the user, as ``module:attribute``."""
 
 COSMOS_TYPES: Final = (
     "cosmos_reason1",

@@ -22,11 +22,13 @@ from starling.common.sandbox.launch import BoxProcess, Sandboxing
 from starling.common.sandbox.memory import limit_of_process_mb
 from starling.common.sandbox.output import OutputAllowance
 from starling.common.sandbox.view import view_of
+from starling.reward.score.scorers.reward_models import CODE_OPTIONS
 from starling.reward.score.workers.kinds import WorkerKind
 from starling.reward.score.workers.protocol import (
     REPORT_LIMIT_BYTES,
     FrameReader,
     FromWorker,
+    ScorerSpec,
     ToWorker,
     WorkerSetup,
     decode_from_worker,
@@ -68,7 +70,8 @@ class WorkerProcess:
         """
         needs = kind.needs
         interpreter = None if kind.python is None else find_interpreter(kind.python)
-        view = view_of(needs, [scorer.name for scorer in kind.scorers], interpreter)
+        names = [name for scorer in kind.scorers for name in (scorer.name, _code_of(scorer)) if name]
+        view = view_of(needs, names, interpreter)
         # A program that a model wrote would have, in its session, what the worker has.
         runs_programs = needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen)
         self._sock, theirs = socket.socketpair()
@@ -232,6 +235,12 @@ def _command(fd: int, interpreter: Interpreter | None, setup: WorkerSetup) -> li
         "nice": setup.nice,
     }
     return [interpreter.path, "-P", "-S", "-u", str(_BOOTSTRAP), str(fd), folders, json.dumps(confinement)]
+
+
+def _code_of(scorer: ScorerSpec) -> str:
+    """Return the code of the user that a scorer's options name; empty for none."""
+    named = scorer.options.get(CODE_OPTIONS.get(scorer.name, ""), "")
+    return named if isinstance(named, str) else ""
 
 
 def _signal_name(number: int) -> str:
