@@ -55,7 +55,7 @@ CHECKS: Final = [
 ]
 RULES: Final = (
     *("than the first of the group", "cannot be encoded", "is nested more than", "completion is missing"),
-    *("media.npy of sample", "no attributes of latents"),
+    *("media.npy of sample", "it has both media and token_ids", "no attributes of latents"),
 )
 """Of the API that JSON Schema cannot express: requests that break one of them may be refused though they fit."""
 BOTH: Final = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)

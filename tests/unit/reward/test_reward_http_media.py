@@ -268,8 +268,8 @@ def test_text_may_be_missing_only_with_media(memory: MediaMemory) -> None:
     assert "completion is missing; send one, or media" in raised.value.body["detail"][0]["msg"]
 
 
-@pytest.mark.parametrize("lists", [[[1, 2, 3], [2**31 - 1]], [[], []], [[0], []], [list(range(5000))]])
-def test_completions_have_their_token_ids(memory: MediaMemory, lists: list[list[int]]) -> None:
+@pytest.mark.parametrize("lists", [[[1, 2, 3], [2**31 - 1]], [[], []], [[0], []], [list(range(5000))], [[1.0, 2]]])
+def test_completions_have_their_token_ids(memory: MediaMemory, lists: list[list[float]]) -> None:
     samples: list[dict[str, Any]] = [{"completion": "a", "token_ids": ids} for ids in lists]
     data = json.dumps({"samples": [*samples, {"completion": "b"}, {"media": pixels(CLIP)}]}).encode()
     request = read(memory, data).request

@@ -41,6 +41,13 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _all_whole(values: object) -> object:
+    """Return a list with whole numbers in place of floats that are such."""
+    if not isinstance(values, list) or float not in set(map(type, values)):
+        return values
+    return [_whole(value) for value in values]
+
+
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -62,7 +69,7 @@ class SampleBody(BaseModel):
     environment_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
     media: MediaBody | None = None
     """The image, video or latents that were generated."""
-    token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)] | None = None
+    token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_TOKENS), BeforeValidator(_all_whole)] = None
     """Those of the completion, for scorers that read them."""
     group: Annotated[str, Field(max_length=MAX_GROUP_CHARACTERS)] = ""
     """Completions of one prompt have one name here, or none and the same prompt, reference and metadata."""
