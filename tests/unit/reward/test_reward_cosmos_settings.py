@@ -157,7 +157,6 @@ def test_keys_without_effect_are_logged() -> None:
         ({**reward(), "decode_args": {"model_path": "x.pth"}}, "'x.pth': give a local folder of a VAE"),
         ({**reward(), "decode_args": {"model_path": "https://a.b/Wan2.1_VAE.pth"}}, "give a local folder of a VAE"),
         ({**reward(), "decode_args": {"model_path": "/vae", "load_mean_std": True}}, "load_mean_std = true: mean and"),
-        ({"reward_args": [{"reward_type": "ocr"}]}, 'reward_type = "ocr": the scorer `ocr` needs a recogniser'),
         ({"reward_args": ["hpsv3"]}, "reward_args.0 = 'hpsv3' is no table"),
         ({"reward_args": [{"enable": True}]}, "reward_args.0.reward_type is missing"),
         ({"reward_args": {}}, "reward_args = {} must be of type list"),
@@ -169,13 +168,13 @@ def test_what_is_not_supported_is_refused_by_name(tree: dict[str, Any], problem:
     assert str(caught.value).endswith("(in rewards.toml, which is a configuration of Cosmos-RL)")
 
 
-def test_command_says_which_reward_type_has_no_scorer_here(tmp_path: Path) -> None:
+def test_command_says_which_package_a_reward_type_needs(tmp_path: Path) -> None:
     file = tmp_path / "rewards.toml"
-    file.write_text(WHOLE.format(scorer="cosmos_reason1"))
+    file.write_text(WHOLE.format(scorer="hpsv3"))
     command = [sys.executable, "-m", "starling.reward.shell.main", "--config", str(file), "--dir", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
     assert ended.returncode == 2
-    assert "Scorer 'cosmos_reason1'" in ended.stderr
+    assert "Scorer 'hpsv3' needs hpsv3, which is not installed here: pip install hpsv3" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -25,7 +25,7 @@ from starling.reward.score.workers.shared import MediaMemory
 from starling.reward.settings import RewardSettings
 
 CLASSES = Path(__file__).with_name("pixel_scorers.py")
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 SHAPE = (16, 4, 8, 8)
 
 

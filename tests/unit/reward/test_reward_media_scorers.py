@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import math
+import sys
 import tracemalloc
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -216,7 +218,7 @@ def test_clip_that_cannot_be_scored_is_a_problem(
         ("jpeg_compressibility", {"quality": 96}, "quality is 96; set an integer from 1 to 95"),
         ("latent_target", {"distance": "far"}, "distance is 'far'; set one of squared, absolute, cosine"),
         ("latent_target", {"file": "/nowhere.npy"}, "the latent target '/nowhere.npy' cannot be read"),
-        ("ocr", {}, "missing a required argument: 'recogniser'"),
+        ("ocr", {}, "pip install paddleocr paddlepaddle, or set `recogniser` to `bitmap`"),
         ("ocr", {"recogniser": "none:read"}, "Recogniser 'none:read' cannot be imported"),
         ("ocr", {"recogniser": "math:pi"}, "the recogniser 'math:pi' is a float; give a function, or `bitmap`"),
     ],
@@ -341,3 +343,32 @@ def test_edit_distance_is_a_metric(one: str, other: str, third: str) -> None:
 def test_agreement_is_never_negative() -> None:
     assert agreement("completely other words", "ab") == 0.0
     assert quoted('x "Fine Day" y') == "Fine Day"
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_paddleocr_is_called_as_its_version_wants(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """A stand-in of the package, which is not here: how it is started and called, and what it answers."""
+    module, seen = ModuleType("paddleocr"), list[Any]()
+
+    class Engine:
+        def __init__(self, **arguments: Any) -> None:
+            seen.append(arguments)
+
+    def ocr(self: Any, image: Any) -> Any:
+        seen.append(image)
+        return [[[[0, 0], ("AB", 0.9)], [[0, 1], ("C", 0.8)], [[0, 2], ("x", 0.0)]]]
+
+    def predict(self: Any, image: Any) -> Any:
+        seen.append(image)
+        return [{"rec_texts": ["AB", "C", "x"], "rec_scores": [0.9, 0.8, 0.0]}]
+
+    if version == 2:
+        Engine.ocr = ocr  # type: ignore[attr-defined]
+    else:
+        Engine.predict = predict  # type: ignore[attr-defined]
+    module.PaddleOCR = Engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "paddleocr", module)
+    assert value("ocr", plain(RED), prompt='a sign "abc"') == 1.0
+    arguments, image = seen
+    assert arguments == {"lang": "en", **({"use_gpu": False, "show_log": False} if version == 2 else {"device": "cpu"})}
+    assert image[0, 0].tolist() == [0, 0, 255], "blue comes first"

@@ -132,11 +132,6 @@ def _scorer(reward: Mapping[str, Any], where: str) -> Tree:
             log.warning("cosmos_setting_ignored", key=f"{where}.{key}", reason=why)
     options = {key: reward[key] for key in _OPTIONS if reward.get(key)}
     name, needs = reward["reward_type"], _needs(options)
-    if name == "ocr" and not reward.get("venv_python"):
-        raise ConfigError(
-            f'{where}.reward_type = "ocr": the scorer `ocr` needs a recogniser, which this file cannot name; write a '
-            "recipe with [[reward.scorers]] and options = { recogniser = ... }"
-        )
     scorer: Tree = {"name": name, "num_workers": _NUM_WORKERS, "needs": needs}
     if name in _KEYS:
         scorer["key"] = _KEYS[name]

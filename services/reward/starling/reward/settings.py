@@ -49,7 +49,8 @@ class ScorerSettings(SettingsSection):
     """A built-in scorer (exact_match, prefix_match, regex, choice, gsm8k, math, code, format, json_schema, length,
     overlong, repetition, environment, reward_model, judge, verifiers_rubric; of pixels brightness, target_colour,
     colourfulness, motion, smoothness, flicker, first_frame_consistency, sharpness, jpeg_compressibility, ocr; of
-    latents latent_target), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
+    latents latent_target; published models: pickscore, hpsv2, hpsv3, image_reward, cosmos_reason1, dance_grpo,
+    gen_eval, unified_reward), `reasoning_gym:<task>`, an installed plug-in, or your own function or class as
     `module:function` or `path/to/file.py:Class`."""
     weight: float = Field(default=1.0, ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)
     """The reward is the sum of the scores times their weights. With 0 the score is only observed."""

@@ -26,6 +26,7 @@ class RewardModel(NamedTuple):
 
 
 _SCORERS: Final = "starling.reward.score.scorers"
+_TRANSFORMERS: Final = "torch transformers pillow"
 _MODELS: Final = f"{_SCORERS}.models"
 REWARD_MODELS: Final[dict[str, RewardModel]] = {
     "judge": RewardModel(f"{_SCORERS}.judge.scorer:Judge", ("httpx2",), "httpx2", checks_early=True),
@@ -38,6 +39,17 @@ REWARD_MODELS: Final[dict[str, RewardModel]] = {
     "verifiers_rubric": RewardModel(
         f"{_SCORERS}.rubric:VerifiersRubric", ("verifiers",), "starling-reward[verifiers]", checks_early=True
     ),
+    "cosmos_reason1": RewardModel(
+        f"{_MODELS}.cosmos_reason1:CosmosReason1", ("torch", "transformers", "PIL"), _TRANSFORMERS
+    ),
+    "dance_grpo": RewardModel(
+        f"{_MODELS}.dance_grpo:VideoAlign", ("torch", "cv2"), "torch opencv-python-headless, and the code of VideoAlign"
+    ),
+    "gen_eval": RewardModel(f"{_MODELS}.gen_eval.scorer:GenEval", ("torch", "transformers", "PIL"), _TRANSFORMERS),
+    "hpsv2": RewardModel(f"{_MODELS}.hpsv2:Hpsv2", ("torch", "transformers", "PIL"), _TRANSFORMERS),
+    "hpsv3": RewardModel(f"{_MODELS}.hpsv3:Hpsv3", ("hpsv3",), "hpsv3"),
+    "image_reward": RewardModel(f"{_MODELS}.image_reward:ImageReward", ("torch", "ImageReward"), "image-reward"),
+    "unified_reward": RewardModel(f"{_MODELS}.unified_reward:UnifiedReward", ("httpx2", "PIL"), "httpx2 pillow"),
     "pickscore": RewardModel(
         f"{_MODELS}.pickscore:PickScore", ("torch", "transformers", "PIL"), "torch transformers pillow"
     ),

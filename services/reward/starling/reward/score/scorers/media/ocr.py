@@ -13,10 +13,12 @@ from starling.common.errors import ConfigError
 from starling.common.importing import import_object
 from starling.reward.score.scorers.media.font import read
 from starling.reward.score.scorers.media.frames import MAX_FRAMES, check_range, evenly_spaced, mean
+from starling.reward.score.scorers.media.paddle import PaddleRecogniser
 
 Recogniser = Callable[[npt.NDArray[np.uint8]], str]
 """From an image [H, W, 3] to its text."""
 
+PADDLE: Final = "paddleocr"
 BITMAP: Final = "bitmap"
 """The recogniser of `font`."""
 MAX_TEXT: Final = 512
@@ -31,19 +33,35 @@ class WrittenText:
     other for each character of the prompt's, at least 0. For a clip the mean over its frames.
 
     Args:
-        recogniser: `bitmap`, which reads one fixed font (`media/font.py`), or your own, as `module:function` or
-            `path/to/file.py:function`: from an array [H, W, 3] of uint8 to a text.
+        recogniser: `paddleocr`, where it is installed; `bitmap`, which reads one fixed font (`media/font.py`); or your
+            own, as `module:function` or `path/to/file.py:function`: from an array [H, W, 3] of uint8 to a text.
         max_frames: limit on the frames of a clip that are read, evenly spaced.
+        device: of `paddleocr`.
+        dtype, model_path, download_path: not used; configuration files of Cosmos-RL have them.
     """
 
     media = "pixels"
     keys = ("ocr_reward",)
     batch_size = 4
 
-    def __init__(self, recogniser: str, max_frames: int = 4) -> None:
+    def __init__(
+        self,
+        recogniser: str = PADDLE,
+        max_frames: int = 4,
+        device: str = "cpu",
+        dtype: str = "",
+        model_path: str = "",
+        download_path: str = "",
+    ) -> None:
         check_range("max_frames", max_frames, 1, MAX_FRAMES)
         self._max_frames = max_frames
-        self._recognise: Recogniser = read if recogniser == BITMAP else _own(recogniser)
+        self._recogniser, self._device = recogniser, device
+        self._recognise: Recogniser = read if recogniser in (BITMAP, PADDLE) else _own(recogniser)
+
+    def setup(self) -> None:
+        """Load the recogniser. Raises ConfigError when its package is not installed."""
+        if self._recogniser == PADDLE:
+            self._recognise = PaddleRecogniser(self._device)
 
     def score(self, batch: Any) -> dict[str, list[float]]:
         """Return the score of each clip of a batch."""
