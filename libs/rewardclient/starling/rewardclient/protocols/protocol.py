@@ -149,7 +149,7 @@ _REMEDIES: Final = {
     401: "; set REMOTE_REWARD_TOKEN to the token of the service",
     403: "; set REMOTE_REWARD_TOKEN to a token that may do this",
     404: "; is the URL that of a reward service?",
-    413: "; lower max_request_mb or max_request_samples, or raise the limit of the service",
+    413: "; lower max_request_mb, name smaller groups, or raise the limit of the service",
     429: ", and it does not say when to try again",
 }
 
