@@ -83,7 +83,7 @@ def test_instances_continue_when_redis_was_gone_for_a_while(tmp_path: Path) -> N
         load.check(clients[0])
         load.check(clients[1])
         for completion, scored_by in load.scored_by().items():
-            assert len(scored_by) == 1, f"{completion} was scored twice, and nobody has died: {scored_by}"
+            assert len(scored_by) == 1, f"{completion} was scored twice, and no instance has died: {scored_by}"
         assert eventually(lambda: clients[0].send("GET", "/readyz").status == 200)
         for one in started:
             log = one.log.read_text()

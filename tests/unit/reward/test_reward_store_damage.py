@@ -1,4 +1,4 @@
-"""Stores whose contents somebody else has written: nothing but refusals, whatever they hold."""
+"""Stores with damaged contents, or contents of other programs: they are refused by name, and end no service."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def opened(made: Made, **options: Any) -> RequestStore:
 
 
 async def take_all(store: RequestStore) -> list[StoredRequest]:
-    """Take what belongs to nobody, once the leases that a crash left have had the time to be renewed."""
+    """Take the requests without an owner, once the leases that a crash left have had the time to be renewed."""
     found: list[StoredRequest] = []
     end = time.monotonic() + 30.0
     while not found and time.monotonic() < end:
@@ -386,6 +386,23 @@ def test_results_in_a_file_expire_by_the_wall_clock_over_restarts(tmp_path: Path
     asyncio.run(scenario())
 
 
+def test_request_that_comes_after_the_end_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = SqliteStore(tmp_path / "s.sqlite", 60.0)
+        closing = asyncio.ensure_future(store.close())
+        await asyncio.sleep(0)
+        outcomes = await asyncio.gather(*(store.put(asked(str(n))) for n in range(3)), return_exceptions=True)
+        await closing
+        outcomes += await asyncio.gather(store.put(asked("late")), return_exceptions=True)
+        assert isinstance(outcomes[-1], StoreUnavailable)
+        again = SqliteStore(tmp_path / "s.sqlite", 60.0)
+        taken = [one.id for one in await again.take(*ROOM)]
+        assert taken == [str(n) for n in range(3) if outcomes[n] is None]
+        await again.close()
+
+    asyncio.run(scenario())
+
+
 def test_file_that_is_no_store_or_in_use_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as db:
@@ -616,7 +633,7 @@ def test_redis_that_is_gone_for_a_while(tmp_path: Path, durable: bool) -> None:
         assert PASSWORD not in str(logs)
         assert a.problem == ""
         assert await b.renew() == set()
-        assert await b.take(*ROOM) == [], "all leases ended with the Redis, and nobody has died"
+        assert await b.take(*ROOM) == [], "all leases ended with the Redis, and no instance has died"
         assert await a.renew() == set()
         assert await b.find("a") == result("a")
         assert await b.find("c") is None

@@ -112,7 +112,7 @@ def test_requests_are_taken_only_while_there_is_room(tmp_path: Path) -> None:
         await second.until(lambda: len(second.submitted) == 2)
         await asyncio.sleep(0.1)
         assert len(second.submitted) == 2
-        assert await second.table.result("id-9", 0.0) is None, "pending, though nobody scores it yet"
+        assert await second.table.result("id-9", 0.0) is None, "pending, though no instance scores it yet"
         with pytest.raises(HttpError, match="max_samples is 5"):
             await second.add("new", "a")
         for number in range(10):

@@ -61,7 +61,7 @@ class HttpSettings(SettingsSection):
     redis_prefix: str = Field(default="starling-reward:", min_length=1, max_length=200)
     """How all keys in Redis begin. Instances with one prefix score each other's requests: they need equal scorers."""
     redis_lease_s: float = Field(default=15.0, ge=1.0, le=3600.0, allow_inf_nan=False)
-    """After so many seconds without a sign of life, others take over the requests of an instance."""
+    """Lease of an instance, in seconds: when it was not renewed for so long, others take over its requests."""
 
     @property
     def max_media_bytes(self) -> int:

@@ -272,7 +272,7 @@ class RequestTable:
                 await self._store.close()
 
     async def _tend(self) -> None:
-        """Keep what is ours, and score the requests that the store holds for nobody, as long as we live."""
+        """Renew the ownership of requests, and score stored ones without an owner, until the service stops."""
         while True:
             with contextlib.suppress(StoreUnavailable):  # it says so itself
                 for id in await self._store.renew():

@@ -110,7 +110,7 @@ class Batches(Generic[Operation]):
             if batch and size > MAX_BYTES:
                 break
             self._waiting.popleft()
-            if not future.done():  # whoever asked for it has given up
+            if not future.done():  # its caller has given up
                 batch.append((operation, future))
         return batch
 

@@ -120,7 +120,9 @@ end
 if #taken > 0 then redis.call('PEXPIRE', owned(me), ttl_ms) end
 return taken
 """
-"""ARGV: instance, whether to take from the dead, limits, time to live. Returns id, record, samples, deaths."""
+"""ARGV: instance, whether to take from those without a lease, limits, time to live.
+
+Returns of each request its id, record, samples and deaths."""
 
 RELEASE: Final = f"""{_HEAD}
 local me, ttl_ms = unpack(ARGV)

@@ -107,6 +107,7 @@ class SqliteStore:
         self._batches: Batches[tuple[Work, int]] = Batches(self._in_thread, lambda operation: operation[1])
         self._forgetting: set[asyncio.Task[None]] = set()
         self._last_taken = 0
+        self._is_closed = False
         self._has_others = True
         """Whether there may be requests of an earlier process."""
 
@@ -167,6 +168,7 @@ class SqliteStore:
         try:
             await self._run(partial(_release, owner=self._owner))
         finally:
+            self._is_closed = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
             self._thread.shutdown(wait=False)
 
@@ -179,6 +181,8 @@ class SqliteStore:
             await self._run(partial(self._remove, id=id), is_patient=True)
 
     async def _in_thread(self, batch: Sequence[tuple[Work, int]]) -> Sequence[Any]:
+        if self._is_closed:
+            raise StoreUnavailable("it is closed")
         works = [work for work, _ in batch]
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, works)
 

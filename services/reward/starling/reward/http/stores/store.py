@@ -1,7 +1,7 @@
 """Interface of the stores, and the records that they keep.
 
 A request is *pending* until it has a result. It is put into the store before its client is told its id. Its first
-result is the one that counts: `finish` returns that one to whoever comes later. A pending request belongs to the
+result is the one that counts: `finish` returns that one to later callers. A pending request belongs to the
 instance that scores it; one whose instance has gone is passed to another by `take`.
 """
 
@@ -43,7 +43,7 @@ class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, Any]
     """What the routes want to know of it when they render its result; values of MessagePack."""
     num_deaths: int = 0
-    """How many instances have ended, without a word, while they scored it."""
+    """How many instances were killed, or crashed, while they scored it."""
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
