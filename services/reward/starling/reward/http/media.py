@@ -119,7 +119,7 @@ def _read(index: int, body: MediaBody | Sequence[int]) -> _File | _TokenIds:
     if not isinstance(body, MediaBody):
         return _TokenIds(index, MediaForm("token_ids", "int32", (len(body),)), body)
     text = body.npy
-    if len(text) % 4 or not text.isascii() or "=" in text[:-2]:
+    if len(text) % 4 or not text.isascii() or text.find("=", 0, len(text) - 2) >= 0:
         raise HttpError(422, f"media.npy of sample {index} is no base64; send it with padding, without line breaks")
     try:
         header = read_header(_decoded(text[:_HEADER_CHARACTERS], index))
