@@ -461,7 +461,8 @@ level, program = sys.argv[1:]
 scorer = {"name": "code", "timeout_s": 500.0, "options": {"timeout_s": 400.0}}
 with ScoringPool(RewardSettings.model_validate({"scorers": [scorer], "sandbox": level})) as pool:
     completion = CompletionText(text=program, status=Status.OK, num_tokens=1)
-    pool.submit(group_task("one", ((0, completion),), PromptText("", "", {}), (0,)))
+    tests = [{"input": "", "output": ""}]
+    pool.submit(group_task("one", ((0, completion),), PromptText("", "", {"tests": tests}), (0,)))
     pool.poll(500.0)
 """
 
