@@ -238,13 +238,31 @@ def test_no_memory_for_pixels_fails_the_scorers_that_read_them(folder: Path, wan
         assert scores[1, 0].status is Status.OK
 
 
-def test_vae_with_broken_weights_stops_the_service_at_its_start(folder: Path, wan: Any) -> None:
+def break_weights(folder: Path) -> Path:
     broken = folder / "broken"
-    broken.mkdir()
+    broken.mkdir(exist_ok=True)
     (broken / "config.json").write_bytes((folder / "wan2.1" / "config.json").read_bytes())
     (broken / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ConfigError, match=r"the VAE in .*broken. cannot be loaded"):
+    return broken
+
+
+def test_vae_with_broken_weights_stops_the_service_at_its_start(folder: Path, wan: Any) -> None:
+    break_weights(folder)
+    with pytest.raises(ConfigError, match=r"the VAE in .*broken' cannot be loaded"):
         check_pool(settings(folder, "FirstLatent", vaes=("broken",)))
+
+
+@pytest.mark.campaign
+def test_decoder_that_cannot_start_any_more_fails_scorers_of_pixels_only(folder: Path, wan: Any) -> None:
+    break_weights(folder)
+    with opened(settings(folder, "Digest", "FirstLatent", vaes=("broken",))) as pool:
+        latents = random_latents(0)
+        pool.submit(task([latents], (0, 1)))
+        scores = collect(pool, 2)
+        assert list(scores) == [(1, 0), (0, 0)]
+        assert scores[1, 0].value == float(latents.flat[0])
+        assert "scorer 'Digest' got no pixels: decoder 'vae-16' is quarantined" in scores[0, 0].problem
+        assert "vae-16" in pool.quarantined()
 
 
 def test_without_folders_there_is_no_decoder(folder: Path) -> None:

@@ -27,6 +27,7 @@ class Stage:
         self.now = 0.0
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
+        self.pixel_bytes = 0
         limits = HttpSettings.model_validate(settings)
         self.table = RequestTable(
             limits,
@@ -34,6 +35,7 @@ class Stage:
             lambda request: self.submitted.append(request.id),
             self.cancelled.append,
             {},
+            pixel_bytes=lambda request: self.pixel_bytes,
         )
 
     @classmethod
@@ -169,5 +171,20 @@ def test_counts_are_those_of_the_requests_that_are_held(steps: list[tuple[str, i
         for name in [name for name, one in held.items() if one[1] is None]:
             await stage.table.remove(name)
         assert (len(stage.table), stage.table.held_bytes, stage.table.size_bytes) == (0, 0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_pixels_of_latents_count_before_they_are_made() -> None:
+    async def scenario() -> None:
+        stage = await Stage.started(max_memory_mb=64)
+        stage.pixel_bytes = 65 << 20
+        assert await refused(stage.add("a")) == 413, "trying again would not help"
+        stage.pixel_bytes = 40 << 20
+        await stage.add("b", num_bytes=1 << 20)
+        assert await refused(stage.add("c", num_bytes=30 << 20)) == 413
+        await stage.add("d", num_bytes=20 << 20)
+        assert await refused(stage.add("e", num_bytes=10 << 20)) == 429
+        assert stage.submitted == ["b", "d"]
 
     asyncio.run(scenario())
