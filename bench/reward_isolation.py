@@ -100,7 +100,7 @@ SCORER: Final = """
 name = "{folder}/hostile.py:{name}"
 label = "{name}"
 tasks = ["{name}"]
-timeout_s = 1.0
+timeout_s = 0.5
 retries = 0
 memory_mb = 512
 needs = {{ max_tasks = 64 }}

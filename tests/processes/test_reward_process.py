@@ -97,3 +97,39 @@ def test_completion_that_the_service_gave_up_on_is_kept_and_scored_again(hub: Fa
 def replayed(file: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "starling.reward.shell.main", "replay", str(file), "--config", str(recipe)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+COMPARING = """
+import os
+
+class Rank:
+    scope = "groupwise"
+
+    def score(self, batch):
+        if "exit" in batch.completions:
+            os._exit(3)
+        return {"score": [float(len(batch))] * len(batch)}
+"""
+
+
+def test_group_that_a_comparing_scorer_lost_is_kept_and_scored_again_as_one(hub: FakeHub, tmp_path: Path) -> None:
+    scorer, recipe = tmp_path / "comparing.py", tmp_path / "recipe.toml"
+    scorer.write_text(COMPARING)
+    recipe.write_text(f'[[reward.scorers]]\nname = "{scorer}:Rank"\nlabel = "rank"\nretries = 0\n')
+    with replica(hub, "reward-0", tmp_path, "--config", str(recipe)) as reward:
+        hub.hello("reward-0")
+        texts = ("good", "exit", "better")
+        completions = tuple(wire.CompletionText(text=text, status=wire.Status.OK, num_tokens=4) for text in texts)
+        lease = hub.lease("score")
+        hub.send("reward-0", wire.ScoreGroup(lease=lease, prompt=wire.Prompt(id="p"), completions=completions))
+        scored, _ = hub.answer("reward-0", lease, wire.GroupScored)
+        assert set(scored.statuses) == {wire.Status.REWARD_ERROR}
+        reward.terminate()
+        assert exit_code(reward) == 0
+    (file,) = (tmp_path / "quarantine").iterdir()
+    assert [one["text"] for one in json.loads(file.read_text())["completions"]] == list(texts)
+    failed = replayed(file, recipe)
+    assert (failed.returncode, failed.stdout.count("exit status 3")) == (1, 3), failed.stderr
+    assert failed.stderr.endswith("starling reward: 3 of 3 completions failed again\n")
+    scorer.write_text(COMPARING.replace("os._exit(3)", "pass"))
+    assert replayed(file, recipe).stdout.splitlines() == [f"{file} {number}: 3.0" for number in range(3)]
