@@ -56,6 +56,7 @@ CHECKS: Final = [
 RULES: Final = (
     *("than the first of the group", "cannot be encoded", "is nested more than", "completion is missing"),
     *("media.npy of sample", "it has both media and token_ids", "no attributes of latents"),
+    "Max number of fields exceeded",  # a list in a form is as many fields
 )
 """Of the API that JSON Schema cannot express: requests that break one of them may be refused though they fit."""
 BOTH: Final = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -66,8 +67,6 @@ OPERATIONS: Final = [
     *(("POST", f"/api/reward/{one}", mode) for one in ("pull", "push", "ping", "latent_attr") for mode in BOTH),
     # Without parameters, no request can be wrong.
     *(("GET", path, GenerationMode.POSITIVE) for path in ("/v1/scorers", "/healthz", "/readyz", "/metrics")),
-    # Every value of a form is a text, so that none is of a wrong type.
-    *(("POST", f"/api/reward/{name}", GenerationMode.POSITIVE) for name in ("pull", "push", "ping", "latent_attr")),
 ]
 
 
