@@ -47,7 +47,10 @@ def test_settings_in_toml() -> None:
         ({"scorers": [{"name": "gsm8k", "timeout_s": 0}]}, r"timeout_s\n.*greater than 0"),
         ({"scorers": [{"name": "gsm8k"}, {"name": "gsm8k"}]}, "'gsm8k' in metrics: give one .* `label`"),
         ({"scorers": [{"name": "gsm8"}]}, "no scorer 'gsm8': did you mean 'gsm8k'.*`module:function`"),
-        ({"scorers": [{"name": "zzzzz"}]}, "known are choice, code, environment, exact_match, format, gsm8k"),
+        (
+            {"scorers": [{"name": "zzzzz"}]},
+            "known are brightness, choice, code, .*exact_match, .*judge, .*verifiers_rubric",
+        ),
         ({"scorers": [{"name": "module:"}]}, "no scorer 'module:'"),
         ({"scorers": [{"name": ""}]}, "no scorer ''"),
         ({"scorers": [{"name": "gsm8k", "wieght": 1}]}, "wieght"),
