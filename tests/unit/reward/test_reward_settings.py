@@ -67,7 +67,7 @@ def test_settings_in_toml() -> None:
             {"scorers": [{"name": "gsm8k"}, {"name": "math", "label": "gsm8k/a"}]},
             "'gsm8k/a' could be a score of another",
         ),
-        ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 101}}, "max_body_mb"),
+        ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 4096}}, "max_body_mb"),
         ({"scorers": [{"name": "gsm8k"}], "http": {"max_body_mb": 9, "max_memory_mb": 8}}, "raise max_memory_mb"),
         ({"scorers": [{"name": "gsm8k", "retries": -1}]}, "retries"),
         ({"scorers": [{"name": "gsm8k", "use": "evaluation"}]}, "Every scorer has weight 0 or use = 'evaluation'"),
