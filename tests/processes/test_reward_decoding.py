@@ -70,6 +70,14 @@ def await_ready(port: int) -> None:
         time.sleep(0.2)
 
 
+def await_metric(port: int, line: str) -> None:
+    """Wait for a line of the metrics, which the scoring thread reports some times a second."""
+    until = time.monotonic() + PATIENCE_S
+    while line not in (metrics := asked(port, "/metrics")[1]):
+        assert time.monotonic() < until, metrics
+        time.sleep(0.1)
+
+
 def test_client_gets_scores_of_pixels_that_were_decoded_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "digests.py").write_text(DIGESTS)
@@ -83,13 +91,12 @@ def test_client_gets_scores_of_pixels_that_were_decoded_once(tmp_path: Path) -> 
         client = client_of(port)
         id, replica = client.enqueue(latents, header)
         found = {type: client.fetch(id, replica, type) for type in types}
-        _, metrics = asked(port, "/metrics")
+        await_metric(port, "starling_reward_decoded_samples_total 2.0\n")
         sample = {"media": {"kind": "latents", "npy": npy(np.zeros((4, 1, 2, 2), np.float32))}}
         status, problem = asked(port, "/v1/rewards", {"samples": [sample]})
     assert found["dance_grpo"]["scores"]["digest"] == [float(zlib.crc32(one)) for one in pixels]
     assert found["cosmos_reason1"]["scores"]["mean"] == [float(one.mean()) for one in pixels]
     assert float(found["dance_grpo"]["decoded_duration"]) > 0.0
-    assert "starling_reward_decoded_samples_total 2.0" in metrics
     assert status == 422
     assert "latents of 4 channels are not decoded here: add the folder of their VAE" in problem
 
