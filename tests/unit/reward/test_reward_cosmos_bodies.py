@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -218,6 +219,29 @@ def test_object_arrays_are_not_unpickled() -> None:
 def test_line_of_json_has_a_limit() -> None:
     assert split_body(b" " * MAX_LINE_BYTES + b"\nrest") == (b" " * MAX_LINE_BYTES, b"rest")
     assert "no line feed" in refusal(split_body, b" " * (MAX_LINE_BYTES + 1) + b"\nrest")
+
+
+def test_further_fields_are_not_multiplied_by_the_prompts() -> None:
+    num, text = 256, "x" * (1 << 20)
+    pixels = np.zeros((num, 3, 1, 1, 1), np.uint8)
+    data = body(pixels, num, rubric=text)
+    tracemalloc.start()
+    try:
+        refused = refusal(read, data)
+        taken = read(body(pixels, num, prompts=["same"] * num, rubric=text, geneval_tags=None))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert "the further fields take 1 MiB, and each of the 256 prompts gets them" in refused
+    assert [prompt.metadata for prompt in taken.request.prompts] == [{"rubric": text}]
+
+
+def test_many_further_fields_are_not_multiplied_by_the_prompts() -> None:
+    num = 2048
+    fields = {f"{index:x}": 0 for index in range(10_000)}
+    assert "each of the 2048 prompts gets them" in refusal(
+        read, body(np.zeros((num, 3, 1, 1, 1), np.uint8), num, **fields, geneval_tags=list(range(num)))
+    )
 
 
 def test_latents_of_other_vaes_are_taken_where_they_are_called_so() -> None:

@@ -119,10 +119,19 @@ def frame_rates(header: EnqueueHeader) -> tuple[float, ...]:
     return tuple(_frame_rate(index, info) for index, info in enumerate(header.video_infos))
 
 
-def metadata_of(header: EnqueueHeader, index: int) -> dict[str, Any]:
-    """Return what scorers get as metadata of a sample: the fields that are none of the header's own."""
+def shared_metadata(header: EnqueueHeader) -> dict[str, Any]:
+    """Return what scorers get as metadata of all samples: the fields that are none of the header's own."""
+    return {name: value for name, value in (header.model_extra or {}).items() if not _is_per_sample(name, value)}
+
+
+def own_metadata(header: EnqueueHeader, index: int) -> dict[str, Any]:
+    """Return what scorers get as metadata of one sample, besides those of all."""
     extras = header.model_extra or {}
-    return {name: value[index] if name in PER_SAMPLE and value else value for name, value in extras.items()}
+    return {name: extras[name][index] for name in PER_SAMPLE if _is_per_sample(name, extras.get(name))}
+
+
+def _is_per_sample(name: str, value: Any) -> bool:
+    return name in PER_SAMPLE and bool(value)
 
 
 def read_media(header: EnqueueHeader, data: memoryview) -> Media:

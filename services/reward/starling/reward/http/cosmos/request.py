@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,16 +18,20 @@ from starling.reward.http.cosmos.enqueue import (
     EnqueueHeader,
     Media,
     frame_rates,
-    metadata_of,
+    own_metadata,
     read_header,
     read_media,
+    shared_metadata,
     split_body,
 )
 from starling.reward.http.errors import HttpError
+from starling.reward.http.schema import OBJECT_BYTES
 from starling.reward.score.workers.shared import MediaMemory, aligned
 
 TYPES, PUSHED, INPUT_INFO = "types", "pushed", "input_info"
 """Keys of what is kept with a request: the names of its types, those that workers push, and `input_info`."""
+MAX_METADATA_BYTES: Final = 64 << 20
+"""Of all prompts of a request, as workers get them: messages to these have a limit, too."""
 
 
 class Enqueued(NamedTuple):
@@ -89,17 +93,26 @@ def read_enqueue(data: bytes, id: str, types: KnownTypes, memory: MediaMemory) -
 
 
 def _samples(header: EnqueueHeader) -> tuple[tuple[PromptText, ...], list[Sample]]:
-    """Return the prompts, each once, and the samples without their media. Raises what msgspec does."""
+    """Return the prompts, each once, and the samples without their media. Raises HttpError, and what msgspec does."""
+    shared = shared_metadata(header)
+    size_bytes = len(msgspec.msgpack.encode(shared)) + OBJECT_BYTES * len(shared)
     numbers: dict[bytes, int] = {}
-    texts: list[PromptText] = []
+    distinct: list[tuple[str, dict[str, Any]]] = []
     samples = []
     for index, text in enumerate(header.prompts):
-        prompt = PromptText(text, "", metadata_of(header, index))
-        number = numbers.setdefault(msgspec.msgpack.encode(prompt, order="deterministic"), len(texts))
-        if number == len(texts):
-            texts.append(prompt)
+        prompt = text, own_metadata(header, index)
+        number = numbers.setdefault(msgspec.msgpack.encode(prompt, order="deterministic"), len(distinct))
+        if number == len(distinct):
+            distinct.append(prompt)
         samples.append(Sample(index, number, CompletionText(text="", status=Status.OK, num_tokens=0)))
-    return tuple(texts), samples
+    if size_bytes * len(distinct) > MAX_METADATA_BYTES:
+        raise HttpError(
+            422,
+            f"the further fields take {size_bytes / (1 << 20):.2g} MiB, and each of the {len(distinct)} prompts gets "
+            f"them, which is more than {MAX_METADATA_BYTES >> 20} MiB; send fewer prompts at a time, or less",
+        )
+    # One object for all samples, where they are alike.
+    return tuple(PromptText(text, "", {**shared, **own} if own else shared) for text, own in distinct), samples
 
 
 def _with_media(
