@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import pytest
 import redis
 import structlog
@@ -602,6 +604,76 @@ def test_answer_to_take_or_put_that_was_lost_loses_no_request(redis_of_session: 
         assert await store.find("b") is None
         assert await store.take(*ROOM) == []
         await store.close()
+
+    asyncio.run(scenario())
+
+
+@needs_redis
+def test_request_that_is_taken_after_its_instance_has_stopped_is_taken_by_another(
+    redis_of_session: RedisServer,
+) -> None:
+    async def scenario() -> None:
+        prefix = next(_prefixes)
+        dead, stopped, other = (redis_store(redis_of_session, prefix) for _ in range(3))
+        await dead.put(asked("a"))
+        await dead.close()
+        await stopped.open()
+        await stopped.close()
+        # As where the connection of `take`, which was given up, is read after that of `close`.
+        await stopped._call(scripts.TAKE, stopped._instance, 0, 64, *ROOM, 60_000)
+        await other.open()
+        assert [one.id for one in await take_all(other)] == ["a"]
+        await other.close()
+
+    asyncio.run(scenario())
+
+
+class SlowProxy:
+    """Passes a server's replies on, some bytes at a time."""
+
+    def __init__(self, port: int, bytes_per_s: int) -> None:
+        self._port, self._bytes_per_s = port, bytes_per_s
+
+    async def __aenter__(self) -> int:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, to = await asyncio.open_connection("127.0.0.1", self._port)
+        with contextlib.suppress(OSError):
+            await asyncio.gather(self._copy(reader, to, 0.0), self._copy(back, writer, 1 / self._bytes_per_s))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, byte_s: float) -> None:
+        while data := await reader.read(1 << 16):
+            await asyncio.sleep(len(data) * byte_s)
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+@needs_redis
+def test_large_request_is_taken_over_a_slow_network(
+    redis_of_session: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = msgspec.structs.replace(asked("large"), body=RequestBody("v1", bytes(4 << 20)))
+
+    async def scenario() -> None:
+        prefix = next(_prefixes)
+        gone = redis_store(redis_of_session, prefix)
+        await gone.put(large)
+        await gone.close()
+        async with SlowProxy(redis_of_session.port, 2 << 20) as port:
+            url = redis_of_session.url.replace(str(redis_of_session.port), str(port))
+            store = redis_store(redis_of_session, prefix, url=url, lease_s=60.0)
+            await store.open()
+            monkeypatch.setattr("starling.reward.http.stores.redis.TIMEOUT_S", 1.0)
+            assert await store.take(*ROOM) == [large]
+            assert not store.problem
+            await store.close()
 
     asyncio.run(scenario())
 

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 import structlog
+from redis_servers import needs_redis, redis_server
 
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.requests import RequestResult, RewardRequest
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
 from starling.reward.http.settings import HttpSettings
+from starling.reward.http.stores.redis import RedisStore
 from starling.reward.http.stores.sqlite import SqliteStore
-from starling.reward.http.stores.store import FinishedRequest, RequestBody
+from starling.reward.http.stores.store import FinishedRequest, RequestBody, RequestStore
 from starling.reward.http.table import MAX_DEATHS, RequestTable
 
 WAIT_S = 30.0
+LEASE_S = 1.0
 
 
 def read(data: bytes, id: str) -> RewardRequest:
@@ -34,12 +37,14 @@ def read(data: bytes, id: str) -> RewardRequest:
 
 
 class Instance:
-    """A table on a file, with scorers that answer when they are told to."""
+    """A table on a file, or another store, with scorers that answer when they are told to."""
 
-    def __init__(self, path: Path, reader: Callable[[bytes, str], RewardRequest] = read, **settings: Any) -> None:
+    def __init__(
+        self, store: Path | RequestStore, reader: Callable[[bytes, str], RewardRequest] = read, **settings: Any
+    ) -> None:
         self.submitted: dict[str, RewardRequest] = {}
         self.cancelled: list[str] = []
-        self.store = SqliteStore(path, 3600.0)
+        self.store = SqliteStore(store, 3600.0) if isinstance(store, Path) else store
         self.table = RequestTable(
             HttpSettings.model_validate(settings), self.store, self._submit, self.cancelled.append, {"v1": reader}
         )
@@ -190,6 +195,7 @@ def test_result_is_told_once_it_is_stored_and_waits_for_the_disk(tmp_path: Path)
         await instance.table.start()
         await instance.add("a", "text")
         await instance.add("b", "text")
+        assert isinstance(instance.store, SqliteStore)
         instance.store._db.execute("PRAGMA query_only = ON")  # as a disk that cannot be written
         instance.score("a")
         assert await instance.table.result("a", 0.3) is None
@@ -225,3 +231,43 @@ def test_request_that_is_removed_while_it_is_stored_again_is_not_scored(tmp_path
         await second.table.close()
 
     asyncio.run(scenario())
+
+
+@needs_redis
+def test_instance_that_has_no_room_to_read_what_it_took_keeps_its_lease(tmp_path: Path) -> None:
+    is_full = True
+
+    def crowded(data: bytes, id: str) -> RewardRequest:
+        if is_full:
+            raise HttpError(429, "no memory for media", retry_after_s=1)
+        return read(data, id)
+
+    async def scenario(url: str) -> None:
+        nonlocal is_full
+
+        def store() -> RedisStore:
+            return RedisStore(url, prefix="test:", lease_s=LEASE_S, result_ttl_s=60.0, timeout_s=600.0)
+
+        gone, busy, other = Instance(store()), Instance(store(), crowded), store()
+        await gone.table.start()
+        await gone.add("old", "text")
+        await gone.add("removed", "text")
+        await gone.table.close()
+        await busy.table.start()
+        await busy.until(lambda: len(busy.table) > 0)
+        await busy.add("own", "text")
+        await other.open()
+        await other.remove("removed")
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(12):
+                await other.renew()
+                assert await other.take(100, 1 << 20) == [], "its instance lives"
+                await asyncio.sleep(LEASE_S / 3)
+        is_full = False
+        await busy.until(lambda: busy.submitted.keys() == {"own", "old"})
+        await busy.until(lambda: len(busy.table) == 2)
+        await other.close()
+        await busy.table.close()
+
+    with redis_server(tmp_path / "redis") as server:
+        asyncio.run(scenario(server.url))

@@ -98,7 +98,8 @@ class RequestTable:
         self._entries: dict[str, _Entry] = {}
         self._keeping: set[asyncio.Task[None]] = set()
         """Tasks that store results."""
-        self._tending: asyncio.Task[None] | None = None
+        self._tending: list[asyncio.Task[None]] = []
+        """Tasks that renew the ownership of requests, and take those without an owner."""
         self._is_open = self._is_closed = False
         self._closed = asyncio.Event()
         self._reading = asyncio.Lock()
@@ -117,15 +118,16 @@ class RequestTable:
     @property
     def problem(self) -> str:
         """Why no request would be accepted; empty if one would."""
-        has_failed = self._tending is not None and self._tending.done() and not self._is_closed
+        has_failed = any(task.done() for task in self._tending) and not self._is_closed
         return "it has failed; see the log" if has_failed else self._store.problem
 
     async def start(self) -> None:
         """Open the store, and begin to score the requests that it holds. Raises ConfigError."""
         await self._store.open()
         self._is_open = True
-        self._tending = asyncio.create_task(self._tend())
-        self._tending.add_done_callback(_report_failure)
+        self._tending = [asyncio.create_task(self._renew()), asyncio.create_task(self._take())]
+        for task in self._tending:
+            task.add_done_callback(_report_failure)
 
     def check_room(self, num_bytes: int) -> None:
         """Raise HttpError if a body of `num_bytes` would exceed the limit on memory."""
@@ -262,8 +264,8 @@ class RequestTable:
     async def close(self) -> None:
         """Store the last results, and give the requests that have none to another instance or the next process."""
         self.end_waiting()
-        if self._tending is not None:
-            self._tending.cancel()
+        for task in self._tending:
+            task.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*self._keeping)
@@ -271,12 +273,22 @@ class RequestTable:
             with contextlib.suppress(StoreUnavailable):
                 await self._store.close()
 
-    async def _tend(self) -> None:
-        """Renew the ownership of requests, and score stored ones without an owner, until the service stops."""
+    async def _renew(self) -> None:
+        """Renew the ownership of requests, until the service stops.
+
+        In a task of its own: to read what was taken can take longer than a lease, after which other instances would
+        take all requests of this one.
+        """
         while True:
             with contextlib.suppress(StoreUnavailable):  # it says so itself
                 for id in await self._store.renew():
                     self._give_up(id)
+            await asyncio.sleep(self._store.renew_interval_s)
+
+    async def _take(self) -> None:
+        """Score stored requests without an owner, until the service stops."""
+        while True:
+            with contextlib.suppress(StoreUnavailable):
                 await self._take_all()
             await asyncio.sleep(self._store.renew_interval_s)
 
@@ -287,16 +299,18 @@ class RequestTable:
             room = self._max_bytes - self.held_bytes
             if self.num_samples and (num <= 0 or room <= 0):
                 return
-            taken = await self._store.take(num, room)
+            taken = [one for one in await self._store.take(num, room) if one.id not in self._entries]
             if not taken:
                 return
             for stored in taken:
-                if stored.id not in self._entries:
-                    await self._score_again(stored)
+                self._hold(stored, stored.num_bytes)  # its reader asks for room
+            while taken:  # none is kept in memory longer than it must
+                await self._score_again(taken.pop(0))
 
     async def _score_again(self, stored: StoredRequest) -> None:
         """Score a request of an instance that has gone, or answer it as failed where that cannot be done."""
-        self._hold(stored, stored.num_bytes)  # its reader asks for room
+        if stored.id not in self._entries:  # it was removed meanwhile
+            return
         try:
             request = await self._read_again(stored)
         except _UnusableRequest as error:

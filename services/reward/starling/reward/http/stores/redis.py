@@ -59,6 +59,8 @@ MAX_REFUSED: Final = 100_000
 """Requests to remove when Redis is back; further ones that it has stored nevertheless are scored."""
 MAX_TAKEN: Final = 64
 """Requests that are read at a time."""
+MAX_TAKEN_BYTES: Final = 64 << 20
+"""Of them, unless it is a single one."""
 
 Command = tuple[Any, ...]
 
@@ -104,6 +106,8 @@ class RedisStore:
         """Requests that are being stored, or have been refused because Redis did not say that it stored them."""
         self._refused: set[str] = set()
         """Those of them that must be removed."""
+        self._is_taking = False
+        self._num_takes = 0
         self._leftover: set[str] = set()
         """Requests that Redis says are this instance's, who knows nothing of them: the answer to `take` was lost."""
         self._renewed_at = self._sure_at = math.inf
@@ -174,23 +178,21 @@ class RedisStore:
 
     async def take(self, max_samples: int, max_bytes: int) -> list[StoredRequest]:
         """Take requests of instances that stopped or, if their leases had the time to be renewed, died."""
-        if self._leftover:
-            return await self._recall()
-        from_dead = int(time.monotonic() >= self._sure_at)
-        limits = MAX_TAKEN, max_samples, max_bytes
-        rows = await self._call(scripts.TAKE, self._instance, from_dead, *limits, self._kept_ms)
-        taken = [_request_of(*row) for row in rows]
-        self._owned.update(request.id for request in taken)
-        return taken
+        self._is_taking, self._num_takes = True, self._num_takes + 1
+        try:
+            return await self._recall() if self._leftover else await self._take(max_samples, max_bytes)
+        finally:
+            self._is_taking = False
 
     async def renew(self) -> set[str]:
         """Renew the lease, and compare what Redis says is this instance's with what it knows."""
         await self._renew_lease()
         await self._remove_refused()
-        known = self._owned | self._storing
+        known, num_takes, was_taking = self._owned | self._storing, self._num_takes, self._is_taking
         listed = await self._listed()
-        # What was stored or finished since then is in only one of the two, rightly.
-        self._leftover = listed - known - self._owned - self._storing
+        if not was_taking and num_takes == self._num_takes:  # else an answer to `take` may be on its way
+            # What was stored or finished since then is in only one of the two, rightly.
+            self._leftover = listed - known - self._owned - self._storing
         lost = await self._lost(sorted((known & self._owned) - listed))
         self._owned -= lost
         return lost
@@ -247,11 +249,19 @@ class RedisStore:
                 lost.add(id)
         return lost
 
+    async def _take(self, max_samples: int, max_bytes: int) -> list[StoredRequest]:
+        from_dead = int(time.monotonic() >= self._sure_at)
+        limits = MAX_TAKEN, max_samples, min(max_bytes, MAX_TAKEN_BYTES)
+        command = self._script(scripts.TAKE, self._instance, from_dead, *limits, self._kept_ms)
+        taken = [_request_of(*row) for row in await self._ask(command, MAX_RECORD_BYTES)]
+        self._owned.update(request.id for request in taken)
+        return taken
+
     async def _recall(self) -> list[StoredRequest]:
         """Return one request that this instance owns without knowing it."""
         id = self._leftover.pop()
         fields = "request", "samples", "deaths", "owner"
-        (reply,) = await self._round_trip([("HMGET", self._key("request", id), *fields)])
+        (reply,) = await self._round_trip([("HMGET", self._key("request", id), *fields)], MAX_RECORD_BYTES)
         if not isinstance(reply, list) or reply[0] is None or reply[3] != self._instance.encode():
             await self._round_trip([("SREM", self._key("owned", self._instance), id)])
             return []
@@ -271,9 +281,9 @@ class RedisStore:
         """Run a script at once, in a round trip of its own."""
         return await self._ask(self._script(script, *arguments))
 
-    async def _ask(self, command: Command) -> Any:
+    async def _ask(self, command: Command, reply_bytes: int = 0) -> Any:
         """Return the reply to one command. Raises StoreUnavailable, also where Redis refuses it."""
-        (reply,) = await self._round_trip([command])
+        (reply,) = await self._round_trip([command], reply_bytes)
         if isinstance(reply, ResponseError):
             raise self._refusal(reply) from reply
         return reply
@@ -286,16 +296,22 @@ class RedisStore:
     def _script(self, script: str, *arguments: Any) -> Command:
         return ("EVAL", script, 1, self._prefix, *arguments)
 
-    async def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
-        """Return the replies to commands; errors of single ones are among them. Raises StoreUnavailable."""
+    async def _round_trip(self, commands: Sequence[Command], reply_bytes: int = 0) -> list[Any]:
+        """Return the replies to commands; errors of single ones are among them. Raises StoreUnavailable.
+
+        Args:
+            commands: to be sent at once.
+            reply_bytes: how long the replies may be, where that is much.
+        """
+        timeout_s = TIMEOUT_S + (sum(map(_size_of, commands)) + reply_bytes) / BYTES_PER_S
         try:
-            async with asyncio.timeout(TIMEOUT_S + sum(map(_size_of, commands)) / BYTES_PER_S):
+            async with asyncio.timeout(timeout_s):
                 async with self._redis.pipeline(transaction=False) as pipeline:
                     for command in commands:
                         pipeline.execute_command(*command)
                     replies = await pipeline.execute(raise_on_error=False)
         except (RedisError, OSError, TimeoutError) as error:
-            reason = str(error) or f"it has not answered within {TIMEOUT_S:g} s"
+            reason = str(error) or f"it has not answered within {timeout_s:.3g} s"
             self._availability.failed(reason)
             raise StoreUnavailable(reason) from error
         self._availability.succeeded()

@@ -117,7 +117,11 @@ if from_dead == '1' then
     end
   end
 end
-if #taken > 0 then redis.call('PEXPIRE', owned(me), ttl_ms) end
+if #taken > 0 then
+  redis.call('PEXPIRE', owned(me), ttl_ms)
+  redis.call('SADD', prefix .. 'instances', me) -- it may have released all before this was carried out
+  redis.call('PEXPIRE', prefix .. 'instances', ttl_ms)
+end
 return taken
 """
 """ARGV: instance, whether to take from those without a lease, limits, time to live.
