@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
 from starling.common.sandbox import syscalls
+from starling.common.sandbox.programs.imports import borrowed_names
 from starling.common.sandbox.programs.remote import Names, Peer
 
 Kind = Literal["python", "call", "serve", "check", "compile", "binary"]
@@ -166,6 +167,7 @@ def _run_check(program: Program, begin: Callable[[], object]) -> _Ran:
     def run() -> None:
         names = Names(peer)
         names["__name__"] = "__main__"
+        names.update(borrowed_names(program.setup, program.code, tested=program.entry_points))
         with contextlib.suppress(SyntaxError):  # the beginning of a function that the program completes
             exec(compile(program.setup, "<setup>", "exec"), names)
         for name in program.entry_points:
