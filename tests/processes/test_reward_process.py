@@ -92,6 +92,10 @@ def test_completion_that_the_service_gave_up_on_is_kept_and_scored_again(hub: Fa
     assert "is of scorer 'fragile/one', and the recipe has other" in refused.stderr
     file.write_text("[]")
     assert "is no file of a quarantine" in replayed(file, recipe).stderr
+    missing = replayed(tmp_path / "none.json", recipe).stderr
+    assert missing.endswith(
+        "none.json cannot be read (No such file or directory); give a file of <run folder>/quarantine\n"
+    )
 
 
 def replayed(file: Path, recipe: Path) -> subprocess.CompletedProcess[str]:

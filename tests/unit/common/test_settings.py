@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field
 
 from starling.common.errors import ConfigError
-from starling.common.settings import ServiceSettings, SettingsSection, iter_settings, load
+from starling.common.settings import Seconds, ServiceSettings, SettingsSection, iter_settings, load
 from starling.controller.settings import ControllerProcess
 
 
@@ -22,6 +22,8 @@ class EngineSettings(SettingsSection):
     """One group at a time."""
     names: tuple[str, ...] = ()
     """A list."""
+    patience_s: Seconds | None = None
+    """A limited number or none."""
 
 
 class Process(ServiceSettings):
@@ -123,6 +125,7 @@ def test_settings_are_frozen_and_described() -> None:
         settings.engine.max_rows = 3  # type: ignore[misc]
     help_texts = {key: text for key, _, _, text in iter_settings(Process)}
     assert help_texts["engine.max_rows"] == "Most rows."
+    assert {key: type for key, type, _, _ in iter_settings(Process)}["engine.patience_s"] == "float | None"
 
 
 def test_every_setting_of_every_service_has_a_help_text() -> None:

@@ -64,7 +64,7 @@ def test_user_scorer_is_found_by_path_and_in_working_directory(tmp_path: Path, m
             r"gets 'num_tokens' of each completion: give its option another",
         ),
         (f"{MISBEHAVING}:all_arguments", {"units": 1}, r"no option 'units'; its options are: unit\."),
-        ("overlong", {}, r"missing a required argument: 'max_tokens'"),
+        ("overlong", {}, r"needs the option 'max_tokens': set `options = \{ max_tokens = \.\.\. \}`"),
         ("overlong", {"max_tokens": 10, "buffer": 11}, r"max_tokens is 10 and buffer 11: .* 1 <= buffer <= max_tokens"),
         ("overlong", {"max_tokens": 10, "buffer": 0}, r"1 <= buffer <= max_tokens"),
         ("overlong", {"max_tokens": 10.5, "buffer": 1}, r"give whole numbers"),

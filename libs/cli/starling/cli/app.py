@@ -56,7 +56,7 @@ GROUPS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("controller", "", "Run the controller by itself."),
         ("policy", "", "Run a policy by itself; with --replay FOLDER RECIPE: train on trajectories."),
         ("rollout", "", "Run a rollout by itself; with --only RECIPE: generate without a policy."),
-        ("reward", "", "Run a reward service by itself; with replay FILE: score a quarantined completion again."),
+        ("reward", "", "Run a reward service by itself; with bench or replay FILE: measure one, score again."),
         ("teacher", "", "Run a teacher by itself."),
     ),
     "Shell": (("completion", "cli.completion:command", "Print or install the completion of bash, zsh or fish."),),

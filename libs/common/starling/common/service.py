@@ -51,6 +51,11 @@ SECTIONS = (
 
 OWN_FLAGS = ("--help", "--config", "--dir", "--key", "--name", "--controller")
 """Flags of every service that are not settings."""
+COMMANDS: Final = {
+    "reward": "\n\n`starling reward bench` measures a running service, and `starling reward replay FILE` scores a "
+    "quarantined\ncompletion again; each has a --help of its own."
+}
+"""What help says of the commands of a service."""
 NODE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "policy": ("--nnodes", "--node-rank", "--rdzv", "--ranks-per-node"),
     "rollout": ("--nnodes", "--node-rank", "--rdzv"),
@@ -160,14 +165,16 @@ def _parser(role: str, schema: type[BaseModel] | None) -> argparse.ArgumentParse
     parser = _ArgumentParser(
         prog=f"starling {role}",
         usage=f"starling {role} [OPTIONS] [--SECTION.KEY VALUE ...]",
-        description=f"Run the {role} service.",
+        description=f"Run the {role} service.{COMMANDS.get(role, '')}",
         epilog="" if schema is None else f"{settings_help(schema)}\n\nexample:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     files = parser.add_argument_group("files")
     files.add_argument("--config", action="append", type=Path, default=[], metavar="FILE", help="TOML file; may repeat")
-    files.add_argument("--dir", type=Path, default=Path("."), help="the run's folder (keys/, logs, results)")
+    files.add_argument(
+        "--dir", type=Path, default=Path("."), help="the run's folder (keys/, logs, results); default: ."
+    )
     files.add_argument("--key", type=Path, metavar="FILE", help="key file; default: <dir>/keys/<name>.json")
     if role != "controller":
         connection = parser.add_argument_group("connection")

@@ -293,6 +293,8 @@ def _sentence(error: ValidationError) -> str:
     if isinstance(cause, Exception):
         return f"{where}: {cause}" if where else str(cause)
     if first["type"] == "missing":
+        if len(first["loc"]) == 1:
+            return f"the section [{where}] is missing; give a recipe that has it: --config FILE"
         return f"{where} is missing; set it in a recipe or with --{where.replace('_', '-')}"
     return f"{where} = {shown(first['input'])}: {first['msg']}{_remedy(first['type'], first['input'], where)}"
 
@@ -598,6 +600,8 @@ def type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return "str" if annotation is Path else annotation.__name__
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return type_name(arguments[0])
     if origin is Literal:
         return " | ".join(map(repr, arguments))
     if origin in (typing.Union, types.UnionType):

@@ -128,8 +128,9 @@ def read_quarantined(file: Path) -> Quarantined:
     Raises:
         ConfigError: the file, or one with its media, cannot be read, or is none.
     """
+    content = _contents(file)
     try:
-        found = msgspec.json.decode(_contents(file), type=QuarantinedCall)
+        found = msgspec.json.decode(content, type=QuarantinedCall)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ConfigError(f"{file} is no file of a quarantine: {error}; give one that a reward service wrote") from None
     completions = found.completions or ((found.completion,) if found.completion else ())

@@ -128,7 +128,8 @@ class RedisStore:
             except StoreUnavailable as error:
                 if time.monotonic() >= end or isinstance(error.__cause__, AuthenticationError | ResponseError):
                     raise ConfigError(
-                        f"the Redis of reward.http.redis_url cannot be used: {error.reason}; start it, or correct it"
+                        f"the Redis of reward.http.redis_url cannot be used: {error.reason.rstrip('.')}; start it, "
+                        "or correct its URL"
                     ) from None
             await asyncio.sleep(0.5)
 

@@ -174,6 +174,12 @@ def check_arguments(
             if option not in accepted:
                 known = ", ".join(accepted[len(positional) :]) or "none"
                 raise ConfigError(f"Scorer {name!r} has no option {option!r}; its options are: {known}.")
+    for parameter in list(parameters)[len(positional) :]:
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and parameter.name not in (*options, *fields):
+            raise ConfigError(
+                f"Scorer {name!r} needs the option {parameter.name!r}: set `options = {{ {parameter.name} = ... }}`."
+            )
     try:
         signature.bind(*positional, **options, **dict.fromkeys(fields))
     except TypeError as error:
