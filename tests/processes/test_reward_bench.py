@@ -75,6 +75,7 @@ def test_samples_without_a_reward_are_counted_and_the_reason_is_printed(port: in
         (("--media", "video", "--shape", "3"), "secret", "--shape is '3'; give T,H,W"),
         (("--shape", "3"), "secret", "--shape is for --media"),
         (("--metadata", "[]"), "secret", "--metadata must be a JSON object"),
+        (("--url", "http://127.0.0.1:9/api/reward/enqueue"), "secret", "give --scorer LABEL"),
         ((), "wrong", "401"),
     ],
 )

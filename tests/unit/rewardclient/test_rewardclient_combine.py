@@ -60,9 +60,15 @@ def test_sample_without_a_score_has_no_reward_but_reasons() -> None:
     assert found.problems[1] == ("scorer 'q' has no score for this sample: one crashed",)
     found = combine(rule(RewardFunction(name="q"), RewardFunction(name="p"), RewardFunction(name="r")), scores, 2)
     assert found.rewards == (None, None), "the score of one scorer alone is not comparable with that of all"
-    assert found.problems[0] == ("scorer 'p' failed: out of memory", "scorer 'r' has no score 'r'; it has none.")
+    assert found.problems[0] == ("scorer 'p' failed: out of memory", "the service has no scorer 'r'; it has p, q.")
     found = combine(rule(RewardFunction(name="q", score_key="q+z")), scores, 1)
     assert found.problems == (("scorer 'q' has no score 'z'; it has q.",),)
+    scores = {
+        "q": FunctionScores({}, "scorer 'q' took longer than 2 s."),
+        "p": FunctionScores({"p": (None,)}, "scorer 'p' fell."),
+    }
+    found = combine(rule(RewardFunction(name="q"), RewardFunction(name="p")), scores, 1)
+    assert found.problems == (("scorer 'q' took longer than 2 s.", "scorer 'p' fell."),), "and not the name twice"
 
 
 def test_sum_beyond_a_float_is_no_reward() -> None:

@@ -49,7 +49,10 @@ def test_endpoint_completes_what_the_url_says(
         (("http://ho st",), "has the URL"),
         (("http://host\n/v1/rewards",), "has the URL"),
         (("http://[host",), r"has the URL '\(not a URL\)'"),
-        (("http://host/other",), "does not say where results are; give fetch_url"),
+        (
+            ("http://host/other",),
+            "has the path of no known API; end it with /v1/rewards or /api/reward/enqueue, or say",
+        ),
         ((ENQUEUE, "pull"), "has the URL 'pull'"),
         (("http://host", "", "two\nlines"), "the token .* has characters that a header cannot have"),
         (("http://host", "", "tökën"), "the token .* has characters that a header cannot have"),

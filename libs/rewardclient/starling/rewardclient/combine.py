@@ -104,7 +104,7 @@ def _one(rule: RewardRule, scores: Mapping[str, FunctionScores], index: int) -> 
     """Return the reward of one sample, or None and the reasons."""
     terms, problems = list[float](), list[str]()
     for function in rule.used:
-        value = _score(function, scores.get(function.name, FunctionScores({})), index)
+        value = _score(function, scores, index)
         if isinstance(value, str):
             problems.append(value)
         else:
@@ -120,10 +120,15 @@ def _one(rule: RewardRule, scores: Mapping[str, FunctionScores], index: int) -> 
     return reward, ()
 
 
-def _score(function: RewardFunction, scores: FunctionScores, index: int) -> float | str:
+def _score(function: RewardFunction, scores_by_name: Mapping[str, FunctionScores], index: int) -> float | str:
     """Return the score of one sample, or a sentence on why it has none."""
-    if scores.problem and not scores.columns:
-        return f"scorer {function.name!r} failed: {scores.problem}"
+    scores = scores_by_name.get(function.name)
+    if scores is None:
+        known = ", ".join(sorted(scores_by_name)[:MAX_SHOWN]) or "none"
+        return f"the service has no scorer {function.name!r}; it has {known}."
+    mine = f"scorer {function.name!r} "
+    if scores.problem and not scores.columns:  # some services say in the reason itself which scorer failed
+        return scores.problem if scores.problem.startswith(mine) else f"{mine}failed: {scores.problem}"
     unknown = [key for key in function.keys if key not in scores.columns]
     if unknown:
         known = ", ".join(sorted(scores.columns)[:MAX_SHOWN]) or "none"
@@ -131,9 +136,9 @@ def _score(function: RewardFunction, scores: FunctionScores, index: int) -> floa
     values = [scores.columns[key][index] for key in function.keys]
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     if len(numbers) < len(values):
-        return (
-            f"scorer {function.name!r} has no score for this sample{': ' + scores.problem if scores.problem else '.'}"
-        )
+        if scores.problem.startswith(mine):
+            return scores.problem
+        return f"{mine}has no score for this sample{': ' + scores.problem if scores.problem else '.'}"
     return sum(numbers)
 
 

@@ -42,14 +42,15 @@ def settings_from_environment(environment: Mapping[str, str] | None = None, **se
     """
     variables = os.environ if environment is None else environment
     found: dict[str, Any] = {
-        "endpoints": settings.get("endpoints") or _endpoints(variables),
+        "endpoints": settings.get("endpoints") or endpoints_from_environment(variables),
         "timeouts": settings.get("timeouts") or _timeouts(variables),
         "use_replica": variables.get(WITHOUT_REPLICA, "") != "1",
     }
     return ClientSettings(**(found | settings))
 
 
-def _endpoints(variables: Mapping[str, str]) -> tuple[Endpoint, ...]:
+def endpoints_from_environment(variables: Mapping[str, str]) -> tuple[Endpoint, ...]:
+    """Return the replicas of the service that the variables name. Raises ConfigError when they name none."""
     enqueue_urls = _variable(variables, "ENQUEUE_URL").split(",")
     fetch_urls = _variable(variables, "FETCH_URL").split(",")
     if enqueue_urls == [""]:

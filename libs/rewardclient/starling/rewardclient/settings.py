@@ -48,7 +48,8 @@ class Endpoint:
         if not self.fetch_url and protocol == "cosmos":
             if not path.endswith(ENQUEUE_END):
                 raise ConfigError(
-                    f"the URL {shown(self.enqueue_url)} does not say where results are; give fetch_url, or set "
+                    f"the URL {shown(self.enqueue_url)} has the path of no known API; end it with {V1_PATH} or "
+                    f"/api/reward{ENQUEUE_END}, or say where results are: give fetch_url, or set "
                     "REMOTE_REWARD_FETCH_URL"
                 )
             fetch_url = _with_path(enqueue_url, path.removesuffix(ENQUEUE_END) + PULL_END)

@@ -18,7 +18,7 @@ from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError
 from starling.rewardclient.client import AsyncRewardClient
 from starling.rewardclient.combine import RewardFunction, RewardRule
-from starling.rewardclient.environment import PREFIXES, settings_from_environment
+from starling.rewardclient.environment import PREFIXES, endpoints_from_environment, settings_from_environment
 from starling.rewardclient.errors import RewardsMissingError
 from starling.rewardclient.media import Media, latents, pixels
 from starling.rewardclient.samples import RewardSample
@@ -133,6 +133,8 @@ def _settings(arguments: argparse.Namespace) -> ClientSettings:
     if arguments.url:
         for prefix in PREFIXES:
             variables |= {f"{prefix}ENQUEUE_URL": arguments.url, f"{prefix}FETCH_URL": ""}
+    if not arguments.scorer and any(one.protocol == "cosmos" for one in endpoints_from_environment(variables)):
+        raise ConfigError("/api/reward scores by the scorers that a request names; give --scorer LABEL")
     return settings_from_environment(
         variables,
         rule=RewardRule(functions=tuple(RewardFunction(name=name) for name in arguments.scorer)),
