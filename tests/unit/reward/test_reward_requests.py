@@ -197,16 +197,17 @@ def test_prompts_of_a_task_are_those_of_the_request(num_prompts: int) -> None:
 def test_request_is_scored_by_the_scorers_that_it_names_with_the_reasons_of_each() -> None:
     requests = machine()
     asked = replace(request("a", "sums", None, "sums"), only=(1, 2))
-    tasks = {len(task.samples): task for task in tasks_of(requests.add(asked, now=0.0))}
-    assert {num: task.scorers for num, task in tasks.items()} == {2: (1, 2), 1: (2,)}
-    requests.record(Score(tasks[2].id, 0, 1, 1.0))
-    requests.record(Score(tasks[2].id, 2, 1, None, Status.REWARD_ERROR, "scorer 'sums' fell."))
-    for task, index in ((tasks[2], 0), (tasks[1], 1)):
+    (task,) = tasks_of(requests.add(asked, now=0.0))
+    assert (task.scorers, len(task.samples)) == ((1, 2), 3), "a named scorer is asked whatever its tasks"
+    requests.record(Score(task.id, 0, 1, 1.0))
+    requests.record(Score(task.id, 1, 1, 2.0))
+    requests.record(Score(task.id, 2, 1, None, Status.REWARD_ERROR, "scorer 'sums' fell."))
+    for index in (0, 1):
         requests.record(Score(task.id, index, 2, 0.5))
     result = result_of([one for one in requests.expire(10.0) if isinstance(one, Answer)])
-    assert result.scores == {"right": (None,) * 3, "sums": (1.0, None, None), "seen": (0.5, 0.5, None)}
+    assert result.scores == {"right": (None,) * 3, "sums": (1.0, 2.0, None), "seen": (0.5, 0.5, None)}
     assert result.failures == {
-        "sums": ("", "scorer 'sums' is not for prompts of this task.", "scorer 'sums' fell."),
+        "sums": ("", "", "scorer 'sums' fell."),
         "seen": ("", "", "scorer 'seen' gave no score within 10 s."),
     }
 

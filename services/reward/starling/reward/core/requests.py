@@ -73,13 +73,17 @@ Command = SubmitTask | CancelTask | Answer
 
 
 def scorers_of(request: RewardRequest, scorers: Sequence[WeightedScorer]) -> tuple[tuple[int, ...], ...]:
-    """Return, of each prompt of a request, the indices of the scorers that score it."""
+    """Return, of each prompt of a request, the indices of the scorers that score it.
+
+    A request that names its scorers chooses by itself: their tasks do not matter to it.
+    """
+    if request.only is not None:
+        return (tuple(sorted(request.only)),) * len(request.prompts)
     return tuple(
         tuple(
             index
             for index, scorer in enumerate(scorers)
-            if scorer.scores(prompt.metadata)
-            and (index in request.only if request.only is not None else request.evaluate or not scorer.evaluates)
+            if scorer.scores(prompt.metadata) and (request.evaluate or not scorer.evaluates)
         )
         for prompt in request.prompts
     )
@@ -257,9 +261,7 @@ class RewardRequests:
         score = entry.scores[index][sample.index]
         if score is not None:
             return "" if score.value is not None else score.problem or f"scorer {self.scorers[index].label!r} failed."
-        if index in entry.wanted[sample.prompt]:
-            return f"scorer {self.scorers[index].label!r} gave no score within {self.timeout_s:g} s."
-        return f"scorer {self.scorers[index].label!r} is not for prompts of this task."
+        return f"scorer {self.scorers[index].label!r} gave no score within {self.timeout_s:g} s."
 
     def _outcome(self, entry: _RequestInProgress, sample: Sample) -> CombinedScores:
         column = [row[sample.index] for row in entry.scores]
