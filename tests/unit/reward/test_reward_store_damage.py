@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import pytest
 import redis
 from hypothesis import example, given, settings
@@ -58,6 +59,26 @@ def test_bytes_that_are_no_record_are_a_value_error(data: bytes) -> None:
     for decode in (decode_request, decode_result):
         with pytest.raises(ValueError):
             decode(data)
+
+
+def record(**fields: Any) -> bytes:
+    """Return a record of these fields, of which others are as they should be."""
+    good = {"id": "a", "body": {"form": "v1", "data": b"[]"}, "num_samples": 1, "num_bytes": 0, "info": {}}
+    return b"SQ\x01" + msgspec.msgpack.encode({**good, **fields})
+
+
+def test_record_of_other_programs_passes_no_limit() -> None:
+    deep = record(info={"a": "deep"}).replace(b"\xa4deep", b"\x91" * 100_000 + b"\xc0")
+    assert decode_request(record()).num_samples == 1
+    numbers = (-1, 0, 4097, 10**12), (-1, 1 << 62), (-1, 1 << 62)
+    fields = zip(("num_samples", "num_bytes", "num_deaths"), numbers, strict=True)
+    wrong = [record(**{name: value}) for name, values in fields for value in values]
+    for one in [*wrong, deep]:
+        with pytest.raises(ValueError):
+            decode_request(one)
+    result = b"SR\x01" + msgspec.msgpack.encode({"result": "deep"}).replace(b"\xa4deep", deep[-100_001:])
+    with pytest.raises(ValueError):
+        decode_result(result)
 
 
 positions = st.lists(st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=64)), min_size=1, max_size=4)

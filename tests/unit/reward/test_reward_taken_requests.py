@@ -6,22 +6,33 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 from redis_servers import needs_redis, redis_server
 
 from starling.common.wire.messages import CompletionText, Status
+from starling.reward.core.media import MediaForm, MediaTensor
 from starling.reward.core.requests import RequestResult, RewardRequest
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.stores.redis import RedisStore
 from starling.reward.http.stores.sqlite import SqliteStore
-from starling.reward.http.stores.store import FinishedRequest, RequestBody, RequestStore
+from starling.reward.http.stores.store import (
+    ENTRY_BYTES,
+    FinishedRequest,
+    RequestBody,
+    RequestStore,
+    decode_request,
+    encode_request,
+)
 from starling.reward.http.table import MAX_DEATHS, RequestTable
+from starling.reward.score.workers.shared import MediaMemory
 
 WAIT_S = 30.0
 LEASE_S = 1.0
@@ -159,6 +170,36 @@ def test_request_that_cannot_be_scored_any_more_is_answered_as_failed(tmp_path: 
         assert reasons["deadly"] == f"{MAX_DEATHS + 1} processes of the service ended while this request was scored."
         assert reasons["damaged"] == "the stored request is damaged, or of another version of the service."
         await second.until(lambda: list(second.submitted) == ["good"])
+        await second.table.close()
+
+    asyncio.run(scenario())
+
+
+def test_stored_request_counts_for_what_it_is_whatever_its_record_says(tmp_path: Path) -> None:
+    path = tmp_path / "s.sqlite"
+
+    def read_media(data: bytes, id: str) -> RewardRequest:
+        form = MediaForm("latents", "float32", (1, 1, 1, 64))
+        return replace(read(data, id), media=(MediaTensor(form, 1, MediaMemory().share([bytes(256)])),))
+
+    async def scenario() -> None:
+        first = Instance(path)
+        await first.table.start()
+        await first.add("a", "x", "y", "z", num_bytes=300)
+        await first.table.close()
+        with sqlite3.connect(path) as db:
+            (data,) = db.execute("SELECT request FROM pending").fetchone()
+            lie = msgspec.structs.replace(decode_request(data), num_samples=1, num_bytes=0)
+            db.execute("UPDATE pending SET request = ?", (encode_request(lie),))
+        db.close()
+        second = Instance(path, read_media)
+        await second.table.start()
+        await second.until(lambda: "a" in second.submitted)
+        assert second.table.num_samples == 3
+        assert second.table.size_bytes == ENTRY_BYTES
+        second.score("a")
+        assert len((await second.result("a")).result.rewards) == 3
+        assert (second.table.num_samples, second.table.size_bytes) == (0, 0)
         await second.table.close()
 
     asyncio.run(scenario())

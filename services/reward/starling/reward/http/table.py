@@ -318,8 +318,11 @@ class RequestTable:
             self.finish(_failed(stored, str(error)))
             return
         entry = self._entries.get(stored.id)
-        if entry is not None:  # it was not removed meanwhile
-            self._resize(entry, stored.num_bytes - request.media_bytes + ENTRY_BYTES)
+        if entry is not None and not entry.is_finished:  # it was not removed meanwhile
+            num = len(request.samples)  # others may have written the record
+            self.num_samples += num - entry.stored.num_samples
+            entry.stored = msgspec.structs.replace(entry.stored, num_samples=num)
+            self._resize(entry, max(0, stored.num_bytes - request.media_bytes) + ENTRY_BYTES)
             self._submit(request)
 
     async def _read_again(self, stored: StoredRequest) -> RewardRequest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ LARGE_BYTES: Final = 1 << 20
 """Bodies above this are encoded in a thread."""
 MAX_SAMPLES: Final = 4096
 """Of one request."""
+MAX_NUMBER: Final = 1 << 48
+"""Of what a record counts: others may have written it."""
 
 
 class RequestBody(msgspec.Struct, frozen=True):
@@ -37,12 +39,12 @@ class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     body: RequestBody
-    num_samples: int
-    num_bytes: int
+    num_samples: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
     """Memory that it takes while it is scored."""
     info: dict[str, Any]
     """What the routes want to know of it when they render its result; values of MessagePack."""
-    num_deaths: int = 0
+    num_deaths: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)] = 0
     """How many instances were killed, or crashed, while they scored it."""
 
 
@@ -118,6 +120,7 @@ class RequestStore(Protocol):
 
 REQUEST, RESULT = b"SQ\x01", b"SR\x01"
 """How stored requests and results begin: what they are, and the version of their form."""
+Record = TypeVar("Record")
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final = msgspec.msgpack.Decoder(StoredRequest)
 _results: Final = msgspec.msgpack.Decoder(FinishedRequest)
@@ -143,7 +146,7 @@ async def encode_large(request: StoredRequest, max_bytes: int) -> bytes:
 
 def decode_request(data: object) -> StoredRequest:
     """Return a stored request. Raises ValueError for something else."""
-    return _requests.decode(_contents(data, REQUEST))
+    return _decoded(_requests, data, REQUEST)
 
 
 def encode_result(finished: FinishedRequest) -> bytes:
@@ -153,13 +156,20 @@ def encode_result(finished: FinishedRequest) -> bytes:
 
 def decode_result(data: object) -> FinishedRequest:
     """Return a stored result. Raises ValueError for something else."""
-    return _results.decode(_contents(data, RESULT))
+    return _decoded(_results, data, RESULT)
 
 
 def unreadable_request(id: str, num_samples: object) -> StoredRequest:
     """Return a request that no reader knows, in place of one that cannot be decoded: it is answered as failed."""
     num = num_samples if isinstance(num_samples, int) and 0 < num_samples <= MAX_SAMPLES else 1
     return StoredRequest(id=id, body=RequestBody("unreadable"), num_samples=num, num_bytes=0, info={})
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Record], data: object, begin: bytes) -> Record:
+    try:
+        return decoder.decode(_contents(data, begin))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _contents(data: object, begin: bytes) -> memoryview:
