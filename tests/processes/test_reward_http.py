@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
@@ -22,6 +23,7 @@ from fake_hub import FakeHub
 from replica_processes import ForkedReplica, exit_code, replica
 
 from starling.common.wire import messages as wire
+from starling.reward.http.npy import npy_header
 
 PATIENCE_S = 60.0
 SCORER = """
@@ -366,6 +368,36 @@ def limited_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with service(tmp_path_factory.mktemp("limited"), limits, scorer_s=600.0) as (_, port):
         assert Client(port, "secret").score("hang", prompt="a" * 600_000, wait_s=0.0).status == 202
         yield port
+
+
+def test_bodies_are_not_kept_while_clients_wait(tmp_path: Path) -> None:
+    num, size = 6, 40 << 20
+    pixels = npy_header("uint8", (1, size // 4 - 64, 1, 3)) + bytes((size // 4 - 64) * 3)
+    sample = {"completion": "hang", "media": {"kind": "pixels", "npy": base64.b64encode(pixels).decode()}}
+    data = json.dumps({"samples": [sample], "wait_s": 30.0}).encode()
+    with service(tmp_path, scorer_s=60.0) as (process, port):
+        client = Client(port)
+        assert client.score("abc").status == 200
+
+        def ask() -> None:
+            with suppress(OSError, http.client.HTTPException):  # the service ends first
+                client.send("POST", "/v1/rewards", raw=data)
+
+        before = resident_bytes(process.pid)
+        threads = [threading.Thread(target=ask) for _ in range(num)]
+        for number, thread in enumerate(threads, 1):  # one after another, which share what the allocator keeps
+            thread.start()
+            pending = f"starling_reward_pending_samples {number}\n"
+            assert eventually(lambda pending=pending: pending in client.send("GET", "/metrics").body)  # type: ignore[misc]
+        grown = resident_bytes(process.pid) - before
+        process.kill()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert grown < num * size / 2, "their media are in memory of their own, and nothing reads their bodies again"
+
+
+def resident_bytes(pid: int) -> int:
+    return int(re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) << 10
 
 
 def test_token_comes_from_the_environment_and_others_need_one(tmp_path: Path) -> None:

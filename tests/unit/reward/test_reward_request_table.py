@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
 from starling.reward.http.settings import HttpSettings
 from starling.reward.http.stores.memory import MemoryStore
-from starling.reward.http.stores.store import FinishedRequest
+from starling.reward.http.stores.sqlite import SqliteStore
+from starling.reward.http.stores.store import ENTRY_BYTES, FinishedRequest, RequestBody, RequestStore
 from starling.reward.http.table import RequestTable
 
 
 class Stage:
     """A table with a clock, and what it passed on."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, store: RequestStore | None = None, **settings: Any) -> None:
         self.now = 0.0
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
@@ -31,7 +33,7 @@ class Stage:
         limits = HttpSettings.model_validate(settings)
         self.table = RequestTable(
             limits,
-            MemoryStore(limits.result_ttl_s, lambda: self.now),
+            store or MemoryStore(limits.result_ttl_s, lambda: self.now),
             lambda request: self.submitted.append(request.id),
             self.cancelled.append,
             {},
@@ -39,15 +41,22 @@ class Stage:
         )
 
     @classmethod
-    async def started(cls, **settings: Any) -> Stage:
-        stage = cls(**settings)
+    async def started(cls, store: RequestStore | None = None, **settings: Any) -> Stage:
+        stage = cls(store, **settings)
         await stage.table.start()
         return stage
 
-    async def add(self, id: str, num_samples: int = 1, num_bytes: int = 0, info: dict[str, Any] | None = None) -> None:
+    async def add(
+        self,
+        id: str,
+        num_samples: int = 1,
+        num_bytes: int = 0,
+        info: dict[str, Any] | None = None,
+        body: RequestBody | None = None,
+    ) -> None:
         completion = CompletionText(text="a", status=Status.OK, num_tokens=1)
         samples = tuple(Sample(index, 0, completion) for index in range(num_samples))
-        await self.table.add(RewardRequest(id, (PromptText("", "", {}),), samples), num_bytes, info=info)
+        await self.table.add(RewardRequest(id, (PromptText("", "", {}),), samples), num_bytes, body, info)
 
     async def finish(self, id: str, num_samples: int = 1, reward: float = 1.0) -> None:
         num = num_samples
@@ -100,6 +109,23 @@ def test_memory_of_requests_and_results_is_limited_and_free_again_when_they_expi
         assert counts == (["b"], 0, 0, 0)
         await stage.finish("b")
         assert len(stage.table) == 0, "the result of a removed request is dropped"
+
+    asyncio.run(scenario())
+
+
+def test_body_counts_until_it_is_stored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = SqliteStore(tmp_path / "s.sqlite", 60.0)
+        stage = await Stage.started(store, max_memory_mb=1, max_body_mb=1)
+        adding = asyncio.ensure_future(stage.add("a", num_bytes=10, body=RequestBody("v1", bytes(400_000))))
+        while not len(stage.table):
+            await asyncio.sleep(0)
+        assert stage.table.held_bytes == 800_010 + ENTRY_BYTES
+        with pytest.raises(HttpError, match="max_memory_mb"):
+            stage.table.check_room(400_000)
+        await adding
+        assert stage.table.held_bytes == 10 + ENTRY_BYTES
+        await stage.table.close()
 
     asyncio.run(scenario())
 

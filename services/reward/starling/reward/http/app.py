@@ -12,7 +12,7 @@ import structlog
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from starling.reward.http.body import Application, LimitedBodies
+from starling.reward.http.body import Application, LimitedBodies, take_body
 from starling.reward.http.cosmos.refusals import RefusalLog
 from starling.reward.http.cosmos.routes import PREFIX, CosmosService, body_limits, cosmos_routes
 from starling.reward.http.errors import REFUSALS, HttpError
@@ -84,7 +84,7 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
     @app.post("/v1/rewards", responses={202: {"description": "being scored"}, **REFUSALS}, openapi_extra=described)
     async def ask(request: Request) -> Response:
         """Score samples; the answer has the rewards if they come within `wait_s`, else the id of the request."""
-        data = await request.body()
+        data = await take_body(request)
         asked = await _read(reader, table, data)
         await table.add(asked.request, asked.num_bytes, RequestBody("v1", data))
         id, wait_s = asked.request.id, asked.wait_s

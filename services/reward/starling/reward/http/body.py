@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import msgspec
+from fastapi import Request
 
 from starling.reward.http.errors import HttpError
 from starling.reward.http.table import RequestTable
@@ -65,6 +66,7 @@ class LimitedBodies:
         if body is None:  # the client has gone
             return
         parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body  # the application says how long it is kept
 
         async def replayed() -> Message:
             return parts.pop() if parts else await receive()
@@ -101,6 +103,11 @@ class LimitedBodies:
     def _too_large(self, limit: int) -> HttpError:
         size = f"{limit >> 20} MiB" if limit >> 20 else f"{limit >> 10} KiB"
         return HttpError(413, f"the body has more than {size}; send fewer samples at a time")
+
+
+async def take_body(request: Request) -> bytes:
+    """Return the body of a request, which does not keep it: it may wait for its answer long after that."""
+    return b"".join([part async for part in request.stream()])
 
 
 class _BodyParts:

@@ -197,11 +197,15 @@ class RequestTable:
             id=request.id, body=body or RequestBody(), num_samples=num, num_bytes=num_bytes, info=info or {}
         )
         self._hold(stored, request.media_bytes)
+        stored_bytes = 2 * len(stored.body.data)  # with the record that is made of it
+        self.size_bytes += stored_bytes
         try:
             await self._store.put(stored)
         except BaseException:
             self._drop(request.id)
             raise
+        finally:
+            self.size_bytes -= stored_bytes
         self._submit(request)
 
     def finish(self, result: RequestResult) -> None:

@@ -18,6 +18,7 @@ import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from starling.reward.http.body import take_body
 from starling.reward.http.cosmos.enqueue import MAX_LINE_BYTES
 from starling.reward.http.cosmos.forms import FORM, MAX_FIELDS, MAX_NAME_CHARACTERS, read_form, short_field
 from starling.reward.http.cosmos.latents import read_attributes
@@ -98,7 +99,7 @@ def cosmos_routes(service: CosmosService) -> APIRouter:
     @router.post("/enqueue", openapi_extra=_body("application/octet-stream", {"type": "string", "format": "binary"}))
     async def enqueue(request: Request) -> Response:
         """Score the media after the first line of the body, which is JSON; the answer has the uuid to pull with."""
-        data = await request.body()
+        data = await take_body(request)
         line_bytes = memory_of(data[: max(0, data.find(b"\n", 0, MAX_LINE_BYTES + 1))])
         id = str(uuid.uuid4())
         async with service.table.reading(len(data) + line_bytes):
@@ -158,7 +159,7 @@ def body_limits(max_media_bytes: int) -> dict[tuple[str, str], int]:
 
 
 async def _fields(request: Request, *required: str) -> dict[str, str]:
-    return read_form(await request.body(), request.headers.get("content-type", ""), required)
+    return read_form(await take_body(request), request.headers.get("content-type", ""), required)
 
 
 async def _document(service: CosmosService, id: str, type: str) -> bytes | None:
