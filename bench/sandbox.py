@@ -19,7 +19,7 @@ from figure import machine, print_figure, progress
 from starling.common.sandbox.launch import MECHANISMS, Mechanism, choose, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, group_task
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 from starling.rollout.env.sandbox.sandbox import Sandbox
 

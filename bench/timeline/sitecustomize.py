@@ -26,7 +26,8 @@ MARKED = {
     "starling.rollout.engine.weights": {"LiveWeights.pull": "weights", "LiveWeights.switch": "weights"},
     "starling.rollout.engine.embedded.engine": {"TransformersEngine.step": "step"},
     "starling.policy.train.learner": {"Learner.reinforce": "step"},
-    "starling.reward.score.workers.pool": {"check_scorers": "scorers", "ScoringPool.__init__": "scorers"},
+    "starling.reward.score.pool.check": {"check_scorers": "scorers"},
+    "starling.reward.score.pool.pool": {"ScoringPool.__init__": "scorers"},
 }
 """Functions by module, and the kind of their spans."""
 SHORTEST_S = 0.002

@@ -9,7 +9,7 @@ import pytest
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, Score, group_task
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 PATIENCE_S = 240.0

@@ -11,9 +11,11 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask, group_task
+from starling.reward.score.pool.check import check_scorers
+from starling.reward.score.pool.forms import ScorerForms
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import ScorerForm
 from starling.reward.score.scorers.registry import check_scorer, load_scorer
-from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.score.workers.protocol import WorkerReady
 from starling.reward.settings import RewardSettings
 
@@ -178,14 +180,14 @@ def test_cancelled_calls_do_not_wait_for_a_worker() -> None:
         for number in range(50):  # before any worker is ready
             pool.submit(ScoreTask(f"early{number}", *_parts("good")))
             pool.cancel(f"early{number}")
-        assert len(pool._undivided) <= 1
+        assert len(pool._queues) <= 1
         pool.submit(ScoreTask("hanging", *_parts("hang")))
         while not pool.waits() or "Acting" not in pool.waits()[0].what:
             pool.poll(0.1)
         for number in range(50):
             pool.submit(ScoreTask(f"late{number}", *_parts(*["good"] * 100)))
             pool.cancel(f"late{number}")
-        assert sum(len(kind.queue) for kind in pool._kinds) <= 100
+        assert len(pool._queues) <= 100
         assert pool.gauges()["queue_depth"] == 1
 
 
@@ -249,7 +251,7 @@ def test_check_of_a_recipe_does_not_set_a_class_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "forms",
+    "reported",
     [
         (),
         ((1, ScorerForm()),),
@@ -259,13 +261,12 @@ def test_check_of_a_recipe_does_not_set_a_class_up() -> None:
         ((0, ScorerForm(keys=("x",) * 2)),),
     ],
 )
-def test_form_that_no_worker_declares_is_not_believed(forms: Any) -> None:
+def test_form_that_no_worker_declares_is_not_believed(reported: Any) -> None:
     """A scorer's module may write into its worker's socket while it is imported."""
-    with ScoringPool(settings("Rank")) as pool:
-        (kind,) = pool._kinds
-        assert pool._learn_forms(kind, WorkerReady(forms))
-        assert not pool._learn_forms(kind, WorkerReady(((0, ScorerForm(scope="groupwise")),)))
-        assert pool._learn_forms(kind, WorkerReady(((0, ScorerForm()),)))
+    forms = ScorerForms(settings("Rank").scorers)
+    assert forms.learn({0}, WorkerReady(reported))
+    assert not forms.learn({0}, WorkerReady(((0, ScorerForm(scope="groupwise")),)))
+    assert forms.learn({0}, WorkerReady(((0, ScorerForm()),)))
 
 
 def test_installed_package_offers_a_scorer_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import choose
+from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.scorers.gym import make_gym
 from starling.reward.score.scorers.registry import BUILT_IN, BUILT_IN_CLASSES
-from starling.reward.score.workers.pool import check_scorers
 from starling.reward.settings import RewardSettings
 
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")

@@ -20,8 +20,8 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox import execution, launch, syscalls
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import Status
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.registry import check_executor, resolve_scorer
-from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 SEARCH = Path(__file__).parents[1] / "memory_search.py"
@@ -454,7 +454,7 @@ SERVICE = """
 import sys
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, group_task
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 level, program = sys.argv[1:]

@@ -20,7 +20,7 @@ from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.media import MediaForm, MediaKind, MediaRow, MediaTensor
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 from starling.reward.score.decode.pool import DecodingPool, check_pool, open_pool
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.workers.shared import MediaMemory
 from starling.reward.settings import RewardSettings
 

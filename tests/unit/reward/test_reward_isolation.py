@@ -17,9 +17,10 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.interpreter import find_interpreter
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
+from starling.reward.score.pool.check import check_scorers
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.workers.bootstrap import version_of
 from starling.reward.score.workers.kinds import WorkerKind, kinds_of
-from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.settings import RewardSettings
 
 PATIENCE_S = 60.0

@@ -17,12 +17,12 @@ from judge_server import JudgeServer, Reply, judge_server, shown
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, Score, group_task
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import Batch
 from starling.reward.score.scorers.judge.client import JudgeError
 from starling.reward.score.scorers.judge.ranking import bradley_terry, win_rates
 from starling.reward.score.scorers.judge.scorer import Judge
 from starling.reward.score.scorers.registry import check_scorer, load_scorer
-from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 KEY = "sk-secret-of-the-test"

@@ -19,8 +19,9 @@ from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.media import MediaForm, MediaKind, MediaRow, MediaTensor, form_problem
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
+from starling.reward.score.pool.check import check_scorers
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.registry import load_scorer
-from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, aligned
 from starling.reward.settings import RewardSettings
 

@@ -24,7 +24,7 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.launch import Mechanism, problem_of
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
-from starling.reward.score.workers.pool import ScoringPool
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
@@ -367,7 +367,7 @@ SERVICE = """
     import sys
     from starling.common.wire.messages import CompletionText
     from starling.reward.core.samples import PromptText, group_task
-    from starling.reward.score.workers.pool import ScoringPool
+    from starling.reward.score.pool.pool import ScoringPool
     from starling.reward.settings import RewardSettings
 
     pool = ScoringPool(RewardSettings(scorers=[{"name": sys.argv[1]}], num_workers=2, timeout_s=600))
@@ -394,7 +394,7 @@ def test_no_worker_outlives_a_killed_service() -> None:
 
 def test_service_imports_no_heavy_package() -> None:
     check = (
-        "import sys, starling.reward.score.workers.pool, starling.reward.score.workers.pool, starling.reward.settings;"
+        "import sys, starling.reward.score.pool.pool, starling.reward.score.pool.check, starling.reward.settings;"
         "heavy = {'torch', 'transformers', 'numpy', 'sympy', 'math_verify', 'reasoning_gym'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -11,10 +11,10 @@ import pytest
 from starling.common.errors import ConfigError
 from starling.common.wire.messages import CompletionText, Status
 from starling.reward.core.samples import PromptText, Score, group_task
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import Batch, ScorerForm
 from starling.reward.score.scorers.registry import check_scorer, load_scorer
 from starling.reward.score.scorers.rubric import RubricError, VerifiersRubric
-from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 FILE = Path(__file__).with_name("rubrics.py")

@@ -17,10 +17,10 @@ from starling.common.wire.messages import ChatMessage, CompletionText, Prompt, S
 from starling.policy.train.checkpoint.huggingface import save_hf
 from starling.policy.train.model.load import load_model
 from starling.reward.core.samples import PromptText, group_task
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import Batch
 from starling.reward.score.scorers.models.sequence import SequenceRewardModel
 from starling.reward.score.scorers.registry import check_scorer, load_scorer
-from starling.reward.score.workers.pool import ScoringPool
 from starling.reward.settings import RewardSettings
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

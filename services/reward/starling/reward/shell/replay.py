@@ -13,7 +13,8 @@ from starling.common.settings import ServiceSettings, load
 from starling.reward.core.media import MediaForm, MediaTensor
 from starling.reward.core.samples import Score, ScoreTask, group_task
 from starling.reward.cosmos_settings import translate
-from starling.reward.score.workers.pool import ScoringPool, check_scorers
+from starling.reward.score.pool.check import check_scorers
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, aligned, raise_descriptor_limit
 from starling.reward.settings import RewardSettings
 from starling.reward.shell.quarantine import read_quarantined

@@ -24,8 +24,9 @@ from starling.reward.core.media import MediaForm, MediaRow, MediaTensor
 from starling.reward.core.samples import LostCall, PromptText, Sample, Score, ScoreTask
 from starling.reward.score.decode.geometry import Geometries, no_decoder, read_geometries
 from starling.reward.score.decode.scorers import decoder_scorers
+from starling.reward.score.pool.check import check_scorers
+from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import ScorerForm
-from starling.reward.score.workers.pool import ScoringPool, check_scorers
 from starling.reward.score.workers.shared import MediaMemory, SharedBuffer, TooManyBuffersError, aligned
 from starling.reward.settings import RewardSettings
 
