@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transcript import Script
 
 from starling.algo.advantage import decoupled_normalised, group_normalised
+from starling.common.ranges import MAX_SCORES
 from starling.common.wire import messages as wire
 from starling.controller.core.events import Note
 from starling.controller.core.groups.scores import TrainedScorer, is_drawn
@@ -120,8 +121,17 @@ def test_evaluation_score_that_is_no_number_has_failed_and_costs_no_group(value:
     assert fields(run, "step")["eval_score/judge"] == 0.25
 
 
+def test_many_evaluation_scores_cost_no_group() -> None:
+    """They have a limit of their own."""
+    run = script()
+    run.start_run()
+    score(run, 0, (None, None), evaluation_scores={f"judge/{number}": (1.0, 0.0) for number in range(MAX_SCORES)})
+    [stored] = [write.record for write in run.journal if isinstance(write.record, RewardsStored)]
+    assert len(stored.evaluation_scores) == MAX_SCORES
+
+
 @pytest.mark.parametrize(
-    "scores", [{"judge": (1.0,)}, {"j" * 300: (1.0, 1.0)}, {str(n): (1.0, 1.0) for n in range(63)}]
+    "scores", [{"judge": (1.0,)}, {"j" * 300: (1.0, 1.0)}, {str(n): (1.0, 1.0) for n in range(MAX_SCORES + 1)}]
 )
 def test_evaluation_scores_of_another_form_are_no_answer(scores: dict[str, Judged]) -> None:
     run = script()

@@ -505,7 +505,7 @@ def test_invalid_partial_completions_are_thrown_away(change: Callable[..., Any],
         ({"components": {"right": (1.0,)}}, "1 scores of 'right' came of 2"),
         ({"components": {"right": (1.0, float("nan"))}}, "a score of right is nan"),
         ({"components": {"x" * 300: (1.0, 1.0)}}, "came of 2"),
-        ({"components": {str(n): (1.0, 1.0) for n in range(65)}}, "scores of 65 scorers came, and 64 are allowed"),
+        ({"components": {str(n): (1.0, 1.0) for n in range(65)}}, "65 scores came, and 64 are allowed"),
     ],
 )
 def test_invalid_rewards_are_a_failed_try_and_never_stored(fields: dict[str, Any], complaint: str) -> None:

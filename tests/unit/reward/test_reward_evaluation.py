@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from starling.common.ranges import MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.messages import CompletionText, GroupScored, Prompt, ScoreGroup, Status
 from starling.reward.core.groups import CancelTask, GroupScores, SendScores, SubmitTask
 from starling.reward.core.requests import Answer, Command, RequestResult, RewardRequest, RewardRequests
@@ -53,6 +54,32 @@ def test_rewards_are_those_without_the_evaluation_scorer(judged: list[float | No
     assert (found.rewards, found.statuses, found.components) == (plain.rewards, plain.statuses, plain.components)
     assert found.rewards == (2.0, 0.5)
     assert bool(found.problems) == (None in judged)
+
+
+def test_failed_evaluation_score_does_not_name_the_failure_of_a_needed_one() -> None:
+    """A controller counts timeouts and errors apart."""
+    machine = GroupScores(SCORERS, 1)
+    machine.add(group(Status.OK))
+    assert machine.record(Score(LEASE, 0, 0, None, Status.REWARD_ERROR)) == []
+    found = answer_of(list(machine.record(Score(LEASE, 0, 1, None, Status.REWARD_TIMEOUT))))
+    assert found.statuses == (Status.REWARD_TIMEOUT,)
+
+
+@pytest.mark.parametrize("scorer", [0, 1], ids=["evaluation", "training"])
+def test_group_has_no_more_scores_than_the_controller_takes(scorer: int) -> None:
+    """A class may have so many keys, of any length, that the group would be refused; HTTP clients get all of them."""
+    parts = tuple((f"{number:0100}", 1.0) for number in range(MAX_SCORES))
+    scorers = (replace(JUDGE, label="j" * 150), replace(RIGHT, label="r"))
+    machine = GroupScores(scorers, 1)
+    machine.add(group(Status.OK))
+    machine.record(Score(LEASE, 0, 1 - scorer, 1.0))
+    found = answer_of(list(machine.record(Score(LEASE, 0, scorer, 1.0, parts=parts))))
+    assert found.rewards == (2.0,)
+    assert found.components["r"] == found.evaluation_scores["j" * 150] == (1.0,)
+    assert len(found.components) == (MAX_SCORES if scorer else 1)
+    for names in (found.components, found.evaluation_scores):
+        assert len(names) <= MAX_SCORES
+        assert all(len(name) <= MAX_SCORE_CHARACTERS for name in names)
 
 
 def test_group_that_is_not_to_be_evaluated_has_no_evaluation_scores() -> None:

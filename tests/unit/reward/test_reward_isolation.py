@@ -122,12 +122,14 @@ def test_scorers_that_need_the_same_share_workers_and_the_others_have_their_own(
         {"num_workers": 2},
         {"python": "/opt/judge/bin/python"},
         {"needs": {"network": True}},
+        {"use": "evaluation"},
+        {"use": "evaluation"},
     ]
     scorers = [{"name": "exact_match", "label": str(number), **one} for number, one in enumerate(fields)]
     kinds = kinds_of(settings(*scorers, num_workers=3))
     found = [(tuple(spec.index for spec in kind.scorers), kind.num_workers) for kind in kinds]
-    assert found == [((0, 3), 3), ((1, 5), 3), ((2,), 3), ((4,), 2), ((6,), 2), ((7,), 3), ((8,), 3)]
-    assert [kind.memory_mb for kind in kinds] == [0, 512, 0, 0, 0, 0, 0]
+    assert found == [((0, 3), 3), ((1, 5), 3), ((2,), 3), ((4,), 2), ((6,), 2), ((7,), 3), ((8,), 3), ((9, 10), 3)]
+    assert [kind.memory_mb for kind in kinds] == [0, 512, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

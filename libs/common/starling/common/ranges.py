@@ -38,6 +38,10 @@ MAX_LEARNING_RATE: Final = 1e3
 MAX_METRICS: Final = 1000
 """Metrics of one trajectory."""
 MAX_METRIC_CHARACTERS: Final = 200
+MAX_SCORES: Final = 64
+"""Scores of a group by name, those of evaluation scorers apart, unless the recipe has more scorers."""
+MAX_SCORE_CHARACTERS: Final = 200
+"""Of the name of a score."""
 """Characters of the name of such a metric."""
 MIN_TEMPERATURE: Final = 1e-3
 """Of a temperature other than 0: logits that are divided by less overflow."""

@@ -57,6 +57,7 @@ class ScorerSettings(SettingsSection):
     use: Literal["training", "evaluation"] = "training"
     """`evaluation`: its scores are never part of a reward, and show whether the model gets better where it is not
     trained. They are reported apart from the others, a failure costs no sample, and it has neither weight nor bounds.
+    It has no worker with a scorer of the other use.
     """
     key: str = ""
     """Which of its scores counts, for a class with several `keys`: one of them, or a sum such as `quality+motion`."""
@@ -88,7 +89,7 @@ class ScorerSettings(SettingsSection):
     """Limit on the memory of each of its workers, with all that these start, in MiB."""
     num_workers: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Worker processes for it alone; without it, it shares the service's `num_workers` with the scorers of equal
-    `needs`, `python`, `device` and `memory_mb`."""
+    `use`, `needs`, `python`, `device` and `memory_mb`."""
 
     @model_validator(mode="after")
     def _code_needs_nothing(self) -> Self:
@@ -163,8 +164,8 @@ class RewardSettings(SettingsSection):
     """The scorers whose weighted sum is the reward, at least one with a weight other than 0; and those that only
     evaluate."""
     num_workers: int = Field(default=2, ge=1, le=MAX_PROCESSES)
-    """Worker processes for the scorers of equal `needs`, `python`, `device` and `memory_mb`; each scores one completion
-    or batch at a time."""
+    """Worker processes for the scorers of equal `use`, `needs`, `python`, `device` and `memory_mb`; each scores one
+    completion or batch at a time."""
     timeout_s: Seconds = 10.0
     """Time limit of one scorer for one completion or batch; then its worker is killed and replaced."""
     start_timeout_s: Seconds = 120.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from starling.common.counts import counted
 from starling.common.wire.messages import TRAINABLE_STATUSES, GroupScored, Prompt, ScoreGroup, Status
-from starling.reward.core.rewards import NO_BOUNDS, RewardBounds, WeightedScorer, combine, components
+from starling.reward.core.rewards import NO_BOUNDS, RewardBounds, WeightedScorer, bounded, combine, components
 from starling.reward.core.samples import PromptText, Score, ScoreTask, group_task
 
 
@@ -161,12 +161,13 @@ def _scored(group: _GroupInProgress, scorers: tuple[WeightedScorer, ...], bounds
             problems.setdefault(problem, []).append(index)
         rewards.append(found.reward)
         statuses.append(found.status)
+    evaluated = components(scorers, group.scores, evaluates=True) if group.message.evaluate else {}
     return GroupScored(
         lease=group.message.lease,
         rewards=tuple(rewards),
         statuses=tuple(statuses),
-        components=components(scorers, group.scores),
-        evaluation_scores=components(scorers, group.scores, evaluates=True) if group.message.evaluate else {},
+        components=bounded(components(scorers, group.scores), scorers),
+        evaluation_scores=bounded(evaluated, scorers),
         problems=tuple(_problem(text, indices, len(rewards)) for text, indices in problems.items()),
     )
 

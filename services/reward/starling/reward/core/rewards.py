@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from starling.common.ranges import MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.messages import Status
 from starling.reward.core.samples import Score
 
@@ -83,7 +84,11 @@ def combine(
     reported = [score.problem for score in column if score and score.problem]
     problems = tuple(dict.fromkeys(reported)) if reported else ()
     if None in [column[scorer] for scorer in wanted if scorers[scorer].weight]:
-        failed = [score.status for score in column if score and score.value is None]
+        failed = [
+            score.status
+            for score, scorer in zip(column, scorers, strict=True)
+            if score and score.value is None and scorer.weight
+        ]
         return CombinedScores(None, next(iter(failed), Status.REWARD_TIMEOUT), problems)
     if not any(score for score, scorer in zip(column, scorers, strict=True) if not scorer.evaluates):
         return CombinedScores(
@@ -140,3 +145,20 @@ def components(
         for key in dict.fromkeys(key for own in parts for key in own):
             found[f"{scorer.label}/{key}"] = tuple(own.get(key) for own in parts)
     return found
+
+
+def bounded(
+    scores: dict[str, tuple[float | None, ...]], scorers: Sequence[WeightedScorer]
+) -> dict[str, tuple[float | None, ...]]:
+    """Return scores without those of single keys that a controller does not take: it would refuse the whole group.
+
+    Args:
+        scores: from `components`.
+        scorers: all of them.
+    """
+    if len(scores) <= MAX_SCORES and max(map(len, scores), default=0) <= MAX_SCORE_CHARACTERS:
+        return scores
+    labels = {scorer.label for scorer in scorers}
+    parts = [name for name in scores if name not in labels and len(name) <= MAX_SCORE_CHARACTERS]
+    taken = set(parts[: max(0, MAX_SCORES - len(labels & scores.keys()))])
+    return {name: values for name, values in scores.items() if name in labels or name in taken}

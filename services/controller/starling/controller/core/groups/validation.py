@@ -20,7 +20,7 @@ import numpy.typing as npt
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.routing import Routing, experts_problem, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
-from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS
+from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS, MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
     GroupGenerated,
@@ -61,9 +61,6 @@ MAX_REWARD: Final = 1e15
 """Largest absolute reward and score: its square is finite in float32."""
 MAX_METRIC: Final = 1e300
 """Largest absolute metric of an environment: the sum over all trajectories of a step is finite."""
-MAX_SCORERS: Final = 64
-"""Most scorers of one group, unless the recipe has more."""
-MAX_NAME_CHARACTERS: Final = 200
 MAX_TOKEN_CHARACTERS: Final = 256
 """Characters of a token, in the mean over a completion: the longest ones of tokenizers, runs of spaces, have half."""
 MAX_TEXT_CHARACTERS: Final = 1 << 16
@@ -284,7 +281,7 @@ def _named(tensors: Sequence[TensorMeta], buffers: Buffers) -> dict[str, Array]:
         if meta.name in ROUTING_TENSORS:
             form = ROUTING_FORMS.get(meta.dtype, ROUTING_FORMS["uint8"])
         if form is None or meta.name in arrays:
-            raise InvalidResultError(f"a tensor {meta.name[:MAX_NAME_CHARACTERS]!r} came, or came twice")
+            raise InvalidResultError(f"a tensor {meta.name[:MAX_METRIC_CHARACTERS]!r} came, or came twice")
         arrays[meta.name] = _array(meta.name, form, meta, buffer)
     return arrays
 
@@ -293,7 +290,7 @@ def _check_no_names(tensors: Sequence[TensorMeta]) -> None:
     """Check that tensors that their position identifies have no names: they go on to the policy as they came."""
     for meta in tensors:
         if meta.name:
-            raise InvalidResultError(f"a tensor without a name is called {meta.name[:MAX_NAME_CHARACTERS]!r}")
+            raise InvalidResultError(f"a tensor without a name is called {meta.name[:MAX_METRIC_CHARACTERS]!r}")
 
 
 def _check_form(name: str, form: TensorForm, meta: TensorMeta, buffer: bytes) -> None:
@@ -504,15 +501,14 @@ def check_rewards(message: GroupScored, num: int, num_scorers: int) -> None:
     for reward in message.rewards:
         if reward is None or not abs(reward) <= MAX_REWARD:
             raise UnusableResultError(f"a reward is {reward}")
-    most, came = max(MAX_SCORERS, num_scorers), len(message.components) + len(message.evaluation_scores)
+    most, came = max(MAX_SCORES, num_scorers), max(len(message.components), len(message.evaluation_scores))
     if came > most:
         raise InvalidResultError(
-            f"scores of {came} scorers came, and {most} are allowed; start the reward replicas with the recipe of the "
-            "controller"
+            f"{came} scores came, and {most} are allowed; start the reward replicas with the recipe of the controller"
         )
     for name, values in (*message.components.items(), *message.evaluation_scores.items()):
-        if len(name) > MAX_NAME_CHARACTERS or len(values) != num:
-            raise InvalidResultError(f"{len(values)} scores of {name[:MAX_NAME_CHARACTERS]!r} came of {num}")
+        if len(name) > MAX_SCORE_CHARACTERS or len(values) != num:
+            raise InvalidResultError(f"{len(values)} scores of {name[:MAX_SCORE_CHARACTERS]!r} came of {num}")
     for name, values in message.components.items():
         for value in values:
             if value is not None and not abs(value) <= MAX_REWARD:

@@ -1,4 +1,8 @@
-"""Kinds of workers: scorers that need the same share worker processes; the others have processes of their own."""
+"""Kinds of workers: scorers that need the same share worker processes; the others have processes of their own.
+
+Evaluation scorers share none with those that are trained on, so that their code cannot change a reward, and no score
+that is trained on waits for theirs.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +70,7 @@ def kinds_of(settings: RewardSettings) -> list[WorkerKind]:
     for index, scorer in enumerate(settings.scorers):
         spec = ScorerSpec(index, scorer.name, _options(scorer, scorer.timeout_s or settings.timeout_s))
         alone = index if scorer.num_workers is not None else None
-        key = (scorer.own_needs, scorer.python, scorer.device, scorer.memory_mb, alone)
+        key = (scorer.use, scorer.own_needs, scorer.python, scorer.device, scorer.memory_mb, alone)
         shared = kinds[key].scorers if key in kinds else ()
         kinds[key] = _kind(scorer, (*shared, spec), settings.num_workers)
     return list(kinds.values())
