@@ -10,6 +10,8 @@ from code_judge import Judge, pool_of
 from sandbox_levels import STRONG
 
 from starling.common.sandbox.launch import Mechanism
+from starling.reward.score.workers.kinds import kinds_of
+from starling.reward.settings import RewardSettings
 
 
 @pytest.fixture(scope="module", params=STRONG)
@@ -49,3 +51,40 @@ def test_completed_function_gives_its_tests_no_module(judge: Judge) -> None:
     honest = "import math\ndef area(r): return math.pi * r * r"
     wrong = f"{FAKES['module'].format('math')}\ndef area(r): return 1.0"
     assert judge.values(honest, wrong, **row) == [1.0, 0.0]
+
+
+COMPILES_FOR_EVER = """```cpp
+#include <iostream>
+template <int N, int M> struct F { static constexpr long v = F<N - 1, M>::v + F<N - 1, M + 1>::v; };
+template <int M> struct F<0, M> { static constexpr long v = M; };
+int main() { std::cout << F<850, 1>::v; }
+```"""
+HANGS_AFTER_TWO = "import time\nif int(input()) > 1: time.sleep(1000)\nprint(7)"
+
+
+def hurried(level: Mechanism, **options: object) -> Judge:
+    """Return a judge whose time for all tests is far below its worker's, so that a busy machine changes nothing."""
+    return Judge(pool_of(level, timeout_s=60.0, time_limit_s=4.0, **options))
+
+
+@pytest.mark.parametrize("level", STRONG)
+def test_program_that_takes_all_time_has_a_reward_of_0_and_not_none(level: Mechanism) -> None:
+    """Its group would be discarded, so that the model would learn nothing from it."""
+    judge, tests = hurried(level), [{"input": "", "output": str(number)} for number in range(20)]
+    with judge.pool:
+        scores = judge.score(COMPILES_FOR_EVER, "while True: pass", tests=tests)
+        assert [(score.value, score.problem) for score in scores] == [(0.0, "")] * 2
+        assert not judge.pool.take_lost()
+
+
+@pytest.mark.parametrize("level", STRONG)
+def test_tests_that_are_left_at_the_end_of_the_time_are_not_passed(level: Mechanism) -> None:
+    judge, tests = hurried(level, partial=True), [{"input": str(number), "output": "7"} for number in range(10)]
+    with judge.pool:
+        assert judge.values(HANGS_AFTER_TWO, tests=tests) == [0.2]
+
+
+def test_time_of_all_tests_is_below_that_of_the_worker() -> None:
+    scorers = [{"name": "code"}, {"name": "code", "label": "slow", "timeout_s": 100.0}]
+    (kind,) = kinds_of(RewardSettings.model_validate({"scorers": scorers, "timeout_s": 20.0}))
+    assert [spec.options["time_limit_s"] for spec in kind.scorers] == [18.0, 90.0]

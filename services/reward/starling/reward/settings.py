@@ -39,6 +39,7 @@ MIN_MEMORY_MB: Final = 128
 _DEVICE: Final = re.compile(r"cpu|cuda:[0-9]{1,4}")
 
 
+CODE: Final = "code"
 JUDGE: Final = "judge"
 
 
@@ -93,7 +94,7 @@ class ScorerSettings(SettingsSection):
 
     @model_validator(mode="after")
     def _code_needs_nothing(self) -> Self:
-        if self.name == "code" and not (self.needs.grants_nothing and self.device in ("", "cpu")):
+        if self.name == CODE and not (self.needs.grants_nothing and self.device in ("", "cpu")):
             raise ConfigError(
                 "Scorer 'code' runs programs that a model wrote, which would get what it declares: leave only "
                 "`max_tasks` in its `needs`, and no `device`."

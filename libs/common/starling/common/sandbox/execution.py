@@ -19,12 +19,13 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Final, NoReturn
 
 from starling.common.sandbox import syscalls
+from starling.common.sandbox.budget import TimeBudget
 from starling.common.sandbox.inside import Sessions, send_descriptors
 from starling.common.sandbox.programs.session import BEGUN, TOKEN_BYTES, Program, be_program
 from starling.common.sandbox.shortage import PROBED_EVERY_S, shortage_of_user
@@ -40,6 +41,8 @@ _MOST_DESCRIPTORS: Final = 8
 its kind has."""
 _KILLED: Final = b"killed"
 """Answer of the executor; what was short while the session ran may follow it."""
+_MEASURED_S: Final = 0.1
+"""It costs too much to find out for how long a shorter program has waited for a processor."""
 _START, _MEASURE, _KILL = b"s", b"m", b"k"
 """Requests to the executor."""
 _ANSWER_BYTES: Final = 1 << 12
@@ -90,6 +93,7 @@ def run_python(
     timeout_s: float = 5.0,
     memory_mb: int = 1024,
     output_bytes: int = OUTPUT_BYTES,
+    budget: TimeBudget | None = None,
 ) -> ProgramResult:
     """Run a Python program, and then `check` with its names, in a session of their own.
 
@@ -100,6 +104,7 @@ def run_python(
         timeout_s: limit on both together, in seconds, without those in which others have the processors.
         memory_mb: limit on the address space, in MiB.
         output_bytes: limit on what it may print; the rest is dropped.
+        budget: time that it shares with other programs.
 
     Where the executor has ended, this process ends, too: it could run no further program.
 
@@ -108,7 +113,9 @@ def run_python(
             cannot be started, or has failed while others of its user may have had what it needs.
     """
     return run_program(
-        Program("python", timeout_s, memory_mb, code=code, check=check, stdin=stdin), output_bytes=output_bytes
+        Program("python", timeout_s, memory_mb, code=code, check=check, stdin=stdin),
+        output_bytes=output_bytes,
+        budget=budget,
     )
 
 
@@ -119,6 +126,7 @@ def run_program(
     peer: tuple[Program, int] | None = None,
     output_bytes: int = OUTPUT_BYTES,
     when_sent: Callable[[], object] = lambda: None,
+    budget: TimeBudget | None = None,
 ) -> ProgramResult:
     """Run a program in a session of its own, as `run_python` does.
 
@@ -128,6 +136,7 @@ def run_program(
         peer: a program that runs in another session at the same time, and its descriptor; of its end nothing is known.
         output_bytes: limit on what it may print; the rest is dropped.
         when_sent: called when the sessions have the descriptors, to close those of which they wait for the end.
+        budget: time that it shares with other programs.
 
     Raises:
         ExecutionError: see `run_python`.
@@ -137,8 +146,10 @@ def run_program(
             "programs can be run in workers of the reward service only, in a sandbox, and not by a scorer that "
             "declares needs, which the programs would get, too"
         )
+    if budget is not None:
+        program = replace(program, timeout_s=budget.limit(program.timeout_s))
     try:
-        return _run(_line, program, passed_fd, peer, output_bytes, when_sent)
+        return _run(_line, program, passed_fd, peer, output_bytes, when_sent, budget)
     except (BrokenPipeError, ConnectionResetError):
         _end_without_executor()
     except OSError as error:
@@ -152,6 +163,7 @@ def _run(
     peer: tuple[Program, int] | None,
     output_bytes: int,
     when_sent: Callable[[], object],
+    budget: TimeBudget | None,
 ) -> ProgramResult:
     token = secrets.token_bytes(TOKEN_BYTES)
     with contextlib.ExitStack() as read:
@@ -175,6 +187,8 @@ def _run(
             begun = time.monotonic()
             delay_s = partial(_delay_s, line, program.timeout_s, begun, busy_before_s)
             printed, reported, in_time = _collect(output, report, program.timeout_s, delay_s, output_bytes)
+            if budget is not None:
+                budget.charge(_taken_s(time.monotonic() - begun, delay_s))
         finally:
             shortage = _end_session(line)
     if not reported.startswith(BEGUN):
@@ -237,6 +251,11 @@ def _ask(line: socket.socket, request: bytes) -> bytes:
 def _end_without_executor() -> NoReturn:
     os.write(2, b"the process that starts programs has ended, or does not answer\n")
     os._exit(1)
+
+
+def _taken_s(wall_s: float, delay_s: Callable[[], float]) -> float:
+    """Return for how many of the seconds of a program it had a processor, or did not want one."""
+    return wall_s if wall_s < _MEASURED_S else wall_s - delay_s()
 
 
 def _delay_s(line: socket.socket, timeout_s: float, begun: float, busy_before_s: float) -> float:

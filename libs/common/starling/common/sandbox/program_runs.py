@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from starling.common.sandbox.budget import TimeBudget
 from starling.common.sandbox.execution import OUTPUT_BYTES, ExecutionError, ProgramResult, run_program
 from starling.common.sandbox.programs.session import Program
 
@@ -36,7 +37,13 @@ class CallResult:
 
 
 def call_function(
-    code: str, function: str, arguments: Sequence[Any], *, timeout_s: float, memory_mb: int
+    code: str,
+    function: str,
+    arguments: Sequence[Any],
+    *,
+    timeout_s: float,
+    memory_mb: int,
+    budget: TimeBudget | None = None,
 ) -> CallResult:
     """Run a Python program, and call one of its functions, or a method of its class `Solution`.
 
@@ -46,10 +53,11 @@ def call_function(
         arguments: JSON values.
         timeout_s: limit on all, in seconds.
         memory_mb: limit on the address space, in MiB.
+        budget: time that it shares with other programs, as in all functions here.
     """
     program = Program("call", timeout_s, memory_mb, code=code, function=function, arguments=tuple(arguments))
     with _file("result", 0) as result:
-        if not run_program(program, passed_fd=result).finished:
+        if not run_program(program, passed_fd=result, budget=budget).finished:
             return CallResult(returned=False)
         text = os.pread(result, RESULT_BYTES + 1, 0)
     if len(text) > RESULT_BYTES:
@@ -61,7 +69,14 @@ def call_function(
 
 
 def check_program(
-    code: str, tests: str, *, setup: str = "", entry_points: Sequence[str] = (), timeout_s: float, memory_mb: int
+    code: str,
+    tests: str,
+    *,
+    setup: str = "",
+    entry_points: Sequence[str] = (),
+    timeout_s: float,
+    memory_mb: int,
+    budget: TimeBudget | None = None,
 ) -> ProgramResult:
     """Run a Python program in one session, and the code of tests that call it in another one.
 
@@ -82,11 +97,14 @@ def check_program(
             mine.close()
             theirs.close()
 
-        return run_program(check, passed_fd=mine.fileno(), peer=(server, theirs.fileno()), when_sent=close)
+        peer = (server, theirs.fileno())
+        return run_program(check, passed_fd=mine.fileno(), peer=peer, when_sent=close, budget=budget)
 
 
 @contextlib.contextmanager
-def compiled(code: str, *, options: Sequence[str], timeout_s: float, memory_mb: int) -> Iterator[int | None]:
+def compiled(
+    code: str, *, options: Sequence[str], timeout_s: float, memory_mb: int, budget: TimeBudget | None = None
+) -> Iterator[int | None]:
     """Compile C++ source with g++, and yield a descriptor of the program; None if it cannot be compiled.
 
     Args:
@@ -99,7 +117,7 @@ def compiled(code: str, *, options: Sequence[str], timeout_s: float, memory_mb: 
         raise ExecutionError("this machine has no program `g++` to compile it: install g++")
     with _file("program", os.MFD_ALLOW_SEALING | _MFD_EXEC) as made:
         program = Program("compile", timeout_s, memory_mb, code=code, compiler_options=tuple(options))
-        if not run_program(program, passed_fd=made).finished:
+        if not run_program(program, passed_fd=made, budget=budget).finished:
             yield None
             return
         fcntl.fcntl(made, fcntl.F_ADD_SEALS, _MOST_SEALS)  # no test changes it for the next one
@@ -107,11 +125,17 @@ def compiled(code: str, *, options: Sequence[str], timeout_s: float, memory_mb: 
 
 
 def run_compiled(
-    made: int, *, stdin: str, timeout_s: float, memory_mb: int, output_bytes: int = OUTPUT_BYTES
+    made: int,
+    *,
+    stdin: str,
+    timeout_s: float,
+    memory_mb: int,
+    output_bytes: int = OUTPUT_BYTES,
+    budget: TimeBudget | None = None,
 ) -> ProgramResult:
     """Run a program that `compiled` has made; the other arguments are those of `run_python`."""
     program = Program("binary", timeout_s, memory_mb, stdin=stdin)
-    return run_program(program, passed_fd=made, output_bytes=output_bytes)
+    return run_program(program, passed_fd=made, output_bytes=output_bytes, budget=budget)
 
 
 @contextlib.contextmanager

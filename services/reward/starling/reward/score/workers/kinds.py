@@ -14,10 +14,10 @@ from starling.common.errors import ConfigError
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.settings import environment_variables
 from starling.reward.score.workers.protocol import ScorerSpec
-from starling.reward.settings import JUDGE, RewardSettings, ScorerSettings
+from starling.reward.settings import CODE, JUDGE, RewardSettings, ScorerSettings
 
 _SHARE: Final = 0.9
-"""Of the time limit of a judge, which then says what is missing, and is not killed."""
+"""Of the time limit of a scorer that waits for others, and then says what is missing, and is not killed."""
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """Which GPUs a process sees, and in which order; AMD's runtime reads it, too."""
 
@@ -77,8 +77,8 @@ def kinds_of(settings: RewardSettings) -> list[WorkerKind]:
 
 
 def _options(scorer: ScorerSettings, timeout_s: float) -> dict[str, Any]:
-    """Return the options of a scorer; of a judge, which waits for others, with the time in which it must answer."""
-    return {"time_limit_s": _SHARE * timeout_s, **scorer.options} if scorer.name == JUDGE else scorer.options
+    """Return the options of a scorer; of one that waits for others, with the time in which it must answer."""
+    return {"time_limit_s": _SHARE * timeout_s, **scorer.options} if scorer.name in (CODE, JUDGE) else scorer.options
 
 
 def _kind(scorer: ScorerSettings, specs: tuple[ScorerSpec, ...], num_workers: int) -> WorkerKind:

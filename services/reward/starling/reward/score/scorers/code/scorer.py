@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from starling.common.errors import ConfigError
+from starling.common.sandbox.budget import TimeBudget
 from starling.common.sandbox.execution import OUTPUT_BYTES, has_executor, run_python
 from starling.common.sandbox.program_runs import call_function, check_program, compiled, run_compiled
 from starling.reward.score.scorers.code.blocks import LANGUAGES, Language, Source, program_of
@@ -45,6 +47,7 @@ def make_code(
     cpp_standard: str = "gnu++17",
     compile_timeout_s: float = 30.0,
     compile_memory_mb: int = 2048,
+    time_limit_s: float = 9.0,
 ) -> Scorer:
     """Make the scorer `code`.
 
@@ -52,7 +55,7 @@ def make_code(
     the tests are those of the row, in the forms of known data sets (see `datasets`).
 
     Args:
-        timeout_s: limit of one test, in seconds; give the scorer's own `timeout_s` room for all tests.
+        timeout_s: limit of one test, in seconds.
         memory_mb: limit on the address space of a program, in MiB.
         partial: return the share of tests that pass, instead of 1 for all and 0 otherwise.
         language: ``python`` or ``cpp``; ``auto`` for both.
@@ -61,13 +64,16 @@ def make_code(
         cpp_standard: of g++.
         compile_timeout_s: limit of a compilation, in seconds. A program is compiled once for all of its tests.
         compile_memory_mb: limit on the address space of the compiler, in MiB.
+        time_limit_s: limit of the compilation and all tests together, in seconds; tests that are left then are not
+            passed. By default nine tenths of the scorer's `timeout_s`: a program that took all of that would have no
+            reward, which is better than 0.
 
     Raises:
         ConfigError: an option is not valid, or a language cannot be run.
     """
     positive = {
         "timeout_s": timeout_s, "memory_mb": memory_mb, "compile_timeout_s": compile_timeout_s,
-        "compile_memory_mb": compile_memory_mb,
+        "compile_memory_mb": compile_memory_mb, "time_limit_s": time_limit_s,
     }  # fmt: skip
     for name, value in positive.items():
         if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
@@ -95,14 +101,17 @@ def make_code(
         program = program_of(completion, wanted)
         if program is None:
             return 0.0
-        passed = 0
-        with _ready(program, limits) as run:
-            for test in tests:
+        passed, budget = 0, TimeBudget(time_limit_s)
+        with _ready(program, limits, budget) as run:
+            for number, test in enumerate(tests):
+                if number and budget.is_spent:
+                    _say_late(number, len(tests), time_limit_s)
+                    break
                 if run is not None and run.passes(test):
                     passed += 1
                 elif not partial:
                     return 0.0
-        return passed / len(tests)
+        return passed / len(tests) if partial else float(passed == len(tests))
 
     return passes
 
@@ -112,18 +121,27 @@ _LANGUAGE_OF: Final[dict[str, Language | None]] = {"auto": None, "python": "pyth
 
 
 @contextlib.contextmanager
-def _ready(program: Source, limits: _Limits) -> Iterator[_Python | _Cpp | None]:
+def _ready(program: Source, limits: _Limits, budget: TimeBudget) -> Iterator[_Python | _Cpp | None]:
     """Yield what runs the tests of a program; None if it cannot be compiled."""
     if program.language == "python":
-        yield _Python(program.text, limits)
+        yield _Python(program.text, limits, budget)
         return
     with compiled(
         program.text,
         options=limits.compiler_options,
         timeout_s=limits.compile_timeout_s,
         memory_mb=limits.compile_memory_mb,
+        budget=budget,
     ) as made:
-        yield None if made is None else _Cpp(made, limits)
+        yield None if made is None else _Cpp(made, limits, budget)
+
+
+def _say_late(num: int, num_tests: int, time_limit_s: float) -> None:
+    print(
+        f"a program was still right when its time was over, after {num} of {num_tests} tests and {time_limit_s:g} s: "
+        "raise timeout_s of the scorer if they need more",
+        file=sys.stderr,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +150,7 @@ class _Python:
 
     text: str
     limits: _Limits
+    budget: TimeBudget
 
     def passes(self, test: Test) -> bool:
         """Return whether the program passes a test."""
@@ -144,6 +163,7 @@ class _Python:
                     timeout_s=limits.timeout_s,
                     memory_mb=limits.memory_mb,
                     output_bytes=_room(test),
+                    budget=self.budget,
                 )
                 return result.status == 0 and _prints(result.output, test, limits)
             case CallTest():
@@ -153,6 +173,7 @@ class _Python:
                     test.arguments,
                     timeout_s=limits.timeout_s,
                     memory_mb=limits.memory_mb,
+                    budget=self.budget,
                 )
                 same = (same_value(called.value, one, tolerance=limits.tolerance) for one in test.outputs)
                 return called.returned and any(same)
@@ -164,6 +185,7 @@ class _Python:
                     entry_points=test.entry_points,
                     timeout_s=limits.timeout_s,
                     memory_mb=limits.memory_mb,
+                    budget=self.budget,
                 ).finished
 
 
@@ -174,6 +196,7 @@ class _Cpp:
     made: int
     """Its descriptor."""
     limits: _Limits
+    budget: TimeBudget
 
     def passes(self, test: Test) -> bool:
         """Return whether the program passes a test."""
@@ -185,6 +208,7 @@ class _Cpp:
             timeout_s=self.limits.timeout_s,
             memory_mb=self.limits.memory_mb,
             output_bytes=_room(test),
+            budget=self.budget,
         )
         return result.status == 0 and _prints(result.output, test, self.limits)
 
