@@ -34,9 +34,7 @@ def colocated(seed: int, mix: str) -> Scenario:
 def partitioned(seed: int, mix: str) -> Scenario:
     """Return a scenario with long partitions, most of which deliver their messages afterwards."""
     scenario = colocated(seed, mix)
-    # With evaluation scores, seeds 0 and 6 of "everything" exceed the time limit, at the wake and the publication of
-    # policies: not yet explained.
-    plan = replace(scenario.plan, num_steps=10, start_s=1800.0, evaluation_scorers=())
+    plan = replace(scenario.plan, num_steps=10, start_s=1800.0)
     faults = replace(scenario.faults, partition_every_s=PARTITION_EVERY_S, cut_leases=PARTITION_LEASES, late=0.7)
     return replace(scenario, plan=plan, faults=faults, timeout_s=3600.0)
 

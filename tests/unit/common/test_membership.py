@@ -58,6 +58,15 @@ def test_late_wake_command_is_forbidden() -> None:
     assert not membership.forbids(GROUP, 11.0)
 
 
+def test_wake_command_without_a_welcome_is_forbidden() -> None:
+    membership = MembershipLease("rollout-0/1/")
+    membership.sent(1, 0.0)
+    assert membership.forbids(WAKE, 1.0), "without a lease it would keep the devices, however long it hears nothing"
+    assert not membership.forbids(GROUP, 1.0)
+    membership.welcomed("rollout-0/1/1", SHARED, LeaseTable(resend_s=2.0), 1.0)
+    assert not membership.forbids(WAKE, 1.0)
+
+
 def test_rejoining_drops_a_pending_wake_command() -> None:
     for answered_at, left in ((9.0, {WAKE, GROUP}), (11.0, {GROUP})):
         membership, leases = welcomed(said_at=0.0, heard_at=0.0)

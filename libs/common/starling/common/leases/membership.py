@@ -74,8 +74,12 @@ class MembershipLease:
         return not self.shares_devices or now <= self._until
 
     def forbids(self, lease: str, now: float) -> bool:
-        """Whether `lease` is a command to wake that may be out of date, because the membership lease has expired."""
-        return not self.is_valid(now) and lease_kind(lease) == "wake"
+        """Whether `lease` is a command to wake that may be out of date, because the membership lease has expired.
+
+        Or that came before the first welcome, which was lost: without a lease, the replica would never sleep by itself.
+        """
+        was_welcomed = self._until > float("-inf")
+        return not (was_welcomed and self.is_valid(now)) and lease_kind(lease) == "wake"
 
     def must_exit(self, role: Role, now: float) -> bool:
         """Whether a replica of `role` that still has its devices must exit, to release them."""
