@@ -75,15 +75,25 @@ class CallQueues:
         self._durations.record(call, self._forms[call.scorer], seconds)
 
     def put_back(self, calls: Sequence[Call]) -> None:
-        """Return calls to the heads of their queues, in their order."""
+        """Return calls to the heads of their queues, in their order.
+
+        If their kind of workers has been split since they were sent, their samples wait for the new form of the scorer.
+        """
         for call in reversed(calls):
-            self._kinds.of(call.scorer).queue.appendleft(call)
+            if self._forms.get(call.scorer) is None:
+                self.add(UndividedSamples(call.state, call.scorer, call.positions))
+            else:
+                self._kinds.of(call.scorer).queue.appendleft(call)
 
     def put_back_divided(self, call: Call) -> bool:
-        """Return the samples of a failed batch one by one; returns False if it is no batch, or they belong together."""
-        if len(call.positions) == 1 or self._forms[call.scorer].scope == "groupwise":
+        """Return the samples of a failed batch one by one; returns False if it is no batch, or they belong together.
+
+        Where the form of the scorer is no longer known, one sample is returned, too.
+        """
+        form = self._forms.get(call.scorer)
+        if form is not None and (len(call.positions) == 1 or form.scope == "groupwise"):
             return False
-        self.put_back([call._replace(positions=(position,)) for position in call.positions])
+        self.put_back([call] if form is None else [call._replace(positions=(position,)) for position in call.positions])
         return True
 
     def undivide(self, kind: KindState) -> None:
