@@ -21,7 +21,7 @@ from starling.reward.core.media import MediaForm, MediaKind, MediaRow, MediaTens
 from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 from starling.reward.score.decode.pool import DecodingPool, check_pool, open_pool
 from starling.reward.score.pool.pool import ScoringPool
-from starling.reward.score.workers.shared import MediaMemory
+from starling.reward.score.workers.shared import MediaMemory, SharedBuffer
 from starling.reward.settings import RewardSettings
 
 CLASSES = Path(__file__).with_name("pixel_scorers.py")
@@ -178,6 +178,8 @@ def test_latents_of_other_channels_fail_with_what_to_configure(pool: DecodingPoo
 
 def test_cancelled_task_gives_no_scores_and_frees_its_memory(pool: DecodingPool) -> None:
     memory = pool._memory
+    pool.submit(task([random_latents(0)]))  # now it is known what the scorers read
+    collect(pool, 1)
     gc.collect()
     before = memory.size_bytes
     pool.submit(task([random_latents(0, (16, 8, 8, 8)) for _ in range(4)]))
@@ -189,6 +191,22 @@ def test_cancelled_task_gives_no_scores_and_frees_its_memory(pool: DecodingPool)
     collect(pool, 1)
     gc.collect()
     assert memory.size_bytes == before
+
+
+def test_pixels_take_the_room_that_was_reserved_for_them(pool: DecodingPool) -> None:
+    pool.submit(task([random_latents(0)]))  # now it is known what the scorers read
+    collect(pool, 1)
+    gc.collect()
+    before = pool._memory.size_bytes
+    one = task([random_latents(0)], memory=pool._memory)
+    latents = one.media[0].buffer
+    assert isinstance(latents, SharedBuffer)
+    wanted = pool._geometries[16].pixels_of(one.media[0].form).size_bytes
+    latents.reserve(wanted)
+    assert pool._memory.size_bytes == before + latents.size_bytes + wanted
+    pool.submit(one)
+    assert pool._memory.size_bytes == before + latents.size_bytes + wanted, "not twice"
+    collect(pool, 1)
 
 
 def collect_within(pool: DecodingPool, seconds: float) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.common.wire.messages import CompletionText, Status
+from starling.reward.core.media import MediaForm, MediaTensor
 from starling.reward.core.requests import RequestResult, RewardRequest
 from starling.reward.core.samples import PromptText, Sample
 from starling.reward.http.errors import HttpError
@@ -20,6 +21,7 @@ from starling.reward.http.stores.memory import MemoryStore
 from starling.reward.http.stores.sqlite import SqliteStore
 from starling.reward.http.stores.store import ENTRY_BYTES, FinishedRequest, RequestBody, RequestStore
 from starling.reward.http.table import RequestTable
+from starling.reward.score.workers.shared import MediaMemory, SharedBuffer
 
 
 class Stage:
@@ -30,6 +32,7 @@ class Stage:
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.pixel_bytes = 0
+        self.memory = MediaMemory()
         limits = HttpSettings.model_validate(settings)
         self.table = RequestTable(
             limits,
@@ -37,6 +40,7 @@ class Stage:
             lambda request: self.submitted.append(request.id),
             self.cancelled.append,
             {},
+            self.memory,
             pixel_bytes=lambda request: self.pixel_bytes,
         )
 
@@ -53,10 +57,12 @@ class Stage:
         num_bytes: int = 0,
         info: dict[str, Any] | None = None,
         body: RequestBody | None = None,
+        media: tuple[MediaTensor, ...] = (),
     ) -> None:
         completion = CompletionText(text="a", status=Status.OK, num_tokens=1)
         samples = tuple(Sample(index, 0, completion) for index in range(num_samples))
-        await self.table.add(RewardRequest(id, (PromptText("", "", {}),), samples), num_bytes, body, info)
+        request = RewardRequest(id, (PromptText("", "", {}),), samples, media=media)
+        await self.table.add(request, num_bytes, body, info)
 
     async def finish(self, id: str, num_samples: int = 1, reward: float = 1.0) -> None:
         num = num_samples
@@ -212,5 +218,24 @@ def test_pixels_of_latents_count_before_they_are_made() -> None:
         await stage.add("d", num_bytes=20 << 20)
         assert await refused(stage.add("e", num_bytes=10 << 20)) == 429
         assert stage.submitted == ["b", "d"]
+
+    asyncio.run(scenario())
+
+
+def test_pixels_that_are_not_made_yet_are_reserved_until_they_are_or_never_will_be() -> None:
+    async def scenario() -> None:
+        stage = await Stage.started(max_memory_mb=64)
+        stage.pixel_bytes = 40 << 20
+        form = MediaForm("latents", "float32", (1, 1, 1, 64))
+        tensor = MediaTensor(form, 1, stage.memory.share([bytes(256)]))
+        await stage.add("a", num_bytes=256, media=(tensor,))
+        assert stage.table.held_bytes == (40 << 20) + 256 + ENTRY_BYTES
+        assert await refused(stage.add("b")) == 429
+        assert isinstance(tensor.buffer, SharedBuffer)
+        tensor.buffer.release(30 << 20)  # a decoder has that now
+        assert stage.table.held_bytes == (10 << 20) + 256 + ENTRY_BYTES
+        await stage.table.remove("a")
+        del tensor
+        assert stage.table.held_bytes == 0
 
     asyncio.run(scenario())

@@ -33,7 +33,7 @@ from starling.reward.http.stores.store import (
     decode_result,
     encode_result,
 )
-from starling.reward.score.workers.shared import MediaMemory
+from starling.reward.score.workers.shared import MediaMemory, SharedBuffer
 
 log = structlog.get_logger(__name__)
 
@@ -177,14 +177,7 @@ class RequestTable:
             HttpError: it would exceed a limit, or the store cannot be reached. It is not scored.
         """
         self._check_open()
-        pixel_bytes = self._pixel_bytes(request)
-        if num_bytes + pixel_bytes > self._max_bytes:
-            raise HttpError(
-                413,
-                f"its latents decode to {pixel_bytes >> 20} MiB of pixels, which with the request are more than "
-                f"reward.http.max_memory_mb, {self._max_bytes >> 20}; send fewer samples at a time",
-            )
-        self.check_room(num_bytes - request.media_bytes + pixel_bytes + ENTRY_BYTES)
+        self._check_fits(request, num_bytes)
         num = len(request.samples)
         if self.num_samples and self.num_samples + num > self._settings.max_samples:
             raise HttpError(
@@ -197,6 +190,7 @@ class RequestTable:
             id=request.id, body=body or RequestBody(), num_samples=num, num_bytes=num_bytes, info=info or {}
         )
         self._hold(stored, request.media_bytes)
+        self._reserve_pixels(request)
         stored_bytes = 2 * len(stored.body.data)  # with the record that is made of it
         self.size_bytes += stored_bytes
         try:
@@ -207,6 +201,27 @@ class RequestTable:
         finally:
             self.size_bytes -= stored_bytes
         self._submit(request)
+
+    def _check_fits(self, request: RewardRequest, num_bytes: int) -> None:
+        """Raise HttpError where there is no room for a request, whose media are there, with the pixels of its latents.
+
+        Args:
+            request: what is to be scored.
+            num_bytes: about what it takes in memory, its media included.
+        """
+        pixel_bytes = self._pixel_bytes(request)
+        if num_bytes + pixel_bytes > self._max_bytes:
+            raise HttpError(
+                413,
+                f"its latents decode to {pixel_bytes >> 20} MiB of pixels, which with the request are more than "
+                f"reward.http.max_memory_mb, {self._max_bytes >> 20}; send fewer samples at a time",
+            )
+        self.check_room(max(0, num_bytes - request.media_bytes) + pixel_bytes + ENTRY_BYTES)
+
+    def _reserve_pixels(self, request: RewardRequest) -> None:
+        """Count the pixels of a request before they are made: others may be accepted until then."""
+        if request.media and isinstance(latents := request.media[0].buffer, SharedBuffer):
+            latents.reserve(self._pixel_bytes(request))
 
     def finish(self, result: RequestResult) -> None:
         """Store the result of a request, and then wake those who wait for it. Called in the event loop."""
@@ -339,13 +354,19 @@ class RequestTable:
         end = self._clock() + self._settings.timeout_s
         while True:
             try:
-                # In a thread: other clients are not to wait for it.
-                async with self._reading:
-                    return await asyncio.to_thread(reader, stored.body.data, stored.id)
+                return await self._read_once(reader, stored)
             except (HttpError, ValueError) as error:
                 if not (isinstance(error, HttpError) and error.status == 429) or self._clock() >= end:
                     raise _UnusableRequest(f"the request cannot be read again after a restart: {error}") from None
             await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _read_once(self, reader: Reader, stored: StoredRequest) -> RewardRequest:
+        """Read a stored body. Raises HttpError where there is no room, and what its reader raises."""
+        async with self._reading:  # in a thread: other clients are not to wait for it
+            request = await asyncio.to_thread(reader, stored.body.data, stored.id)
+        self._check_fits(request, stored.num_bytes)
+        self._reserve_pixels(request)
+        return request
 
     async def _keep(self, entry: _Entry, data: bytes) -> None:
         """Store a result, however long it takes; then only the store holds it."""

@@ -132,12 +132,13 @@ def pixel_bytes(
     Args:
         request: with its samples.
         scorers: all of them.
-        inputs: what each of them reads; None if that is not known yet.
+        inputs: what each of them reads; None, or nothing at all, if that is not known yet: it may be pixels.
         geometries: of the VAEs.
     """
-    if not inputs or not any(tensor.form.kind == "latents" for tensor in request.media):
+    if not geometries or not any(tensor.form.kind == "latents" for tensor in request.media):
         return 0
-    decoded = [any(inputs[scorer] == "pixels" for scorer in wanted) for wanted in scorers_of(request, scorers)]
+    known = inputs or (None,) * len(scorers)
+    decoded = [any(known[scorer] in ("pixels", None) for scorer in wanted) for wanted in scorers_of(request, scorers)]
     total = 0
     for sample in request.samples:
         form = None if sample.media is None else request.media[sample.media.tensor].form

@@ -252,7 +252,7 @@ class DecodingPool:
             else:
                 forms[position] = geometry.pixels_of(form)
         try:
-            decoding.pixels = _allocated(self._memory, forms)
+            decoding.pixels = _allocated(self._memory, task, forms)
         except TooManyBuffersError as error:
             failures |= dict.fromkeys(forms, _Failure(Status.REWARD_ERROR, f"there is no memory for them: {error}."))
         if not decoding.pixels:
@@ -357,14 +357,20 @@ def check_pool(settings: RewardSettings, *, only_texts: bool = False) -> None:
         check_scorers(decoder_scorers(settings, geometries))
 
 
-def _allocated(memory: MediaMemory, forms: Mapping[int, MediaForm]) -> dict[int, MediaTensor]:
-    """Return memory for the pixels of samples, in one buffer. Raises TooManyBuffersError."""
+def _allocated(memory: MediaMemory, task: ScoreTask, forms: Mapping[int, MediaForm]) -> dict[int, MediaTensor]:
+    """Return memory for the pixels of samples of a task, in one buffer, for which room was reserved with the latents.
+
+    Raises TooManyBuffersError.
+    """
     offsets, end = dict[int, int](), 0
     for position, form in forms.items():
         offsets[position] = aligned(end)
         end = offsets[position] + form.size_bytes
     if not forms:
         return {}
+    latents = task.media[0].buffer
+    assert isinstance(latents, SharedBuffer)
+    latents.release(sum(form.size_bytes for form in forms.values()))
     buffer = memory.allocate(end)
     return {position: MediaTensor(form, 1, buffer, offsets[position]) for position, form in forms.items()}
 

@@ -50,7 +50,7 @@ class MediaMemory:
         # A buffer may be closed by the garbage collector, in a thread that has the lock.
         self._lock = threading.RLock()
         self.num_buffers = self.size_bytes = 0
-        """Of the buffers that are open."""
+        """Of the buffers that are open, with what is reserved."""
 
     def share(self, parts: Iterable[bytes | memoryview]) -> SharedBuffer:
         """Return a buffer with these bytes.
@@ -77,10 +77,10 @@ class MediaMemory:
 class SharedBuffer:
     """A buffer of fixed length; `MediaMemory` makes it."""
 
-    __slots__ = ("_fd", "_memory", "size_bytes")
+    __slots__ = ("_fd", "_memory", "_reserved_bytes", "size_bytes")
 
     def __init__(self, memory: MediaMemory, parts: Iterable[bytes | memoryview], unwritten_bytes: int = 0) -> None:
-        self._memory, self._fd, self.size_bytes = memory, -1, 0
+        self._memory, self._fd, self.size_bytes, self._reserved_bytes = memory, -1, 0, 0
         memory._count(1, 0)
         if memory.num_buffers > memory.max_buffers:
             raise TooManyBuffersError(f"{memory.max_buffers} requests with media are held")
@@ -98,7 +98,18 @@ class SharedBuffer:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
-        self._memory._count(-1, -self.size_bytes)
+        self._memory._count(-1, -self.size_bytes - self._reserved_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count memory that will be allocated for what is made of this buffer, until `release` or its end."""
+        self._memory._count(0, num_bytes)
+        self._reserved_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Count so much of what was reserved no more, since it is allocated now."""
+        num_bytes = min(num_bytes, self._reserved_bytes)
+        self._reserved_bytes -= num_bytes
+        self._memory._count(0, -num_bytes)
 
     def fileno(self) -> int:
         """Its descriptor, which is open as long as this object is."""
