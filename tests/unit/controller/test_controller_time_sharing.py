@@ -117,6 +117,19 @@ def test_restarted_controller_wakes_no_replica_at_once() -> None:
     assert sharing.obstacle([member_of("policy-0")], 20.0) == "policy-0", "the lease of the previous incarnation"
 
 
+def test_restarted_controller_waits_for_every_policy_of_the_run() -> None:
+    sharing = TimeSharing(shared=True, lease_s=10.0, num_policies=2, active="rollout")
+    sharing.restart(0.0)
+    joined = [member_of("policy-0"), member_of("policy-1")]
+    for member in joined:
+        sharing.note_answer(member, asleep=True)
+    assert sharing.obstacle(joined[:1], 299.0) == "replicas that were lost before the controller's restart", (
+        "policy-1, which may be in a step that cannot be interrupted"
+    )
+    assert sharing.obstacle(joined, 20.0) == ""
+    assert sharing.obstacle(joined[:1], 300.0) == ""
+
+
 def test_rollout_that_gave_groups_back_to_sleep_gets_work_when_it_wakes() -> None:
     script = generating(max_staleness=1, prompts_per_step=1)
     script.generate_and_score(0)

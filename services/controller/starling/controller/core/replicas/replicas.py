@@ -18,7 +18,7 @@ class Replicas:
         """`initial_version`: see `Membership`."""
         self.membership = Membership(plan.lease_s, initial_version)
         self.leases = Leases()
-        self.sharing = TimeSharing(plan.colocate, plan.lease_s)
+        self.sharing = TimeSharing(plan.colocate, plan.lease_s, plan.num_policies)
         self.slots = SlotIndex(self.leases, self.membership, self.sharing)
         self.lengths = LengthEstimates()
         self.had_quorum = False

@@ -49,6 +49,8 @@ class TimeSharing:
 
     shared: bool
     lease_s: float
+    num_policies: int = 1
+    """That the run is started with."""
     active: DeviceRole = "policy"
     """The side that has the devices, or gets them next. Policies begin: the first version must be published."""
     waited_at: float | None = None
@@ -124,8 +126,9 @@ class TimeSharing:
         """
         others = list(others)
         awake = self.awake(others, now)
-        # There is usually one policy: a policy that has joined is the one from before the restart.
-        unknown: DeviceRole = "policy" if self.inactive == "policy" and not others else "rollout"
+        # Once as many policies have joined as the run has, none from before the restart is missing.
+        is_missing = self.inactive == "policy" and len(others) < self.num_policies
+        unknown: DeviceRole = "policy" if is_missing else "rollout"
         if now < self._not_before.get(unknown, now):
             return "replicas that were lost before the controller's restart"
         return ", ".join(awake)
