@@ -119,6 +119,26 @@ def test_memory_of_requests_and_results_is_limited_and_free_again_when_they_expi
     asyncio.run(scenario())
 
 
+def test_body_that_would_never_have_room_is_refused_for_good() -> None:
+    async def scenario() -> None:
+        stage = await Stage.started(max_memory_mb=1, max_body_mb=1)
+        with pytest.raises(HttpError, match="would take 2 MiB in memory") as caught:
+            stage.table.check_room(2 << 20)
+        assert (caught.value.status, caught.value.retry_after_s) == (413, None)
+        for num_bytes in (700_000, 1 << 21):
+            with pytest.raises(HttpError, match="max_memory_mb is 1") as caught:
+                async with stage.table.reading(400_000) as count:
+                    count(num_bytes)
+            assert (caught.value.status, stage.table.held_bytes) == (413, 0)
+        async with stage.table.reading(400_000) as count:
+            count(300_000)
+            assert stage.table.held_bytes == 700_000
+            assert await refused(stage.add("a", num_bytes=800_000)) == 429
+        assert stage.table.held_bytes == 0
+
+    asyncio.run(scenario())
+
+
 def test_body_counts_until_it_is_stored(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = SqliteStore(tmp_path / "s.sqlite", 60.0)

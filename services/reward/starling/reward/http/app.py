@@ -131,11 +131,13 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
 
 async def _read(reader: RewardsReader, table: RequestTable, data: bytes) -> AskedRewards:
     """Read a body, for which there is room; a large one in a thread: the others are not to wait for it."""
-    size_bytes = memory_of(data)
     if len(data) <= LARGE_BYTES:
+        size_bytes = memory_of(data)
         table.check_room(size_bytes)
         return reader.read(data, size_bytes)
-    async with table.reading(size_bytes):
+    async with table.reading(len(data)) as count:
+        size_bytes = await asyncio.to_thread(memory_of, data)
+        count(size_bytes - len(data))
         return await asyncio.to_thread(reader.read, data, size_bytes)
 
 

@@ -19,6 +19,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+LARGE_BYTES: Final = 1 << 20
+"""The parts of a larger body are joined in a thread of its own."""
 UNAUTHORISED_DRAIN_S: Final = 2.0
 """How long the body of a request without the token is read, and dropped."""
 
@@ -94,7 +96,8 @@ class LimitedBodies:
                     reserved += len(part)
                     parts.append(part)
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        # Others go on meanwhile.
+                        return await asyncio.to_thread(b"".join, parts) if reserved > LARGE_BYTES else b"".join(parts)
         except TimeoutError:
             raise HttpError(408, f"the body was not complete after {self._timeout_s:g} s; send it at once") from None
         finally:

@@ -131,6 +131,7 @@ class RequestTable:
 
     def check_room(self, num_bytes: int) -> None:
         """Raise HttpError if a body of `num_bytes` would exceed the limit on memory."""
+        self._check_alone(num_bytes)
         held = self.held_bytes
         if held + num_bytes > self._max_bytes:
             raise HttpError(
@@ -141,22 +142,39 @@ class RequestTable:
             )
 
     @asynccontextmanager
-    async def reading(self, num_bytes: int) -> AsyncIterator[None]:
+    async def reading(self, num_bytes: int) -> AsyncIterator[Callable[[int], None]]:
         """Count what a large body takes while it is read, besides its media, and wait until it may be read.
 
         One is read at a time: each takes several times its size meanwhile, and room for media that was found is still
-        there when they are written.
+        there when they are written. Yields a function that counts more for it, and raises HttpError, too.
 
         Raises:
             HttpError: there is no room for it.
         """
-        self.check_room(num_bytes)
-        self.size_bytes += num_bytes
+        counted = 0
+
+        def count(more_bytes: int) -> None:
+            nonlocal counted
+            self._check_alone(counted + more_bytes)
+            self.check_room(more_bytes)
+            self.size_bytes += more_bytes
+            counted += more_bytes
+
         try:
+            count(num_bytes)
             async with self._reading:
-                yield
+                yield count
         finally:
-            self.size_bytes -= num_bytes
+            self.size_bytes -= counted
+
+    def _check_alone(self, num_bytes: int) -> None:
+        """Raise HttpError if a body that takes `num_bytes` would never have room."""
+        if num_bytes > self._max_bytes:
+            raise HttpError(
+                413,
+                f"the body would take {num_bytes >> 20} MiB in memory, and reward.http.max_memory_mb is "
+                f"{self._max_bytes >> 20}; send fewer samples, or values, at a time",
+            )
 
     async def add(
         self,
