@@ -410,6 +410,17 @@ def test_token_comes_from_the_environment_and_others_need_one(tmp_path: Path) ->
     )
     assert open_to_all.returncode == 2
     assert "reward.http.host is '0.0.0.0', which others can reach, and there is no token" in open_to_all.stderr
+    slow = """--reward.scorers=[{name = "no_such_module:f"}]"""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for flags, problem in (
+            (("--reward.http.host", "0.0.0.0"), "there is no token"),
+            (("--reward.http.port", str(taken.getsockname()[1])), "the server cannot listen on 127.0.0.1:"),
+        ):
+            early = subprocess.run(
+                [*command, slow, *flags], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            )
+            assert early.returncode == 2
+            assert problem in early.stderr, "before any scorer is loaded, which can take minutes"
     without_any = subprocess.run(
         [*command, "--reward.http.enabled", "false"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
@@ -437,7 +448,7 @@ def test_controller_and_http_clients_share_the_workers(hub: FakeHub, tmp_path: P
     with replica(hub, "reward-0", tmp_path, "--config", str(path), "--reward.http.port", "0") as reward:
         hub.hello("reward-0")
         assert isinstance(reward, ForkedReplica)
-        output = reward.wait_for_output("ready")
+        output = reward.wait_for_output("scorers_loaded")
         port = int(output.partition("base_url=http://127.0.0.1:")[2].split()[0])
         lease = hub.lease("score")
         completions = tuple(wire.CompletionText(text=one, status=wire.Status.OK, num_tokens=1) for one in ("abc", "b"))

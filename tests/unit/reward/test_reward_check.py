@@ -36,6 +36,19 @@ def test_every_built_in_scorer_can_be_used() -> None:
     check_scorers(RewardSettings.model_validate({"scorers": scorers, "sandbox": level}))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"python": "/nowhere/python"}, "Scorer 'math': python is '/nowhere/python', which cannot be run"),
+        ({"needs": {"paths": ["/nowhere"]}}, "Scorer 'math': paths has '/nowhere', which does not exist"),
+    ],
+)
+def test_scorer_whose_worker_cannot_be_started_is_named(wrong: dict[str, Any], problem: str) -> None:
+    scorers = [{"name": "exact_match"}, {"name": "math", **wrong}]
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        check_scorers(RewardSettings.model_validate({"scorers": scorers}))
+
+
 def test_user_scorer_is_found_by_path_and_in_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("from beside import f\nclass A:\n    g = staticmethod(f)\n")
     (tmp_path / "beside.py").write_text("def f(completion, reference, prompt_text, metadata): return 1\n")
@@ -87,7 +100,7 @@ def test_unusable_scorer_is_named_with_a_remedy(name: str, options: dict[str, An
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
-        ("import os; os._exit(5)", r"ended their process \(exit status 5\)"),
+        ("import os; os._exit(5)", r"ended its process \(exit status 5\)"),
         ("import sys; sys.exit('no licence')", r"SystemExit: no licence"),
         ("1 / 0", r"ZeroDivisionError"),
         ("while True: pass", r"took longer than 0.3 s"),

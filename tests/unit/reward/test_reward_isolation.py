@@ -298,7 +298,7 @@ def test_scorer_that_takes_more_memory_than_its_limit_is_ended(folder: Path, wha
 
 def test_import_that_takes_more_memory_than_the_limit_fails_the_start(folder: Path) -> None:
     (folder / "large.py").write_text("kept = bytearray(1 << 30)\ndef f(c, r, p, m): return 1.0\n")
-    with pytest.raises(ConfigError, match=r"MemoryError|exceeded their limit of 256 MiB: raise memory_mb"):
+    with pytest.raises(ConfigError, match=r"MemoryError|exceeded the limit of 256 MiB: raise memory_mb"):
         check_scorers(settings({"name": f"{folder}/large.py:f", "memory_mb": 256}))
 
 

@@ -134,6 +134,11 @@ class HttpServer:
         self._socket.close()
 
 
+def check_address(address: HttpAddress) -> None:
+    """Raise ConfigError when no server can listen there now."""
+    _listen(address).close()
+
+
 def _listen(address: HttpAddress) -> socket.socket:
     host, port = address.host, address.port
     try:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import structlog
 
-from starling.common.http.server import HttpAddress, HttpServer, replica_port
+from starling.common.http.server import HttpAddress, HttpServer, check_address, replica_port
 from starling.common.settings import environment_variable
 from starling.common.wakeup import Wakeup
 from starling.reward.core import requests as core
@@ -27,7 +27,7 @@ from starling.reward.http.app import make_application
 from starling.reward.http.cosmos.pushed import PushedScores
 from starling.reward.http.cosmos.routes import BODY_FORM, REPLICA_VARIABLE, CosmosService, scorers_by_type
 from starling.reward.http.schema import RewardsReader
-from starling.reward.http.settings import TOKEN_VARIABLES
+from starling.reward.http.settings import TOKEN_VARIABLES, HttpSettings
 from starling.reward.http.status import ServiceStatus
 from starling.reward.http.stores.make import make_store
 from starling.reward.http.table import RequestTable
@@ -49,6 +49,20 @@ class CancelRequest:
     id: str
 
 
+def check_http(settings: HttpSettings, replica: str) -> None:
+    """Raise ConfigError when a service cannot listen, before its scorers are loaded, which can take minutes."""
+    settings.check_token(_token(settings))
+    check_address(_address(settings, replica))
+
+
+def _token(settings: HttpSettings) -> str:
+    return (settings.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")).strip()
+
+
+def _address(settings: HttpSettings, replica: str) -> HttpAddress:
+    return HttpAddress(settings.host, replica_port(settings.port, replica), "reward.http")
+
+
 class HttpFrontEnd:
     """Requests of HTTP clients.
 
@@ -64,7 +78,7 @@ class HttpFrontEnd:
 
     def __init__(self, settings: RewardSettings, replica: str, folder: Path, media: MediaMemory) -> None:
         http = settings.http
-        token = (http.token or next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), "")).strip()
+        token = _token(http)
         http.check_token(token)
         self._scorers = settings.weighted_scorers()
         self._requests = core.RewardRequests(self._scorers, settings.bounds, http.timeout_s)
@@ -100,7 +114,7 @@ class HttpFrontEnd:
         )
         self._server = HttpServer(
             make_application(http, token, self._table, reader, lambda: self._status, self._cosmos),
-            HttpAddress(http.host, replica_port(http.port, replica), "reward.http"),
+            _address(http, replica),
             headers_s=http.read_timeout_s,
             unread_s=http.write_timeout_s,
         )

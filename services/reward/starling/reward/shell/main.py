@@ -76,6 +76,11 @@ class Shell:
             raise ConfigError(
                 "--controller is missing; give tcp://host:port, or set reward.http.enabled = true to serve HTTP only"
             )
+        if settings.reward.http.enabled:
+            # Imported here: a replica without HTTP does not load the web server's packages.
+            from starling.reward.shell.http import HttpFrontEnd, check_http
+
+            check_http(settings.reward.http, arguments.name)
         check_pool(settings.reward, only_texts=not settings.reward.http.enabled)
         self._settings = settings.reward
         raise_descriptor_limit()
@@ -85,11 +90,10 @@ class Shell:
         if arguments.controller:
             self._fronts.append(ControllerFrontEnd(settings.reward, link_settings(arguments, settings)))
         if settings.reward.http.enabled:
-            # Imported here: a replica without HTTP does not load the web server's packages.
-            from starling.reward.shell.http import HttpFrontEnd
-
             self._fronts.append(HttpFrontEnd(settings.reward, arguments.name, arguments.folder, self._memory))
         self._reported_at = float("-inf")
+        self._begun_at = time.monotonic()
+        self._is_loaded = False
 
     def run(self, stop: StopSignal) -> None:
         """Serve until the controller ends the run, or `stop` is requested."""
@@ -135,6 +139,9 @@ class Shell:
 
     def _report(self, pool: AnyPool) -> None:
         self._reported_at = time.monotonic()
+        if not self._is_loaded and pool.is_ready:
+            self._is_loaded = True
+            log.info("scorers_loaded", after_s=round(self._reported_at - self._begun_at, 3))
         for front in self._fronts:
             front.report(pool)
 

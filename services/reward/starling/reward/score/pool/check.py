@@ -37,7 +37,11 @@ def check_scorers(settings: RewardSettings, *, only_texts: bool = False) -> None
 
 def _problem_of(kind: WorkerKind, sandboxing: Sandboxing, settings: RewardSettings, *, only_texts: bool) -> str:
     """Return why the scorers of a kind cannot be used, in one sentence; empty if they can."""
-    process = WorkerProcess(kind, sandboxing)
+    try:
+        process = WorkerProcess(kind, sandboxing)
+    except ConfigError as error:  # it names a value of `needs`, `python` or `device`, and not whose it is
+        named = _named(kind, settings)
+        return f"{named[0].upper()}{named[1:]}: {error}"
     try:
         return _await_ready(process, kind, settings, only_texts=only_texts)
     finally:
@@ -60,12 +64,18 @@ def _await_ready(process: WorkerProcess, kind: WorkerKind, settings: RewardSetti
         if process.ended:
             exit = process.exit_description()
             if exit.cause == "memory":
-                return f"Importing the scorers exceeded their {exit.text}: raise memory_mb."
-            return f"Importing the scorers ended their process ({exit.text})."
+                return f"Importing {_named(kind, settings)} exceeded the {exit.text}: raise memory_mb."
+            return f"Importing {_named(kind, settings)} ended its process ({exit.text})."
     return (
-        f"Importing the scorers took longer than {timeout_s:g} s: make their modules import faster, or raise "
+        f"Importing {_named(kind, settings)} took longer than {timeout_s:g} s: make it import faster, or raise "
         "start_timeout_s."
     )
+
+
+def _named(kind: WorkerKind, settings: RewardSettings) -> str:
+    """Return the scorers of a kind as a sentence names them."""
+    titles = [repr(settings.scorers[spec.index].title) for spec in kind.scorers]
+    return f"scorer{'s' * (len(titles) > 1)} {', '.join(titles)}"
 
 
 def _problem_of_forms(
