@@ -34,6 +34,7 @@ class JudgeServer:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.encodings: list[str | None] = []
         self.most_at_a_time = self._num_now = 0
         self._lock = threading.Lock()
         self.url = ""
@@ -44,6 +45,7 @@ class JudgeServer:
             number = len(self.requests)
             self.requests.append(body)
             self.keys.append(handler.headers.get("authorization"))
+            self.encodings.append(handler.headers.get("accept-encoding"))
             self._num_now += 1
             self.most_at_a_time = max(self.most_at_a_time, self._num_now)
         reply = self.answer(body, number)

@@ -14,6 +14,12 @@ Answer = Literal["json_schema", "json", "regex"]
 VERDICTS: Final = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """Answers to a comparison, and how much of it the first response has won."""
 _TAG_CHARS: Final = 12
+_SPECIAL: Final = re.compile(
+    r"(?<=<)(?=[|\uff5c]|/?s>|(?:start|end)_of_turn>|(?:bos|eos)>)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT)\])", re.IGNORECASE
+)
+"""Places within special tokens of chat templates, as in `<|im_end|>`, `</s>`, `<end_of_turn>` and `[INST]`."""
+_SEPARATOR: Final = "\u200b"
+"""A space without width."""
 
 
 class AnswerError(Exception):
@@ -38,12 +44,14 @@ class Questions:
     def messages(self, prompt: str, reference: str, completions: tuple[str, ...]) -> list[dict[str, str]]:
         """Return the question about a completion, or about which of two is better.
 
-        What a model wrote is between tags with a digest of it, so that it cannot contain the end of its own tag.
+        What a model wrote is between tags with a digest of it, so that it cannot contain the end of its own tag; and
+        special tokens in it are taken apart, since a server may read them as the end of the message.
         """
         names = ("response",) if len(completions) == 1 else ("response-A", "response-B")
         parts = [_tagged("prompt", prompt)] if prompt else []
         parts += [_tagged("reference", reference)] if reference else []
-        parts += [_tagged(name, text) for name, text in zip(names, completions, strict=True)]
+        texts = [_SPECIAL.sub(_SEPARATOR, text) for text in completions]
+        parts += [_tagged(name, text) for name, text in zip(names, texts, strict=True)]
         return [
             {"role": "system", "content": f"{self.rubric}\n\n{self._instruction()}"},
             {"role": "user", "content": "\n\n".join(parts)},
@@ -109,15 +117,19 @@ class Questions:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, the last one first: a judge may think aloud before it answers."""
-    decoder = json.JSONDecoder()
-    for place in reversed([found.start() for found in re.finditer(r"\{", text)]):
+    """Yield the JSON objects in a text, the last one first: a judge may think aloud before it answers.
+
+    What lies within one of them is none of its own: that may be quoted from what is judged.
+    """
+    decoder, found, place = json.JSONDecoder(), list[dict[str, Any]](), 0
+    while (place := text.find("{", place)) >= 0:
         try:
-            value, _ = decoder.raw_decode(text, place)
+            value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
+            place += 1
+        else:
+            found.append(value)
+    yield from reversed(found)
 
 
 def _tagged(name: str, text: str) -> str:

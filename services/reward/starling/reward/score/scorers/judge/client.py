@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 import time
 from typing import Any, Final
 
@@ -32,7 +34,7 @@ class RetryableError(JudgeError):
 
 
 class JudgeClient:
-    """Thread-safe.
+    """Thread-safe. An event loop in its own thread ends each question at its time limit, whatever the server sends.
 
     Args:
         base_url: as `https://api.openai.com/v1`.
@@ -43,8 +45,10 @@ class JudgeClient:
     def __init__(self, base_url: str, key: str, num_connections: int) -> None:
         self._url = base_url.rstrip("/") + "/chat/completions"
         limits = httpx2.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx2.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
+        headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._client = httpx2.AsyncClient(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="judge-client", daemon=True).start()
 
     def ask(self, body: dict[str, Any], timeout_s: float) -> str:
         """Return the text of the answer to a chat.
@@ -52,17 +56,22 @@ class JudgeClient:
         Raises:
             JudgeError: there is none within `timeout_s`.
         """
-        until = time.monotonic() + timeout_s
+        return asyncio.run_coroutine_threadsafe(self._ask(body, timeout_s), self._loop).result()
+
+    async def _ask(self, body: dict[str, Any], timeout_s: float) -> str:
+        data = bytearray()
         try:
-            with self._client.stream("POST", self._url, json=body, timeout=timeout_s) as response:
-                data = bytearray()
-                for part in response.iter_bytes():
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream("POST", self._url, json=body, timeout=timeout_s) as response,
+            ):
+                if response.headers.get("content-encoding", "identity") != "identity":  # it may grow a thousandfold
+                    raise JudgeError("its response is compressed, which was not asked for")
+                async for part in response.aiter_raw():
                     data += part
                     if len(data) > ANSWER_BYTES:
                         raise JudgeError(f"its response is longer than {ANSWER_BYTES} bytes")
-                    if time.monotonic() > until:
-                        raise RetryableError(f"its response did not end within {timeout_s:.3g} s")
-        except httpx2.TimeoutException as error:
+        except (TimeoutError, httpx2.TimeoutException) as error:
             raise RetryableError(f"it did not answer within {timeout_s:.3g} s ({type(error).__name__})") from None
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise RetryableError(f"it cannot be reached ({type(error).__name__})") from None
