@@ -79,7 +79,8 @@ class Acting:
                     return {"other": [1.0] * number}
                 case "list":
                     return [1.0] * number
-        return {"score": [None if text == "none" else 1.0 for text in batch.completions]}
+        instead = {"none": None, "reason": "it is\ntoo long"}
+        return {"score": [instead.get(text, 1.0) for text in batch.completions]}
 
 
 class OnceLost:

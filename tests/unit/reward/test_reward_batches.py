@@ -97,6 +97,7 @@ def test_batch_has_all_fields_of_its_completions() -> None:
         ("keys", "returned the keys ['other'], not ['score']."),
         ("list", "returned a list, not a dictionary of scores by key."),
         ("none", "returned None."),
+        ("reason", "gave no score: it is too long."),
         ("exit", "ended its worker process (exit status 3)."),
     ],
 )

@@ -28,10 +28,16 @@ def describe_raised(error: BaseException) -> str:
 def describe_type(error: BaseException) -> str:
     """Return an exception without its line, for a reader to whom the paths of this machine are of no use."""
     try:
-        text = " ".join(str(error).split())
+        text = str(error)
     except Exception:  # noqa: BLE001 - a user's exception may fail in __str__
         text = "(its text cannot be had)"
-    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = type(error).__name__
+    return plain_text(f"{name}: {text}" if text.strip() else name)
+
+
+def plain_text(text: str) -> str:
+    """Return a text of user code on one line, in UTF-8 and bounded."""
+    text = " ".join(text.split())
     text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
     return text.encode("utf-8", "replace").decode()
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import msgspec
 
 from starling.common.errors import ConfigError
-from starling.common.raised import describe_raised
+from starling.common.raised import describe_raised, plain_text
 from starling.common.wire.messages import CompletionText
 from starling.reward.core.media import INPUTS, Input
 from starling.reward.core.samples import PromptText
@@ -166,11 +166,15 @@ def class_scorer(name: str, scorer: Any) -> LoadedScorer:
             batch = _batch(samples)
             if media:
                 batch = _with_media(batch, form.media, media)
-            columns = _columns(scorer.score(batch), form.keys, len(samples))
+            columns, reasons = _columns(scorer.score(batch), form.keys, len(samples))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
             nothing = ((None,) * len(form.keys),) * len(samples)
             return BatchScores(nothing, (_problem(error),) * len(samples), _is_exhaustion(error))
-        return BatchScores(tuple(zip(*columns, strict=True)), tuple(map(_missing, zip(*columns, strict=True))))
+        rows = tuple(zip(*columns, strict=True))
+        problems = (
+            reason or ("returned None" if None in row else "") for row, reason in zip(rows, reasons, strict=True)
+        )
+        return BatchScores(rows, tuple(problems))
 
     return LoadedScorer(form, score)
 
@@ -226,19 +230,26 @@ def _with_media(batch: Batch, kind: Input, media: Media) -> Batch:
     return replace(batch, latents=arrays, fps=fps, outputs=outputs)
 
 
-def _columns(returned: object, keys: tuple[str, ...], num: int) -> list[list[float | None]]:
-    """Return the scores by key, of `num` samples. Raises _InvalidResultError."""
+def _columns(returned: object, keys: tuple[str, ...], num: int) -> tuple[list[list[float | None]], list[str]]:
+    """Return the scores by key, of `num` samples, and of each the reason that it has in place of a number.
+
+    Raises:
+        _InvalidResultError: they are no scores.
+    """
     if not isinstance(returned, Mapping):
         raise _InvalidResultError(f"returned a {type(returned).__name__}, not a dictionary of scores by key")
     if set(returned) != set(keys):
         raise _InvalidResultError(f"returned the keys {sorted(map(str, returned))}, not {sorted(keys)}")
-    columns = []
+    columns, reasons = list[list[float | None]](), [""] * num
     for key in keys:
         values = returned[key]
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(values) != num:
             raise _InvalidResultError(f"returned no list of {num} scores as {key!r}")
-        columns.append([None if value is None else _number(value) for value in values])
-    return columns
+        columns.append([None if value is None or isinstance(value, str) else _number(value) for value in values])
+        for index, value in enumerate(values):
+            if isinstance(value, str):
+                reasons[index] = reasons[index] or f"gave no score: {plain_text(value)}"
+    return columns, reasons
 
 
 def _number(value: object) -> float:
@@ -249,10 +260,6 @@ def _number(value: object) -> float:
     if not math.isfinite(number):
         raise _InvalidResultError(f"returned {number}")
     return number
-
-
-def _missing(scores: tuple[float | None, ...]) -> str:
-    return "returned None" if None in scores else ""
 
 
 def _problem(error: BaseException) -> str:

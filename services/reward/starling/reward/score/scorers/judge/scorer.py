@@ -157,8 +157,8 @@ class Judge:
         self._client = JudgeClient(self._base_url, key, self._concurrency)
         self._threads = ThreadPoolExecutor(self._concurrency, "judge")
 
-    def score(self, batch: Any) -> dict[str, list[float | None]]:
-        """Return the scores of a batch, or of a group; None where the judge gave no answer in time.
+    def score(self, batch: Any) -> dict[str, Sequence[float | str | None]]:
+        """Return the scores of a batch, or of a group; the reason where the judge gave no answer in time.
 
         Raises:
             JudgeError: it gave none at all.
@@ -172,7 +172,7 @@ class Judge:
         ]
         found = self._ask_all(asked, until)
         return {
-            key: [None if scores is None else scores[number] for scores in found]
+            key: [scores if isinstance(scores, str) else scores[number] for scores in found]
             for number, key in enumerate(self.keys)
         }
 
@@ -187,20 +187,19 @@ class Judge:
         found = self._ask_all([(prompt, reference, (texts[a], texts[b])) for a, b in orders], until) if orders else []
         for number, pair in enumerate(open_pairs):
             forward, backward = found[2 * number], found[2 * number + 1]
-            if forward is not None and backward is not None:  # one order alone would have the bias of a position
+            if not isinstance(forward, str) and not isinstance(
+                backward, str
+            ):  # one order alone would have the bias of a position
                 wins[pair] = (forward[0] + 1.0 - backward[0]) / 2
         return self._rank(len(texts), wins)
 
     def _ask_all(
         self, asked: Sequence[tuple[str, str, tuple[str, ...]]], until: float
-    ) -> list[tuple[float, ...] | None]:
-        """Return the scores of each question, None where it failed. Raises JudgeError if all of them did."""
+    ) -> list[tuple[float, ...] | str]:
+        """Return the scores of each question, or why it failed. Raises JudgeError if all of them did."""
         futures = [self._threads.submit(self._ask, *one, until) for one in asked]
-        found, problems = list[tuple[float, ...] | None](), list[str]()
-        for future in futures:
-            scores, problem = _result(future, until)
-            found.append(scores)
-            problems += [problem] if problem else []
+        found = [_result(future, until) for future in futures]
+        problems = [one for one in found if isinstance(one, str)]
         if problems and len(problems) == len(asked):
             raise JudgeError(f"the judge gave no answer: {problems[-1]}")
         if problems:
@@ -244,15 +243,15 @@ class Judge:
         return scores
 
 
-def _result(future: Future[tuple[float, ...]], until: float) -> tuple[tuple[float, ...] | None, str]:
-    """Return the scores of a question, or None and why there are none."""
+def _result(future: Future[tuple[float, ...]], until: float) -> tuple[float, ...] | str:
+    """Return the scores of a question, or why there are none."""
     try:
-        return future.result(max(0.0, until - time.monotonic())), ""
+        return future.result(max(0.0, until - time.monotonic()))
     except JudgeError as error:
-        return None, str(error)
+        return str(error)
     except TimeoutError:
         future.cancel()
-        return None, "its time is over"
+        return "its time is over"
 
 
 def _check_numbers(**numbers: tuple[object, int]) -> None:

@@ -108,15 +108,12 @@ class SequenceRewardModel:
         self._model = model.eval().requires_grad_(False).to(device)
         self._longest = self._max_length or int(getattr(model.config, "max_position_embeddings", 0) or 0)
 
-    def score(self, batch: Any) -> dict[str, list[float | None]]:
-        """Return the score of each completion of a batch; None for what is too long."""
-        scores: list[float | None] = [None] * len(batch)
+    def score(self, batch: Any) -> dict[str, list[float | str]]:
+        """Return the score of each completion of a batch, or the reason why it has none."""
         encoded = [self._encode(*one) for one in zip(batch.prompts, batch.completions, batch.metadata, strict=True)]
-        places = [place for place, ids in enumerate(encoded) if ids is not None]
-        found = self._forward([ids for ids in encoded if ids is not None]) if places else []
-        for place, value in zip(places, found, strict=True):
-            scores[place] = value
-        return {"score": scores}
+        inputs = [one for one in encoded if not isinstance(one, str)]
+        found = iter(self._forward(inputs) if inputs else ())
+        return {"score": [one if isinstance(one, str) else next(found) for one in encoded]}
 
     def _read_template(self) -> str | None:
         """Return the chat template, None for the tokenizer's own. Raises ConfigError if there is none."""
@@ -132,8 +129,8 @@ class SequenceRewardModel:
             )
         return given or None
 
-    def _encode(self, prompt: str, completion: str, metadata: dict[str, Any]) -> dict[str, list[int]] | None:
-        """Return the model's input by name, each a list of integers; None if it is too long."""
+    def _encode(self, prompt: str, completion: str, metadata: dict[str, Any]) -> dict[str, list[int]] | str:
+        """Return the model's input by name, each a list of integers, or why it is none: it is too long."""
         if self._form == "pair":
             encoding = self._tokenizer(prompt, completion)
             named = {name: list(encoding[name]) for name in encoding if name != "attention_mask"}
@@ -141,7 +138,8 @@ class SequenceRewardModel:
             named = {"input_ids": self._tokens(prompt, completion, metadata)}
         excess = len(named["input_ids"]) - self._longest if self._longest else 0
         if excess > 0 and self._too_long == "fail":
-            return None
+            num = len(named["input_ids"])
+            return f"it has {num} tokens with its prompt, and the model takes {self._longest}; see too_long"
         return {name: ids[max(0, excess) :] for name, ids in named.items()}
 
     def _tokens(self, prompt: str, completion: str, metadata: dict[str, Any]) -> list[int]:
