@@ -22,7 +22,8 @@ from starling.reward.core.samples import PromptText, Sample, Score, ScoreTask
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.registry import load_scorer
-from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, aligned
+from starling.reward.score.workers.places import offsets_of, padded
+from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError
 from starling.reward.settings import RewardSettings
 
 CLASSES = Path(__file__).with_name("media_scorers.py")
@@ -45,14 +46,10 @@ def clip(value: int, num_frames: int = 2, height: int = 3, width: int = 4) -> np
 
 def tensors_of(memory: MediaMemory, *arrays: np.ndarray, dtype: str = "", fps: float = 0.0) -> tuple[MediaTensor, ...]:
     """Return a tensor for each array, all in one buffer."""
-    parts, places, end = list[bytes](), list[int](), 0
-    for array in arrays:
-        places.append(aligned(end))
-        parts += [bytes(places[-1] - end), array.tobytes()]
-        end = places[-1] + array.nbytes
-    buffer = memory.share(parts)
-    kinds: list[MediaKind] = ["pixels" if array.dtype == np.uint8 else "latents" for array in arrays]
-    forms = [MediaForm(kind, dtype or str(one.dtype), one.shape, fps) for kind, one in zip(kinds, arrays, strict=True)]
+    places, _ = offsets_of(array.nbytes for array in arrays)
+    buffer = memory.share(padded((array.tobytes(),) for array in arrays))
+    kinds: dict[str, MediaKind] = {"uint8": "pixels", "int32": "token_ids"}
+    forms = [MediaForm(kinds.get(str(one.dtype), "latents"), dtype or str(one.dtype), one.shape, fps) for one in arrays]
     return tuple(MediaTensor(form, 1, buffer, place) for form, place in zip(forms, places, strict=True))
 
 
@@ -146,16 +143,7 @@ def test_latents_of_any_type_are_float32(memory: MediaMemory) -> None:
 def test_scorer_gets_token_ids_of_each_completion(memory: MediaMemory) -> None:
     ids = [np.array(one, np.int32) for one in ([1, 2, 151_643], [], [2**31 - 1])]
     with ScoringPool(settings("TokenIds")) as pool:
-        places, parts, end = list[int](), list[bytes](), 0
-        for one in ids:
-            places.append(aligned(end))
-            parts += [bytes(places[-1] - end), one.tobytes()]
-            end = places[-1] + one.nbytes
-        buffer = memory.share(parts)
-        forms = [MediaForm("token_ids", "int32", one.shape) for one in ids]
-        media = tuple(MediaTensor(form, 1, buffer, place) for form, place in zip(forms, places, strict=True))
-        scores = scored(pool, task(media, "a", "b", "c"))
-        del buffer
+        scores = scored(pool, task(tensors_of(memory, *ids), "a", "b", "c"))
     assert [score.value for score in scores] == [151_646.0, 0.0, float(2**31 - 1)]
 
 

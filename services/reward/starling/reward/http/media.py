@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starling.reward.core.media import MAX_FPS, NUM_COLOURS, MediaForm, MediaRow, MediaTensor, form_problem
 from starling.reward.http.errors import HttpError
 from starling.reward.http.npy import MAX_DATA_BEGIN, NpyError, NpyHeader, read_header
-from starling.reward.score.workers.shared import MediaMemory, SharedBuffer, TooManyBuffersError, aligned
+from starling.reward.score.workers.places import offsets_of, padded
+from starling.reward.score.workers.shared import MediaMemory, SharedBuffer, TooManyBuffersError
 
 RETRY_AFTER_S: Final = 1
 _PART_CHARACTERS: Final = 4 << 18
@@ -83,11 +84,11 @@ def share_media(bodies: Sequence[MediaBody | Sequence[int] | None], memory: Medi
     for file in files:
         by_form.setdefault(file.form, []).append(file)
     buffer = share(memory, _contents(by_form))
-    tensors, offset = list[MediaTensor](), 0
+    offsets, _ = offsets_of(len(same) * form.size_bytes for form, same in by_form.items())
+    tensors = list[MediaTensor]()
     rows: list[MediaRow | None] = [None] * len(bodies)
-    for number, (form, same) in enumerate(by_form.items()):
+    for number, ((form, same), offset) in enumerate(zip(by_form.items(), offsets, strict=True)):
         tensors.append(MediaTensor(form, len(same), buffer, offset))
-        offset = aligned(offset + len(same) * form.size_bytes)
         for row, file in enumerate(same):
             rows[file.sample] = MediaRow(number, row)
     for number, row in check_finite(tensors):
@@ -136,14 +137,9 @@ def _read(index: int, body: MediaBody | Sequence[int]) -> _File | _TokenIds:
 
 
 def _contents(by_form: dict[MediaForm, list[_File | _TokenIds]]) -> Iterator[bytes | memoryview]:
-    """Yield the elements of all media, each form's at an aligned offset."""
-    offset = 0
-    for form, files in by_form.items():
-        yield bytes(aligned(offset) - offset)
-        offset = aligned(offset) + len(files) * form.size_bytes
-        for file in files:
-            yield from file.contents()
-    if not offset:  # empty token ids only, and an empty buffer cannot be mapped
+    """Yield the elements of all media, those of one form after another."""
+    yield from padded((part for file in files for part in file.contents()) for files in by_form.values())
+    if not any(form.size_bytes for form in by_form):  # empty token ids only, and an empty buffer cannot be mapped
         yield bytes(1)
 
 

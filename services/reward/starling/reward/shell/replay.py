@@ -15,7 +15,8 @@ from starling.reward.core.samples import Score, ScoreTask, group_task
 from starling.reward.cosmos_settings import translate
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.pool import ScoringPool
-from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, aligned, raise_descriptor_limit
+from starling.reward.score.workers.places import offsets_of, padded
+from starling.reward.score.workers.shared import MediaMemory, TooManyBuffersError, raise_descriptor_limit
 from starling.reward.settings import RewardSettings
 from starling.reward.shell.quarantine import read_quarantined
 
@@ -59,13 +60,9 @@ def _shared(media: Sequence[tuple[MediaForm, memoryview]], memory: MediaMemory) 
     """Return the media of completions in one buffer. Raises ConfigError."""
     if not media:
         return ()
-    offsets, end = list[int](), 0
-    for form, _ in media:
-        offsets.append(end)
-        end = aligned(end + form.size_bytes)
-    padded = (part for form, data in media for part in (data, bytes(aligned(form.size_bytes) - form.size_bytes)))
+    offsets, _ = offsets_of(form.size_bytes for form, _ in media)
     try:
-        buffer = memory.share(padded)
+        buffer = memory.share(padded((data,) for _, data in media))
     except TooManyBuffersError as error:
         raise ConfigError(f"{error}; replay fewer files at a time") from None
     return tuple(MediaTensor(form, 1, buffer, offset) for (form, _), offset in zip(media, offsets, strict=True))

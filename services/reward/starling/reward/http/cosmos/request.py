@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,8 @@ from starling.reward.http.cosmos.enqueue import (
 )
 from starling.reward.http.errors import HttpError
 from starling.reward.http.schema import OBJECT_BYTES
-from starling.reward.score.workers.shared import MediaMemory, aligned
+from starling.reward.score.workers.places import offsets_of, padded
+from starling.reward.score.workers.shared import MediaMemory
 
 TYPES, PUSHED, INPUT_INFO = "types", "pushed", "input_info"
 """Keys of what is kept with a request: the names of its types, those that workers push, and `input_info`."""
@@ -120,30 +121,25 @@ def _with_media(
 ) -> tuple[tuple[Sample, ...], tuple[MediaTensor, ...]]:
     """Return the samples and their tensors: one for each run of samples with equal frame rates."""
     shape = media.array.shape[1:]
-    runs: list[tuple[MediaForm, int, int]] = []
-    """Form, number of samples, offset in the buffer."""
+    runs: list[tuple[MediaForm, list[int]]] = []
+    """Form, and the indices of the samples."""
     found: list[Sample] = []
-    end = 0
     for rate, run in groupby(range(len(samples)), rates.__getitem__):
         indices = list(run)
-        form, begin = MediaForm(media.kind, media.dtype, shape, rate), aligned(end)
         for row, index in enumerate(indices):
             found.append(msgspec.structs.replace(samples[index], media=MediaRow(len(runs), row)))
-        runs.append((form, len(indices), begin))
-        end = begin + len(indices) * form.size_bytes
-    buffer = memory.share(_parts(media, runs))
-    return tuple(found), tuple(MediaTensor(form, num, buffer, begin) for form, num, begin in runs)
+        runs.append((MediaForm(media.kind, media.dtype, shape, rate), indices))
+    offsets, _ = offsets_of(form.size_bytes * len(indices) for form, indices in runs)
+    buffer = memory.share(padded((_bytes_of(media.array[index]) for index in indices) for _, indices in runs))
+    tensors = [
+        MediaTensor(form, len(indices), buffer, offset) for (form, indices), offset in zip(runs, offsets, strict=True)
+    ]
+    return tuple(found), tuple(tensors)
 
 
-def _parts(media: Media, runs: list[tuple[MediaForm, int, int]]) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of the buffer, one sample after another."""
-    samples = iter(media.array)
-    end = 0
-    for form, num, begin in runs:
-        yield bytes(begin - end)
-        for _ in range(num):
-            yield _in_order(next(samples)).reshape(-1).view(np.uint8).data
-        end = begin + num * form.size_bytes
+def _bytes_of(sample: Array) -> memoryview:
+    """Return the media of a sample, without a copy where they are in C order."""
+    return _in_order(sample).reshape(-1).view(np.uint8).data
 
 
 def _in_order(sample: Array) -> Array:

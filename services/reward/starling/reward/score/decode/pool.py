@@ -27,7 +27,8 @@ from starling.reward.score.decode.scorers import decoder_scorers
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.scorers.batch import ScorerForm
-from starling.reward.score.workers.shared import MediaMemory, SharedBuffer, TooManyBuffersError, aligned
+from starling.reward.score.workers.places import offsets_of
+from starling.reward.score.workers.shared import MediaMemory, SharedBuffer, TooManyBuffersError
 from starling.reward.settings import RewardSettings
 
 log = structlog.get_logger(__name__)
@@ -362,17 +363,17 @@ def _allocated(memory: MediaMemory, task: ScoreTask, forms: Mapping[int, MediaFo
 
     Raises TooManyBuffersError.
     """
-    offsets, end = dict[int, int](), 0
-    for position, form in forms.items():
-        offsets[position] = aligned(end)
-        end = offsets[position] + form.size_bytes
     if not forms:
         return {}
+    offsets, end = offsets_of(form.size_bytes for form in forms.values())
     latents = task.media[0].buffer
     assert isinstance(latents, SharedBuffer)
     latents.release(sum(form.size_bytes for form in forms.values()))
     buffer = memory.allocate(end)
-    return {position: MediaTensor(form, 1, buffer, offsets[position]) for position, form in forms.items()}
+    return {
+        position: MediaTensor(form, 1, buffer, offset)
+        for (position, form), offset in zip(forms.items(), offsets, strict=True)
+    }
 
 
 def _seal(pixels: Iterable[MediaTensor]) -> None:

@@ -24,8 +24,6 @@ from typing import Final
 
 LENGTH_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-ALIGNMENT: Final = 64
-"""Tensors begin at multiples of it."""
 MAX_BUFFERS: Final = 16
 """Of one task, with media; the decoding of latents has one more, for pixels."""
 _SHARE_OF_DESCRIPTORS: Final = 0.5
@@ -137,11 +135,6 @@ class SharedBuffer:
     def _grow(self, num_bytes: int) -> None:
         self.size_bytes += num_bytes
         self._memory._count(0, num_bytes)
-
-
-def aligned(offset: int) -> int:
-    """Return the first offset from `offset` on at which a tensor may begin."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def raise_descriptor_limit() -> None:
