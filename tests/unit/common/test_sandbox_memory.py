@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from starling.common.sandbox.control_group import ControlGroup, delegated_group, num_kills, own_group
-from starling.common.sandbox.memory import exceeds, limit_of_process_mb
+from starling.common.sandbox.memory import WatchedLimit, exceeds, limit_of_process_mb
 
 UNIT = "0::/system.slice/rewards.service\n"
 HOST = "25 21 0:22 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
@@ -80,3 +82,40 @@ def test_pages_that_processes_share_count_once() -> None:
         assert process.stdout.readline() == "x\n"
         assert not exceeds(process.pid, 256 << 20), "seven times 96 MiB are mapped"
         assert exceeds(process.pid, 96 << 20)
+
+
+PATIENCE_S = 30.0
+
+
+def watched(kill: Callable[[], object]) -> WatchedLimit:
+    """Return a limit that this process exceeds."""
+    limit = WatchedLimit(1)
+    limit.watch(os.getpid(), lambda: kill() and None)
+    return limit
+
+
+def test_limits_hold_after_the_thread_that_measures_could_once_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code in a sandbox can take all tasks of its user for some seconds."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    killed = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("starling.common.sandbox.threads._START_S", 0.0)
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(OSError, match="no thread can be started"):
+            watched(killed.set)
+    watched(killed.set)
+    assert killed.wait(PATIENCE_S)
+
+
+def test_sandbox_that_cannot_be_killed_leaves_the_limits_of_others() -> None:
+    def refuse() -> None:
+        raise PermissionError("it is of another user")
+
+    for _ in range(2):
+        killed = threading.Event()
+        watched(refuse)
+        watched(killed.set)
+        assert killed.wait(PATIENCE_S)

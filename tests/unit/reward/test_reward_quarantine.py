@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,14 @@ def test_media_of_some_completions_only_are_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({**contents, "media": contents["media"][:1]}))
     with pytest.raises(ConfigError, match="it has media of some completions only"):
         read_quarantined(file)
+
+
+def test_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    """It would be waited for, for ever."""
+    quarantine(tmp_path).add(lost(0))
+    file, media = (tmp_path / f"reward-0-000001-judge_one.{end}" for end in ("json", "0.npy"))
+    for one in (media, file):
+        one.unlink()
+        os.mkfifo(one)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_quarantined(file)

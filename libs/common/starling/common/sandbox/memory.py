@@ -142,7 +142,13 @@ class _MemoryWatch:
             if self._is_running:
                 return
             self._is_running = True
-        start_thread(threading.Thread(target=self._run, name="sandbox-memory", daemon=True))
+        try:
+            start_thread(threading.Thread(target=self._run, name="sandbox-memory", daemon=True))
+        except BaseException:  # the next sandbox tries it again
+            with self._lock:
+                self._is_running = False
+                self._limits.pop(limit, None)
+            raise
 
     def remove(self, limit: WatchedLimit) -> None:
         with self._lock:
@@ -152,8 +158,11 @@ class _MemoryWatch:
         while limits := self._next():
             begun_s = time.thread_time()
             for limit in limits:
-                if limit.exceeds():
-                    self._kill(limit)
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # one that cannot be killed leaves the others their limits
+                    if limit.exceeds():
+                        self._kill(limit)
             time.sleep(max(LOOK_EVERY_S, _PAUSES * (time.thread_time() - begun_s)))
 
     def _next(self) -> Sequence[WatchedLimit]:

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from starling.common.errors import ConfigError
+from starling.common.files import open_regular
 from starling.common.wire.messages import CompletionText
 from starling.reward.core.media import MediaForm, MediaKind, MediaTensor, form_problem
 from starling.reward.core.samples import LostCall, PromptText
@@ -157,7 +158,8 @@ def _read_media(file: Path, media: QuarantinedMedia) -> tuple[MediaForm, memoryv
 def _contents(file: Path) -> bytes:
     """Return the bytes of a file. Raises ConfigError."""
     try:
-        return file.read_bytes()
+        with open_regular(file) as stream:
+            return stream.read()
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of <run folder>/quarantine") from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from starling.common.counts import counted
 from starling.common.errors import ConfigError, StarlingError
+from starling.common.observe.terminal import one_line
 from starling.common.service import SECTIONS
 from starling.common.settings import ServiceSettings, load
 from starling.reward.core.media import MediaForm, MediaTensor
@@ -80,5 +81,6 @@ def _score(tasks: Sequence[ScoreTask], settings: RewardSettings) -> int:
             for number, score in sorted(scores.items()):
                 num_failed += score.value is None
                 place = f" {number}" if len(scores) > 1 else ""
-                print(f"{task.id}{place}: {score.problem if score.value is None else score.value}", flush=True)
+                found = one_line(score.problem) if score.value is None else score.value
+                print(f"{task.id}{place}: {found}", flush=True)
     return num_failed

@@ -179,7 +179,11 @@ class WorkerSupervisor:
 
     def _await_exit(self, worker: RunningWorker, then: Callable[[RunningWorker, WorkerExit], None] | None) -> None:
         """Wait for the end of a worker, in the thread of its keeper."""
-        exit = worker.process.exit_description() if worker.process.ended else worker.process.end()
+        try:
+            exit = worker.process.exit_description() if worker.process.ended else worker.process.end()
+        except Exception as error:  # noqa: BLE001 - the edge of a thread, without which no worker of its kind starts
+            self._call_back(partial(_raise, error))
+            return
         if then is not None:
             self._call_back(partial(self._ended, then, worker, exit))
 
