@@ -98,7 +98,9 @@ def test_prompt_that_only_an_evaluation_scorer_scores_has_no_reward() -> None:
     message = answer_of([*machine.record(Score(LEASE, 0, 0, 1.0))])
     assert (message.rewards, message.statuses) == ((None,), (Status.REWARD_ERROR,))
     assert message.evaluation_scores == {"judge": (1.0,)}
-    assert message.problems == ("Completion 0: no scorer is for this prompt; name its task in one of them.",)
+    assert message.problems == (
+        "Completion 0: no scorer is for the task of this prompt; add it to the `tasks` of one.",
+    )
 
 
 def test_group_waits_no_more_for_evaluation_scores_after_one_has_timed_out() -> None:

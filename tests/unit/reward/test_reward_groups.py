@@ -319,4 +319,6 @@ def test_prompt_without_scorer_has_no_reward() -> None:
     (answer,) = machine((WeightedScorer("sums", 1.0, ("sums",)),)).add(group("score:1:0", Status.OK))
     assert isinstance(answer, SendScores)
     assert (answer.message.rewards, answer.message.statuses) == ((None,), (Status.REWARD_ERROR,))
-    assert answer.message.problems == ("Completion 0: no scorer is for this prompt; name its task in one of them.",)
+    assert answer.message.problems == (
+        "Completion 0: no scorer is for the task of this prompt; add it to the `tasks` of one.",
+    )

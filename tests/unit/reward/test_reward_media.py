@@ -169,6 +169,7 @@ def test_sample_with_other_media_fails_alone(pool: ScoringPool, memory: MediaMem
     media = tensors_of(memory, np.zeros((16, 1, 2, 2), np.float32), clip(1))
     latents, pixels = scored(pool, task(media, "a", "b"))
     assert (latents.value, latents.status) == (None, Status.REWARD_ERROR)
+    assert latents.problem.endswith("nothing decodes latents here: set reward.decoder.folders, or send pixels.")
     assert (pixels.value, pixels.status) == (72.0, Status.OK)
 
 

@@ -99,7 +99,7 @@ def test_sample_that_no_scorer_scores_is_answered_with_the_reason() -> None:
     requests = RewardRequests(SCORERS[1:2], NO_BOUNDS, 10.0)
     result = result_of(requests.add(request("a", None), now=0.0))
     assert (result.rewards, result.statuses) == ((None,), (Status.REWARD_ERROR,))
-    assert result.problems == (("no scorer is for this prompt; name its task in one of them.",),)
+    assert result.problems == (("no scorer is for the task of this prompt; add it to the `tasks` of one.",),)
     (task,) = tasks_of(requests.add(request("b", None, "sums"), now=0.0))
     result = result_of(requests.record(Score(task.id, 1, 0, 2.0)))
     assert (result.rewards, result.statuses) == ((None, 1.0), (Status.REWARD_ERROR, Status.OK))

@@ -92,7 +92,7 @@ def combine(
         return CombinedScores(None, next(iter(failed), Status.REWARD_TIMEOUT), problems)
     if not any(score for score, scorer in zip(column, scorers, strict=True) if not scorer.evaluates):
         return CombinedScores(
-            None, Status.REWARD_ERROR, ("no scorer is for this prompt; name its task in one of them.",)
+            None, Status.REWARD_ERROR, ("no scorer is for the task of this prompt; add it to the `tasks` of one.",)
         )
     reward, failure = _sum(column, scorers, bounds)
     if failure and not problems:

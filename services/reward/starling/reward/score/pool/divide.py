@@ -25,15 +25,25 @@ def scorable(samples: UndividedSamples, form: ScorerForm) -> ScorableSamples:
     task = samples.state.task
     if form.media == "text":
         return ScorableSamples(samples.positions, {})
-    lacking = [lacks(form.media, task.media_kind(sample)) for sample in task.samples]
+    kinds = [task.media_kind(sample) for sample in task.samples]
+    lacking = [lacks(form.media, kind) for kind in kinds]
     groups = {sample.prompt for sample, lacks_media in zip(task.samples, lacking, strict=True) if lacks_media}
     problems = dict[int, str]()
     for position in samples.positions:
         if lacking[position]:
-            problems[position] = f"reads {form.media}, and the completion has none; send them with it"
+            problems[position] = f"reads {form.media}, and {_instead(form.media, kinds[position])}"
         elif form.scope == "groupwise" and task.samples[position].prompt in groups:
             problems[position] = f"reads {form.media} of whole groups, and another completion of its group has none"
     return ScorableSamples(tuple(one for one in samples.positions if one not in problems), problems)
+
+
+def _instead(wanted: str, kind: str | None) -> str:
+    """Return what a sample has in place of the media that a scorer reads, and what to do."""
+    if kind is None:
+        return "the completion has none; send them with it"
+    if (wanted, kind) == ("pixels", "latents"):
+        return "nothing decodes latents here: set reward.decoder.folders, or send pixels"
+    return f"the completion has {kind}; send {wanted}"
 
 
 def divided(
