@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from starling.common.ranges import MAX_SCORE_CHARACTERS, MAX_SCORES
+from starling.common.ranges import MAX_REWARD, MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.messages import CompletionText, GroupScored, Prompt, ScoreGroup, Status
+from starling.controller.core.groups.validation import UnusableResultError, check_rewards
 from starling.reward.core.groups import CancelTask, GroupScores, SendScores, SubmitTask
 from starling.reward.core.requests import Answer, Command, RequestResult, RewardRequest, RewardRequests
 from starling.reward.core.rewards import NO_BOUNDS, WeightedScorer
@@ -50,7 +51,8 @@ def test_rewards_are_those_without_the_evaluation_scorer(judged: list[float | No
     """Also if its score is huge, or has failed."""
     found = score_all(SCORERS, [judged, [1.0, 0.25], [5.0, 6.0]])
     plain = score_all(SCORERS[1:], [[1.0, 0.25], [5.0, 6.0]])
-    assert found.evaluation_scores == {"judge": tuple(judged)}
+    usable = tuple(None if value is None or abs(value) > MAX_REWARD else value for value in judged)
+    assert found.evaluation_scores == {"judge": usable}
     assert (found.rewards, found.statuses, found.components) == (plain.rewards, plain.statuses, plain.components)
     assert found.rewards == (2.0, 0.5)
     assert bool(found.problems) == (None in judged)
@@ -80,6 +82,30 @@ def test_group_has_no_more_scores_than_the_controller_takes(scorer: int) -> None
     for names in (found.components, found.evaluation_scores):
         assert len(names) <= MAX_SCORES
         assert all(len(name) <= MAX_SCORE_CHARACTERS for name in names)
+
+
+@pytest.mark.parametrize("value", [1e300, -2e15])
+def test_huge_score_that_does_not_count_has_failed_and_costs_no_group(value: float) -> None:
+    """A controller refuses a group with one."""
+    machine = GroupScores(SCORERS, 1)
+    machine.add(group(Status.OK))
+    machine.record(Score(LEASE, 0, 0, value))
+    machine.record(Score(LEASE, 0, 2, value))
+    parts = (("counts", 1.0), ("other", value))
+    found = answer_of(list(machine.record(Score(LEASE, 0, 1, 1.0, parts=parts))))
+    assert found.rewards == (2.0,)
+    assert found.components == {"right": (1.0,), "right/counts": (1.0,), "right/other": (None,), "seen": (None,)}
+    check_rewards(found, 1, len(SCORERS))
+
+
+def test_huge_score_that_counts_costs_its_group() -> None:
+    machine = GroupScores((RIGHT, WeightedScorer("left", -2.0)), 1)
+    machine.add(group(Status.OK))
+    machine.record(Score(LEASE, 0, 0, 1e300))
+    found = answer_of(list(machine.record(Score(LEASE, 0, 1, 1e300))))
+    assert found.rewards == (0.0,)
+    with pytest.raises(UnusableResultError, match="a score of right is 1e\\+300"):
+        check_rewards(found, 1, 2)
 
 
 def test_group_that_is_not_to_be_evaluated_has_no_evaluation_scores() -> None:

@@ -38,6 +38,8 @@ MAX_LEARNING_RATE: Final = 1e3
 MAX_METRICS: Final = 1000
 """Metrics of one trajectory."""
 MAX_METRIC_CHARACTERS: Final = 200
+MAX_REWARD: Final = 1e15
+"""Largest absolute reward and score: its square is finite in float32."""
 MAX_SCORES: Final = 64
 """Scores of a group by name, those of evaluation scorers apart, unless the recipe has more scorers."""
 MAX_SCORE_CHARACTERS: Final = 200

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from starling.common.ranges import MAX_SCORE_CHARACTERS, MAX_SCORES
+from starling.common.ranges import MAX_REWARD, MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.messages import Status
 from starling.reward.core.samples import Score
 
@@ -150,15 +150,24 @@ def components(
 def bounded(
     scores: dict[str, tuple[float | None, ...]], scorers: Sequence[WeightedScorer]
 ) -> dict[str, tuple[float | None, ...]]:
-    """Return scores without those of single keys that a controller does not take: it would refuse the whole group.
+    """Return scores without what a controller does not take, and what no reward depends on.
+
+    It would refuse the whole group for more names, longer ones, and larger numbers. A score that counts stays as it is.
 
     Args:
         scores: from `components`.
         scorers: all of them.
     """
-    if len(scores) <= MAX_SCORES and max(map(len, scores), default=0) <= MAX_SCORE_CHARACTERS:
-        return scores
     labels = {scorer.label for scorer in scorers}
     parts = [name for name in scores if name not in labels and len(name) <= MAX_SCORE_CHARACTERS]
     taken = set(parts[: max(0, MAX_SCORES - len(labels & scores.keys()))])
-    return {name: values for name, values in scores.items() if name in labels or name in taken}
+    counted = {scorer.label for scorer in scorers if scorer.weight}
+    return {
+        name: values if name in counted else tuple([_within(value) for value in values])
+        for name, values in scores.items()
+        if name in labels or name in taken
+    }
+
+
+def _within(value: float | None) -> float | None:
+    return None if value is None or abs(value) > MAX_REWARD else value

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from starling.algo.media import media_problem, pixel_problem, placeholders_in
 from starling.algo.routing import Routing, experts_problem, routing_problem
 from starling.algo.truncation import KeptTokens, kept_problem
-from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS, MAX_SCORE_CHARACTERS, MAX_SCORES
+from starling.common.ranges import MAX_METRIC_CHARACTERS, MAX_METRICS, MAX_REWARD, MAX_SCORE_CHARACTERS, MAX_SCORES
 from starling.common.wire.codec import MAX_MESSAGE_BYTES
 from starling.common.wire.messages import (
     GroupGenerated,
@@ -57,8 +57,6 @@ from starling.controller.core.groups.scores import TrainedScorer
 Array = npt.NDArray[Any]
 Buffers = Sequence[bytes]
 
-MAX_REWARD: Final = 1e15
-"""Largest absolute reward and score: its square is finite in float32."""
 MAX_METRIC: Final = 1e300
 """Largest absolute metric of an environment: the sum over all trajectories of a step is finite."""
 MAX_TOKEN_CHARACTERS: Final = 256
