@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from starling.reward.core.media import ITEM_BYTES
+
 MAX_HEADER_BYTES: Final = 4096
 """numpy's are 64 to 192 bytes long."""
 MAX_DIMS: Final = 8
@@ -33,15 +35,9 @@ DTYPES: Final[Mapping[str, str]] = {
     "<V2": "bfloat16",
 }
 """Names of the dtypes that are read, by their descriptions in a header."""
-_WRITTEN: Final[Mapping[str, str]] = {
-    "uint8": "|u1",
-    "float16": "<f2",
-    "float32": "<f4",
-    "float64": "<f8",
-    "int32": "<i4",
-    "bfloat16": "|V2",
-}
-_ITEM_BYTES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
+_WRITTEN: Final[Mapping[str, str]] = {DTYPES[descr]: descr for descr in reversed([*DTYPES])}
+"""Their descriptions in what is written: the first of each."""
+_ITEM_BYTES: Final = {**ITEM_BYTES, "float64": 8}
 
 _MAGIC: Final = b"\x93NUMPY"
 _LENGTH_BYTES: Final = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
