@@ -20,7 +20,8 @@ from starling.reward.core.samples import PromptText, Score, ScoreTask, group_tas
 from starling.reward.score.pool.check import check_scorers
 from starling.reward.score.pool.pool import ScoringPool
 from starling.reward.score.workers.bootstrap import version_of
-from starling.reward.score.workers.kinds import WorkerKind, kinds_of
+from starling.reward.score.workers.devices import device_variables
+from starling.reward.score.workers.kinds import kinds_of
 from starling.reward.settings import RewardSettings
 
 PATIENCE_S = 60.0
@@ -271,17 +272,15 @@ def test_number_of_a_gpu_counts_those_that_the_service_sees(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     (kind,) = kinds_of(settings({"name": "exact_match", "device": "cuda:1"}))
     assert kind.needs.devices == ("gpu",)
-    shown = WorkerKind(
-        kind.needs.model_copy(update={"devices": ("/dev/null",)}), kind.scorers, 1, device="cuda:1"
-    )  # a machine without a GPU has another device to show
+    shown = kind.needs.model_copy(update={"devices": ("/dev/null",)})  # a machine without a GPU has it, too
     if chosen is ConfigError:
         with pytest.raises(ConfigError, match=r"the service sees \d GPUs"):
-            shown.device_variables()
+            device_variables("cuda:1", shown)
     else:
-        assert shown.device_variables() == {"CUDA_VISIBLE_DEVICES": chosen}
+        assert device_variables("cuda:1", shown) == {"CUDA_VISIBLE_DEVICES": chosen}
     if not kind.needs.device_files():
         with pytest.raises(ConfigError, match="this machine shows no GPU"):
-            kind.device_variables()
+            device_variables("cuda:1", kind.needs)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

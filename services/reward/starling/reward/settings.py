@@ -16,7 +16,6 @@ options = { pattern = "<answer>.*</answer>" }
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -32,11 +31,11 @@ from starling.reward.http.settings import HttpSettings
 from starling.reward.score.decode.settings import DecoderSettings
 from starling.reward.score.scorers.batch import MAX_BATCH
 from starling.reward.score.scorers.registry import check_name
+from starling.reward.score.workers.devices import check_device
 
 MAX_RETRIES: Final = 100
 MIN_MEMORY_MB: Final = 128
 """A worker needs a part of it itself."""
-_DEVICE: Final = re.compile(r"cpu|cuda:[0-9]{1,4}")
 
 
 CODE: Final = "code"
@@ -147,9 +146,7 @@ class ScorerSettings(SettingsSection):
     @field_validator("device")
     @classmethod
     def _device_form(cls, device: str) -> str:
-        if device and not _DEVICE.fullmatch(device):
-            raise ConfigError(f"device is {device!r}: write `cpu`, or the number of a GPU as `cuda:1`.")
-        return device
+        return device and check_device("device", device)
 
     @field_validator("python")
     @classmethod

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import Field, field_validator
 
-from starling.common.errors import ConfigError
 from starling.common.ranges import MAX_MIB, MAX_PROCESSES
 from starling.common.sandbox.settings import SandboxNeeds
 from starling.common.settings import Seconds, SettingsSection
+from starling.reward.score.workers.devices import check_device
 
 MAX_FOLDERS: Final = 8
 MAX_DECODED: Final = 256
 MAX_THREADS: Final = 1024
 MAX_RETRIES: Final = 100
-_DEVICE: Final = re.compile(r"cpu|cuda:[0-9]{1,4}")
 
 
 class DecoderSettings(SettingsSection):
@@ -27,7 +25,7 @@ class DecoderSettings(SettingsSection):
     """Folders of VAEs of diffusers, told apart by the channels of their latents: 16 (Wan 2.1, Cosmos-Predict 2.5), 48
     (Wan 2.2). Without one, scorers that read pixels are not for latents."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the VAE's weights and computation."""
+    """Type of the VAE's weights, and in which it computes."""
     device: str = "cpu"
     """`cpu`, or a GPU as `cuda:1`."""
     python: Path | None = None
@@ -35,8 +33,8 @@ class DecoderSettings(SettingsSection):
     memory_mb: int | None = Field(default=None, ge=1, le=MAX_MIB)
     """Limit on the memory of each worker, the pixels that it writes included, in MiB."""
     latents: Literal["normalised", "raw"] = "normalised"
-    """Whether clients send latents as diffusion models make them, which the VAE's mean and standard deviation then turn
-    into those of its encoder, or the latter."""
+    """What clients send. `normalised`: latents as diffusion models make them; they are multiplied with the standard
+    deviation of the VAE's configuration, and its mean is added. `raw`: latents as the VAE's encoder returns them."""
     batch_size: int = Field(default=1, ge=1, le=MAX_DECODED)
     """Samples that are decoded at once."""
     tiling: bool = False
@@ -62,6 +60,4 @@ class DecoderSettings(SettingsSection):
     @field_validator("device")
     @classmethod
     def _is_device(cls, device: str) -> str:
-        if not _DEVICE.fullmatch(device):
-            raise ConfigError(f"reward.decoder.device is {device!r}: write `cpu`, or a GPU as `cuda:0`.")
-        return device
+        return check_device("reward.decoder.device", device)

@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from starling.common.errors import ConfigError
 from starling.common.sandbox.settings import SandboxNeeds
-from starling.common.settings import environment_variables
 from starling.reward.score.workers.protocol import ScorerSpec
 from starling.reward.settings import CODE, JUDGE, RewardSettings, ScorerSettings
 
 _SHARE: Final = 0.9
 """Of the time limit of a scorer that waits for others, and then says what is missing, and is not killed."""
-_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""Which GPUs a process sees, and in which order; AMD's runtime reads it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +31,6 @@ class WorkerKind:
     """`cpu`, `cuda:<number>`, or empty."""
     memory_mb: int = 0
     """Limit on the memory of each worker, with all that it starts; 0 for none."""
-
-    def device_variables(self) -> dict[str, str]:
-        """Return the environment variables that choose the device.
-
-        Raises:
-            ConfigError: there is no such device, or the service itself does not see it.
-        """
-        if not self.device:
-            return {}
-        if self.device == "cpu":
-            return {_VISIBLE: ""}
-        if not self.needs.device_files():
-            raise ConfigError(
-                f"device is {self.device!r}, and this machine shows no GPU (as /dev/nvidia0): start the service where "
-                "there is one, or set `cpu`."
-            )
-        number = int(self.device.partition(":")[2])
-        seen = environment_variables([_VISIBLE]).get(_VISIBLE)
-        if seen is None:
-            return {_VISIBLE: str(number)}
-        names = [name.strip() for name in seen.split(",") if name.strip()]
-        if number >= len(names):
-            raise ConfigError(
-                f"device is {self.device!r}, and the service sees {len(names)} GPUs ({_VISIBLE}={seen!r}): set a "
-                "smaller number, or let the service see more."
-            )
-        return {_VISIBLE: names[number]}
 
 
 def kinds_of(settings: RewardSettings) -> list[WorkerKind]:

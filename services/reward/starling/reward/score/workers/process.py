@@ -21,8 +21,9 @@ from starling.common.sandbox.interpreter import Interpreter, find_interpreter
 from starling.common.sandbox.launch import BoxProcess, Sandboxing
 from starling.common.sandbox.memory import limit_of_process_mb
 from starling.common.sandbox.output import OutputAllowance
-from starling.common.sandbox.view import view_of
+from starling.common.sandbox.view import View, view_of
 from starling.reward.score.scorers.reward_models import CODE_OPTIONS
+from starling.reward.score.workers.devices import device_variables
 from starling.reward.score.workers.kinds import WorkerKind
 from starling.reward.score.workers.protocol import (
     REPORT_LIMIT_BYTES,
@@ -70,24 +71,11 @@ class WorkerProcess:
         """
         needs = kind.needs
         interpreter = None if kind.python is None else find_interpreter(kind.python)
-        names = [name for scorer in kind.scorers for name in (scorer.name, _code_of(scorer)) if name]
-        view = view_of(needs, names, interpreter)
-        # A program that a model wrote would have, in its session, what the worker has.
-        runs_programs = needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen)
+        view = _view_of(kind, interpreter)
+        setup = _setup_of(kind, sandboxing, nice)
+        self._memory_mb = kind.memory_mb
         self._sock, theirs = socket.socketpair()
         with theirs:
-            self._memory_mb = kind.memory_mb
-            setup = WorkerSetup(
-                kind.scorers,
-                sandboxing.mechanism,
-                needs.max_tasks,
-                runs_programs,
-                needs.network,
-                limit_of_process_mb(kind.memory_mb),
-                nice,
-            )
-            for package in _PACKAGES if interpreter else ():
-                view.show(str(package))
             self._box = BoxProcess(
                 _command(theirs.fileno(), interpreter, setup),
                 sandboxing,
@@ -99,7 +87,7 @@ class WorkerProcess:
                 allowance=allowance,
                 memory_mb=kind.memory_mb,
                 interpreter=interpreter,
-                variables=kind.device_variables(),
+                variables=device_variables(kind.device, needs),
                 nice=nice,
             )
         self._sock.setblocking(False)
@@ -219,6 +207,30 @@ class WorkerExit(NamedTuple):
     def problem(self) -> str:
         """What a scorer has done whose worker has ended so, as the end of a sentence."""
         return f"exceeded its {self.text}" if self.cause == "memory" else f"ended its worker process ({self.text})"
+
+
+def _view_of(kind: WorkerKind, interpreter: Interpreter | None) -> View:
+    """Return which files a worker sees. Raises ConfigError."""
+    names = [name for scorer in kind.scorers for name in (scorer.name, _code_of(scorer)) if name]
+    view = view_of(kind.needs, names, interpreter)
+    for package in _PACKAGES if interpreter else ():
+        view.show(str(package))
+    return view
+
+
+def _setup_of(kind: WorkerKind, sandboxing: Sandboxing, nice: int) -> WorkerSetup:
+    """Return the first message to a worker."""
+    needs = kind.needs
+    return WorkerSetup(
+        kind.scorers,
+        mechanism=sandboxing.mechanism,
+        max_tasks=needs.max_tasks,
+        # A program that a model wrote would have, in its session, what the worker has.
+        runs_programs=needs.grants_nothing and (sandboxing.mechanism != "process" or sandboxing.is_chosen),
+        network=needs.network,
+        data_mb=limit_of_process_mb(kind.memory_mb),
+        nice=nice,
+    )
 
 
 def _command(fd: int, interpreter: Interpreter | None, setup: WorkerSetup) -> list[str]:
