@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 PROGRAM: Final = shutil.which("redis-server")
-IS_EXPECTED: Final = "STARLING_TEST_REDIS" in os.environ
+IS_EXPECTED: Final = "TESTS_NEED_REDIS" in os.environ
 """Whether the tests must not be skipped; `.ci/run` installs the server and says so."""
 needs_redis = pytest.mark.skipif(
     PROGRAM is None and not IS_EXPECTED, reason="redis-server is not installed (apt-get install redis-server)"
