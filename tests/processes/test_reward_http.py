@@ -323,7 +323,7 @@ def test_limits_of_a_service_with_a_token(tmp_path: Path) -> None:
         large = client.send("POST", "/v1/rewards", raw=b" " * (8 << 20))
         assert large.status == 413, "the client that has sent it all gets the answer"
         lists = {"samples": [{"completion": "a", "metadata": {"a": [[]] * 20_000}}]}
-        assert client.send("POST", "/v1/rewards", lists).status == 429, "it would take more than its bytes"
+        assert client.send("POST", "/v1/rewards", lists).status == 413, "it would take more than its bytes"
         assert client.score("a" * 600_000).status == 200
         full = client.score("b" * 600_000, "b" * 400_000)
         assert (full.status, full.headers.get("retry-after")) in ((200, None), (429, "1"))
@@ -368,6 +368,22 @@ def limited_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with service(tmp_path_factory.mktemp("limited"), limits, scorer_s=600.0) as (_, port):
         assert Client(port, "secret").score("hang", prompt="a" * 600_000, wait_s=0.0).status == 202
         yield port
+
+
+def test_request_of_a_client_that_goes_before_it_has_the_id_is_not_scored(tmp_path: Path) -> None:
+    data = json.dumps({"samples": [{"completion": "hang"}] * 4, "wait_s": 60}).encode()
+    with service(tmp_path, scorer_s=60.0) as (_, port):
+        client = Client(port)
+        known = client.score("hang", wait_s=0.0).body["id"]
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+            connection.sendall(b"POST /v1/rewards HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+            assert eventually(lambda: "pending_samples 5\n" in client.send("GET", "/metrics").body)
+        assert eventually(lambda: "pending_samples 1\n" in client.send("GET", "/metrics").body), "nobody can fetch it"
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+            connection.sendall(b"GET /v1/rewards/%s?wait_s=60 HTTP/1.1\r\nhost: a\r\n\r\n" % known.encode())
+            time.sleep(0.2)
+        time.sleep(0.2)
+        assert client.send("GET", f"/v1/rewards/{known}").status == 202, "who has the id can come back"
 
 
 def test_bodies_are_not_kept_while_clients_wait(tmp_path: Path) -> None:

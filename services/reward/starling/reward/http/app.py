@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Callable
@@ -31,6 +32,8 @@ MAX_LOGGED: Final = 1000
 LARGE_BYTES: Final = 1 << 20
 """A larger body is read in a thread of its own."""
 JSON: Final = "application/json"
+GONE: Final = 499
+"""Status of an answer that no client gets."""
 RequestId = Annotated[str, Path(max_length=100)]
 
 
@@ -89,12 +92,16 @@ def _add_routes(app: FastAPI, table: RequestTable, reader: RewardsReader, status
         await table.add(asked.request, asked.num_bytes, RequestBody("v1", data))
         id, wait_s = asked.request.id, asked.wait_s
         del data, asked  # not kept while the client waits
-        return await _answer(request, table, id, wait_s)
+        answer = await _answer(request, table, id, wait_s)
+        if answer is None:  # nobody knows its id, and a client that tries again sends its samples again
+            with contextlib.suppress(HttpError):
+                await table.remove(id)
+        return answer or Response(status_code=GONE)
 
     @app.get("/v1/rewards/{id}", responses={202: {"description": "being scored"}, 404: {"description": "no such id"}})
     async def fetch(request: Request, id: RequestId, wait_s: Annotated[Wait, Query()] = 0.0) -> Response:
         """Return the rewards of a request, as often as asked for, until they expire."""
-        return await _answer(request, table, id, wait_s)
+        return await _answer(request, table, id, wait_s) or Response(status_code=GONE)
 
     @app.delete("/v1/rewards/{id}", status_code=204, responses={404: {"description": "no such id"}})
     async def forget(id: RequestId) -> Response:
@@ -141,14 +148,14 @@ async def _read(reader: RewardsReader, table: RequestTable, data: bytes) -> Aske
         return await asyncio.to_thread(reader.read, data, size_bytes)
 
 
-async def _answer(request: Request, table: RequestTable, id: str, wait_s: float) -> Response:
-    """Return the result of a request, once it is there, unless the client goes before."""
+async def _answer(request: Request, table: RequestTable, id: str, wait_s: float) -> Response | None:
+    """Return the result of a request, once it is there; None if the client goes before."""
     result = asyncio.ensure_future(table.result(id, wait_s))
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((result, gone), return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
-            return Response(status_code=499)
+            return None
         found = result.result()
     finally:
         result.cancel()
