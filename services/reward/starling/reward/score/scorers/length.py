@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from starling.common.errors import ConfigError
+from starling.reward.score.scorers.options import check_positive
 from starling.reward.score.scorers.registry import Scorer
 
 
@@ -30,8 +30,7 @@ def make_length(min_tokens: int = 0, max_tokens: int | None = None, scale: float
         raise ConfigError("Scorer 'length' needs min_tokens or max_tokens, else it is always 0.")
     if max_tokens is not None and (max_tokens < min_tokens or not max_tokens):
         raise ConfigError(f"Scorer 'length': max_tokens is {max_tokens}; give at least 1, and min_tokens {min_tokens}.")
-    if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
-        raise ConfigError(f"Scorer 'length': scale must be a number above 0, not {scale!r}.")
+    check_positive("length", scale=scale)
 
     def penalty(
         completion: str, reference: str, prompt_text: str, metadata: dict[str, Any], *, num_tokens: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from starling.common.errors import ConfigError
+from starling.reward.score.scorers.options import check_positive
 from starling.reward.score.scorers.registry import Scorer
 
 
@@ -25,8 +25,7 @@ def make_repetition(num_words: int = 3, scale: float = 1.0) -> Scorer:
     """
     if type(num_words) is not int or num_words < 1:
         raise ConfigError(f"Scorer 'repetition': num_words must be 1 or more, not {num_words!r}.")
-    if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
-        raise ConfigError(f"Scorer 'repetition': scale must be a number above 0, not {scale!r}.")
+    check_positive("repetition", scale=scale)
 
     def penalty(completion: str, reference: str, prompt_text: str, metadata: dict[str, Any]) -> float:
         words = completion.lower().split()

@@ -7,7 +7,6 @@ is compared in the worker, and code of tests runs in another session, which call
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from starling.common.sandbox.program_runs import call_function, check_program, c
 from starling.reward.score.scorers.code.blocks import LANGUAGES, Language, Source, program_of
 from starling.reward.score.scorers.code.compare import Rule, same_output, same_value
 from starling.reward.score.scorers.code.datasets import CallTest, CodeTest, OutputTest, Test, read_tests
+from starling.reward.score.scorers.options import check_choices, check_positive
 from starling.reward.score.scorers.registry import Scorer
 
 _STANDARDS: Final = tuple(f"{kind}{year}" for kind in ("gnu++", "c++") for year in (11, 14, 17, 20, 23))
@@ -71,23 +71,16 @@ def make_code(
     Raises:
         ConfigError: an option is not valid, or a language cannot be run.
     """
-    positive = {
-        "timeout_s": timeout_s, "memory_mb": memory_mb, "compile_timeout_s": compile_timeout_s,
-        "compile_memory_mb": compile_memory_mb, "time_limit_s": time_limit_s,
-    }  # fmt: skip
-    for name, value in positive.items():
-        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise ConfigError(f"Scorer 'code': {name} must be a number above 0, not {value!r}.")
+    check_positive(
+        "code", timeout_s=timeout_s, memory_mb=memory_mb, compile_timeout_s=compile_timeout_s,
+        compile_memory_mb=compile_memory_mb, time_limit_s=time_limit_s,
+    )  # fmt: skip
     if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
         raise ConfigError(f"Scorer 'code': tolerance must be a number from 0 to below 1, not {tolerance!r}.")
-    choices = {
-        "language": (language, ("auto", *LANGUAGES)),
-        "compare": (compare, get_args(Rule)),
-        "cpp_standard": (cpp_standard, _STANDARDS),
-    }
-    for name, (choice, known) in choices.items():
-        if choice not in known:
-            raise ConfigError(f"Scorer 'code': {name} must be one of {', '.join(known)}, not {choice!r}.")
+    check_choices(
+        "code", language=(language, ("auto", *LANGUAGES)), compare=(compare, get_args(Rule)),
+        cpp_standard=(cpp_standard, _STANDARDS),
+    )  # fmt: skip
     if language == "cpp" and has_executor() and shutil.which("g++") is None:
         raise ConfigError("Scorer 'code': language 'cpp' needs the program g++ on this machine; install it.")
     limits = _Limits(

@@ -25,6 +25,7 @@ from starling.reward.score.scorers.judge.client import (
     pause_before,
 )
 from starling.reward.score.scorers.judge.ranking import Rank, bradley_terry, win_rates
+from starling.reward.score.scorers.options import check_choices, check_positive
 
 _TITLE: Final = "Scorer 'judge'"
 _MODES: Final = ("pointwise", "pairwise")
@@ -92,18 +93,12 @@ class Judge:
     ) -> None:
         if not re.match(r"https?://[^/]", base_url):
             raise ConfigError(f"{_TITLE}: base_url must begin with http:// or https://, not {base_url!r}.")
-        for name, value, known in (
-            ("mode", mode, _MODES), ("answer", answer, get_args(Answer)), ("rank", rank, get_args(Rank)),
-        ):  # fmt: skip
-            if value not in known:
-                raise ConfigError(f"{_TITLE}: {name} must be one of {', '.join(known)}, not {value!r}.")
+        check_choices("judge", mode=(mode, _MODES), answer=(answer, get_args(Answer)), rank=(rank, get_args(Rank)))
         _check_numbers(
             max_tokens=(max_tokens, 1), concurrency=(concurrency, 1), retries=(retries, 0), cache_size=(cache_size, 0),
             cache_file_mb=(cache_file_mb, 1),
         )  # fmt: skip
-        for name, number in (("request_timeout_s", request_timeout_s), ("time_limit_s", time_limit_s)):
-            if not (isinstance(number, int | float) and math.isfinite(number) and number > 0):
-                raise ConfigError(f"{_TITLE}: {name} must be a number above 0, not {number!r}.")
+        check_positive("judge", request_timeout_s=request_timeout_s, time_limit_s=time_limit_s)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ConfigError(f"{_TITLE}: low must be below high, not {low!r} and {high!r}.")
         if bool(rubric) == bool(rubric_file):
