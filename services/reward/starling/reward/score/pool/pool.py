@@ -12,8 +12,7 @@ threads (`supervisor`). The service's loop waits until `fileno()` is readable or
 A *call* is one scorer on one completion, or on a batch of them; a function that is quick gets several, too. Calls are
 sent to workers in chunks of about `CHUNK_S` of expected work, so that cheap scorers are not slowed by messages and
 expensive ones spread over the workers. A worker reports after each call, with the time; so the service always knows a
-worker's current call and when it began. Three
-outcomes are failures:
+worker's current call and when it began. Three outcomes are failures:
 
     the call raised, or returned no finite number    reward_error     the worker continues
     the worker process ended                         reward_error     it is replaced
