@@ -609,6 +609,25 @@ def test_answer_to_take_or_put_that_was_lost_loses_no_request(redis_of_session: 
 
 
 @needs_redis
+def test_nothing_is_taken_from_others_before_the_lease_is_renewed_in_time(redis_of_session: RedisServer) -> None:
+    async def scenario() -> None:
+        prefix = next(_prefixes)
+        other, store = (redis_store(redis_of_session, prefix) for _ in range(2))
+        await other.put(asked("a"))  # without a lease, as after an outage of Redis
+        await store.open()
+        store._sure_at = 0.0
+        store._renewed_at = time.monotonic() - 2 * LEASE_S
+        assert await store.take(*ROOM) == [], "the outage was longer than its own lease"
+        store._renewed_at = time.monotonic()
+        redis.Redis.from_url(redis_of_session.url).delete(f"{prefix}lease:{store._instance}")
+        assert await store.take(*ROOM) == [], "Redis has hung, and carries the command out too late"
+        assert [one.id for one in await take_all(store)] == ["a"]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+@needs_redis
 def test_request_that_is_taken_after_its_instance_has_stopped_is_taken_by_another(
     redis_of_session: RedisServer,
 ) -> None:

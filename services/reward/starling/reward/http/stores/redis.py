@@ -213,9 +213,14 @@ class RedisStore:
             self._renewed_at = math.inf
             raise
         now = time.monotonic()
-        if not 0.0 <= now - self._renewed_at <= 1.5 * self.renew_interval_s:  # others may have been late, too
+        if not self._is_renewed:  # others may have been late, too
             self._sure_at = now + self._lease_s
         self._renewed_at = now
+
+    @property
+    def _is_renewed(self) -> bool:
+        """Whether the lease was renewed in time: else Redis may have been gone, and others may have lost theirs."""
+        return 0.0 <= time.monotonic() - self._renewed_at <= 1.5 * self.renew_interval_s
 
     async def _remove_refused(self) -> None:
         for ids in _batched(sorted(self._refused), MAX_OPERATIONS):
@@ -251,7 +256,7 @@ class RedisStore:
         return lost
 
     async def _take(self, max_samples: int, max_bytes: int) -> list[StoredRequest]:
-        from_dead = int(time.monotonic() >= self._sure_at)
+        from_dead = int(self._is_renewed and time.monotonic() >= self._sure_at)
         limits = MAX_TAKEN, max_samples, min(max_bytes, MAX_TAKEN_BYTES)
         command = self._script(scripts.TAKE, self._instance, from_dead, *limits, self._kept_ms)
         taken = [_request_of(*row) for row in await self._ask(command, MAX_RECORD_BYTES)]

@@ -109,7 +109,7 @@ local function take_from(set, died)
   end
 end
 take_from(prefix .. 'free', 0)
-if from_dead == '1' then
+if from_dead == '1' and redis.call('EXISTS', prefix .. 'lease:' .. me) == 1 then -- else all may have lost theirs
   for _, other in ipairs(redis.call('SMEMBERS', prefix .. 'instances')) do
     if other ~= me and redis.call('EXISTS', prefix .. 'lease:' .. other) == 0 then
       take_from(owned(other), 1)
