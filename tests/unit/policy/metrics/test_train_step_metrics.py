@@ -249,6 +249,7 @@ def alone(group: ScoredGroup) -> list[ScoredGroup]:
                 versions=group.versions[own],
                 lengths=(length,),
                 rewards=(reward,),
+                scores=(),
             )
         )
     return found
