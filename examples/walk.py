@@ -19,6 +19,7 @@ from starling.cli.recipe.schema import Recipe, load_recipe
 from starling.controller.core.groups.buffer import GroupBuffer
 from starling.controller.core.groups.group import GroupState
 from starling.controller.core.plan import draw_seed
+from starling.controller.core.records import RewardsStored
 from starling.controller.data.prompts import load_prompts
 from starling.policy.train.checkpoint.huggingface import save_hf
 from starling.policy.train.data.groups import ScoredGroup
@@ -79,11 +80,10 @@ def walk(recipe: Recipe, folder: Path) -> None:
         while len(results) < len(groups):  # 3 generate: one token of every sequence at a time
             results |= {result.lease: result for result in engine.step()}
         for group in groups:  # 4 interact: a single turn, the completion is the trajectory
-            texts = [decode(tokenizer, c.token_ids.tolist()) for c in results[group.key].completions]
-            p = group.prompt
+            texts, p = [decode(tokenizer, c.token_ids.tolist()) for c in results[group.key].completions], group.prompt
             buffer.move(group, GroupState.GENERATED)
             rewards = [sum(w * score(t, p.reference, p.text, p.metadata) for w, score in scorers) for t in texts]
-            buffer.store_rewards(group, tuple(rewards), {})  # 5 score
+            buffer.store_rewards(group, RewardsStored(key=group.key, rewards=tuple(rewards)))  # 5 score
         frozen = [scored(results[group.key], group.rewards) for group in buffer.freeze_next(step)]
         metrics = trainer.step(frozen, step=step, temperature=recipe.sampling.temperature)  # 6 credit, 7 pack, 8 learn
         buffer.retire(step)
