@@ -1,0 +1,1 @@
+"""Reinforcement learning of diffusion models: the steps of a sampler as actions of a policy."""
